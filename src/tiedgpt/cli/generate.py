@@ -1,0 +1,97 @@
+"""`tiedgpt generate [SOURCE]`: continues a text, shown as it grows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, CorruptInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Continue a text."""
+
+    source: tyro.conf.Positional[str | None] = None
+    """A run, a model directory, or a hub name; default: the newest run in runs/."""
+    prompt: str = ""
+    """The text to continue; - reads standard input; empty: begin a text."""
+    max_new_tokens: int = 128
+    """Tokens to generate at the most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together reach this probability."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens already in the text become less likely."""
+    seed: int | None = None
+    """The same seed draws the same text."""
+    stop: tuple[str, ...] = ()
+    """End before any of these strings."""
+    context_end: Literal["stop", "slide"] = "stop"
+    """When the context is full: stop, or slide on, dropping the start."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: the model's own."""
+    format: Literal["human", "json"] = "human"
+    """json: one object with ids, text, finish_reason and log-probabilities."""
+
+
+def run(arguments: list[str]) -> int:
+    """Generate; return the exit code."""
+    given = parse(Arguments, "generate", arguments, "Continue a text.")
+    source = source_or_newest(given.source)
+    prompt = given.prompt
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+
+    from tiedgpt.infer import Engine
+
+    stream = Engine(source, given.precision).stream(
+        prompt,
+        max_new_tokens=given.max_new_tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        seed=given.seed,
+        stop=given.stop,
+        context_end=given.context_end,
+    )
+    human = given.format == "human"
+    show_prompt = human
+    while True:
+        try:
+            piece = next(stream)
+        except StopIteration as end:
+            completion = end.value
+            break
+        if human:
+            print(prompt + piece if show_prompt else piece, end="", flush=True)
+            show_prompt = False
+    if human:
+        print(prompt if show_prompt else "")
+    else:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False))
+    if completion.finish_reason == "context":
+        print("the context is full; --context-end slide goes on", file=sys.stderr)
+    elif completion.dropped:
+        print(
+            f"the context slid: the first {completion.dropped} tokens were dropped", file=sys.stderr
+        )
+    return EXIT_OK

@@ -1,0 +1,20 @@
+"""Options of a verb, from a frozen dataclass whose attribute docstrings are the help text."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import tyro
+
+Options = TypeVar("Options")
+
+
+def parse(options: type[Options], verb: str, arguments: list[str], description: str) -> Options:
+    """Return the options; usage errors and `--help` end the process with codes 2 and 0."""
+    return tyro.cli(
+        options,
+        prog=f"tiedgpt {verb}",
+        args=arguments,
+        description=description,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+    )

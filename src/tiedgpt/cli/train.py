@@ -1,0 +1,109 @@
+"""`tiedgpt train [DATA...]`: prepares, plans, trains, and shows it."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+
+import tyro
+
+from tiedgpt.cli.options import parse
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
+from tiedgpt.train.options import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TrainOptions):
+    """Train a GPT. The same command again goes on where the last one stopped."""
+
+    data: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    out: str | None = None
+    """The run's directory; default: runs/ and a name from the data and the size."""
+
+
+def run(arguments: list[str]) -> int:
+    """Train; return the exit code."""
+    given = parse(Arguments, "train", arguments, "Train a GPT on your text.")
+    options = TrainOptions(
+        **{option.name: getattr(given, option.name) for option in fields(TrainOptions)}
+    )
+    out = Path(given.out) if given.out else default_out(options)
+
+    from tiedgpt.cli.show_training import Display
+    from tiedgpt.train.loop import Ended, train
+    from tiedgpt.train.plan import make_plan, record, recorded, tokenizer_config, training_device
+    from tiedgpt.train.prepare import prepare
+    from tiedgpt.train.run_directory import RunDirectory
+
+    directory = RunDirectory(out)
+    display = Display(out, command=shlex.join(["tiedgpt", "train", *arguments]))
+    if options.tokenizer not in ("bpe", "char") and not Path(options.tokenizer).exists():
+        display.say(f"tokenizer {options.tokenizer}: looked for on the Hugging Face hub")
+    with directory.locked():
+        tables = directory.read_record()
+        if tables and (differences := options.differences(tables.get("options", {}))):
+            raise UserError(
+                f"{out} holds a run of other options ({'; '.join(differences)}): give another "
+                "--out, or the same options to go on"
+            )
+        with display.encoding() as progress:
+            tokenizer, encoded, notes = prepare(directory, options, progress)
+        device = training_device()
+        if tables:
+            config, plan = recorded(tables)
+        else:
+            config = tokenizer_config(options, tokenizer)
+            display.say("measuring this machine")
+            plan = make_plan(options, config, encoded, device)
+            directory.write_record(record(options, config, plan, encoded))
+        display.plan(options, config, plan, encoded, tokenizer, device, notes)
+        with stop_on_signals() as stop, display.training(plan):
+            for event in train(
+                directory, config, plan, tokenizer, device, stop_requested=stop.requested
+            ):
+                display.event(event)
+                if isinstance(event, Ended):
+                    ended = event
+        if not ended.finished:
+            display.interrupted(ended, plan)
+            return EXIT_INTERRUPTED
+        display.finished(directory, config, ended)
+    return EXIT_OK
+
+
+def default_out(options: TrainOptions) -> Path:
+    """Return runs/NAME-SIZE, NAME from the first source of data."""
+    first = options.data[0] if options.data else "python-docs"
+    stem = "stdin" if first == "-" else Path(first.rstrip("/*?")).stem
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem) or "data"
+    return Path("runs") / f"{name}-{options.size}"
+
+
+class stop_on_signals:
+    """SIGINT and SIGTERM ask to stop after the step; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before: dict[int, object] = {}
+
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._asked
+
+    def __enter__(self) -> stop_on_signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)

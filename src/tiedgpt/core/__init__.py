@@ -1,0 +1,1 @@
+"""The network itself: torch only; knows no files, no text, no training."""

@@ -1,0 +1,79 @@
+"""Keys and values of the tokens already seen, as plain data.
+
+Room for every position is allocated once; a step writes its rows by index and reads a view. Each
+sequence has its own length, so prompts of different lengths share one cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+
+
+@dataclass
+class KVCache:
+    """Keys and values (L, B, H, C, D/H) with room for C positions, and how many are filled."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: GPTConfig,
+        *,
+        batch_size: int,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """Return an empty cache for `capacity` positions (the whole context unless told)."""
+        capacity = config.n_positions if capacity is None else capacity
+        if not 1 <= capacity <= config.n_positions:
+            raise UserError(f"a cache of {capacity} positions: the model has {config.n_positions}")
+        shape = (config.n_layer, batch_size, config.n_head, capacity, config.head_dim)
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(keys, torch.zeros_like(keys), [0] * batch_size)
+
+    @property
+    def capacity(self) -> int:
+        """Positions there is room for."""
+        return self.keys.shape[3]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (B, H, T, D/H) after each sequence's length; return all up to the longest."""
+        n_new = k.shape[2]
+        keys, values = self.keys[layer], self.values[layer]
+        if len(set(self.lengths)) == 1:
+            start = self.lengths[0]
+            keys[:, :, start : start + n_new] = k
+            values[:, :, start : start + n_new] = v
+        else:
+            for row, start in enumerate(self.lengths):
+                keys[row, :, start : start + n_new] = k[row]
+                values[row, :, start : start + n_new] = v[row]
+        filled = max(self.lengths) + n_new
+        return keys[:, :, :filled], values[:, :, :filled]
+
+    def advance(self, n_new: int) -> None:
+        """Count `n_new` positions as filled, once all layers have stored them."""
+        self.lengths = [length + n_new for length in self.lengths]
+
+    def rows(self, keep: list[int]) -> KVCache:
+        """Return the cache of the sequences `keep`, the others dropped."""
+        return KVCache(self.keys[:, keep], self.values[:, keep], [self.lengths[i] for i in keep])
+
+    @staticmethod
+    def join(caches: list[KVCache]) -> KVCache:
+        """Return one cache that holds the sequences of all."""
+        return KVCache(
+            torch.cat([cache.keys for cache in caches], dim=1),
+            torch.cat([cache.values for cache in caches], dim=1),
+            [length for cache in caches for length in cache.lengths],
+        )

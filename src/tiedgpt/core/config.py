@@ -1,0 +1,176 @@
+"""The shape of a GPT as one frozen record, the papers' presets, and its size by formula.
+
+No torch is imported here: a config can be made, checked and counted without it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from tiedgpt.errors import UserError
+
+ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Everything that decides a GPT's parameters and its computation, under OpenAI's names.
+
+    Unknown and impossible values raise `UserError`, naming the field.
+    """
+
+    vocab_size: int
+    """V: rows of the matrix that reads and predicts."""
+    n_positions: int
+    """Longest sequence of tokens; one learned row of `wpe` for each position."""
+    n_embd: int
+    """D: width of the residual stream."""
+    n_layer: int
+    """L: number of blocks."""
+    n_head: int
+    """H: attention heads in a block; divides `n_embd`."""
+    n_inner: int | None = None
+    """Width inside the MLP; None means 4 D."""
+    activation_function: str = "gelu_new"
+    """`gelu_new` is the tanh form of GPT-1 and GPT-2; `gelu` the exact one."""
+    norm: Literal["pre", "post"] = "pre"
+    """GPT-2 normalises before each sublayer and once at the end; GPT-1 after each sublayer."""
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance in every LayerNorm."""
+    embd_pdrop: float = 0.1
+    """Dropout on the sum of token and position embeddings."""
+    attn_pdrop: float = 0.1
+    """Dropout on the attention weights."""
+    resid_pdrop: float = 0.1
+    """Dropout on what each sublayer adds to the residual stream."""
+    tie_word_embeddings: bool = True
+    """True: `wte` predicts as well as reads. False: the model has a head of its own."""
+    bos_token_id: int | None = None
+    """Token that starts a text, if there is one."""
+    eos_token_id: int | None = None
+    """Token that ends a text, if there is one."""
+
+    def __new__(cls, *_: Any, **given: Any) -> GPTConfig:
+        """Refuse unknown names with the project's own error, before the dataclass does."""
+        known = {field.name for field in fields(cls)}
+        for name in given:
+            if name == "n_ctx":
+                raise UserError("GPTConfig has no n_ctx: the context is n_positions")
+            if name not in known:
+                raise UserError(f"GPTConfig has no {name!r}; it has {', '.join(sorted(known))}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            _require_positive_int(name, getattr(self, name))
+        if self.n_inner is not None:
+            _require_positive_int("n_inner", self.n_inner)
+        if self.n_embd % self.n_head:
+            raise UserError(
+                f"n_head={self.n_head} does not divide n_embd={self.n_embd}: every head gets "
+                "an equal share of the width"
+            )
+        if self.activation_function not in ACTIVATIONS:
+            raise UserError(
+                f"activation_function={self.activation_function!r} is none of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        if self.norm not in ("pre", "post"):
+            raise UserError(f"norm={self.norm!r} is neither 'pre' (GPT-2) nor 'post' (GPT-1)")
+        for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < 1:
+                raise UserError(f"{name}={value!r} is not a probability in [0, 1)")
+        epsilon = self.layer_norm_epsilon
+        if not _is_number(epsilon) or not 0 < epsilon < math.inf:
+            raise UserError(f"layer_norm_epsilon={epsilon!r} is not a positive number")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise UserError(f"tie_word_embeddings={self.tie_word_embeddings!r} is not a bool")
+        for name in ("bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and 0 <= value < self.vocab_size):
+                raise UserError(
+                    f"{name}={value!r} is no id of a vocabulary of {self.vocab_size} tokens"
+                )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head, D / H."""
+        return self.n_embd // self.n_head
+
+    @property
+    def inner_dim(self) -> int:
+        """Width inside the MLP."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    def parameter_count(self) -> int:
+        """Return the number of parameters, by formula; the tied matrix counts once."""
+        width, inner = self.n_embd, self.inner_dim
+        embeddings = (self.vocab_size + self.n_positions) * width
+        attention = 3 * width * width + 3 * width + width * width + width
+        mlp = width * inner + inner + inner * width + width
+        norms = 2 * 2 * width
+        final_norm = 2 * width if self.norm == "pre" else 0
+        head = 0 if self.tie_word_embeddings else self.vocab_size * width
+        return embeddings + self.n_layer * (attention + mlp + norms) + final_norm + head
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> GPTConfig:
+        """Return a published shape, any field overridden.
+
+        Shapes: GPT-1 (Radford et al. 2018), GPT-2 (Radford et al. 2019; the sizes as released),
+        GPT-3 (Brown et al. 2020, table 2.1, with every layer's attention dense). Two rows of that
+        table are impossible: XL's 24 heads of 128 do not make its width of 2,048, so 16 heads are
+        built; 13B's width of 5,140 is not 40 heads of 128, so 5,120 is built.
+
+        A preset's end-of-text id is kept only with the vocabulary that it belongs to.
+        """
+        if name not in PRESETS:
+            raise UserError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+        values = dict(PRESETS[name])
+        if overrides.get("vocab_size", values["vocab_size"]) != values["vocab_size"]:
+            values.pop("bos_token_id", None)
+            values.pop("eos_token_id", None)
+        return cls(**(values | overrides))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{name}={value!r} is not a positive whole number")
+
+
+def _gpt1() -> dict[str, Any]:
+    shape = {"vocab_size": 40478, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    return shape | {"norm": "post"}
+
+
+def _gpt(n_layer: int, n_embd: int, n_head: int, *, n_positions: int) -> dict[str, Any]:
+    shape = {"n_positions": n_positions, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_head}
+    return shape | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt1": _gpt1(),
+    "gpt2": _gpt(12, 768, 12, n_positions=1024),
+    "gpt2-medium": _gpt(24, 1024, 16, n_positions=1024),
+    "gpt2-large": _gpt(36, 1280, 20, n_positions=1024),
+    "gpt2-xl": _gpt(48, 1600, 25, n_positions=1024),
+    "gpt3-small": _gpt(12, 768, 12, n_positions=2048),
+    "gpt3-medium": _gpt(24, 1024, 16, n_positions=2048),
+    "gpt3-large": _gpt(24, 1536, 16, n_positions=2048),
+    "gpt3-xl": _gpt(24, 2048, 16, n_positions=2048),
+    "gpt3-2.7b": _gpt(32, 2560, 32, n_positions=2048),
+    "gpt3-6.7b": _gpt(32, 4096, 32, n_positions=2048),
+    "gpt3-13b": _gpt(40, 5120, 40, n_positions=2048),
+    "gpt3-175b": _gpt(96, 12288, 96, n_positions=2048),
+}

@@ -1,0 +1,164 @@
+"""The network: tokens in, one prediction for each of them out.
+
+Follow `self.wte`: it reads at the bottom of `states` and predicts in `logits`.
+Shapes: B batch, T positions, D width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.cache import KVCache
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.embedding import READS_AND_PREDICTS, READS_ONLY, TiedEmbedding
+from tiedgpt.core.layers import Block, Past, positions_after
+from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
+from tiedgpt.errors import UserError
+
+
+class GPT(nn.Module):
+    """A GPT with OpenAI's names; a fresh one is initialised as in the papers.
+
+    `head` is None when `wte` predicts (tied), or a module (..., D) -> (..., V) of its own.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.foreign_config: dict[str, Any] = {}  # keys of the file's config that change nothing
+        self.wte = TiedEmbedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        pre = config.norm == "pre"
+        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon) if pre else nn.Identity()
+        self.head: nn.Module | None = None
+        if not config.tie_word_embeddings:
+            self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw fresh weights from torch's global random stream.
+
+        GPT-2: tokens and products N(0, 0.02), positions N(0, 0.01), what writes into the residual
+        stream scaled by 1/sqrt(2 L), biases 0 (Radford et al. 2019 and the released code).
+        GPT-1: N(0, 0.02) throughout.
+        """
+        pre = self.config.norm == "pre"
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer) if pre else 0.02
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, residual_std if name.endswith(".c_proj") else 0.02)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+        self.wte.weight.normal_(0.0, 0.02)
+        self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
+
+    def states(self, ids: Tensor, cache: KVCache | None = None) -> Iterator[Tensor]:
+        """Yield the residual stream (B, T, D) after the embedding and after each of L blocks.
+
+        ids (B, T) holds int64 or int32. With a cache, ids are what comes after the tokens in it.
+        """
+        past, positions = self._place(ids, cache)
+        x = self.drop(self.wte(ids) + self.wpe(positions))  # h_0 = U W_e + W_p
+        yield x
+        for layer, block in enumerate(self.h):
+            x = block(x, layer, past)
+            yield x
+        if cache is not None:
+            cache.advance(ids.shape[1])
+
+    def body(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T) -> (B, T, D): the last state after the final norm, what the head is given."""
+        for state in self.states(ids, cache):
+            x = state
+        return self.ln_f(x)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """(..., D) -> (..., V): scores by whichever predicts, `wte` or a head of its own."""
+        return self.wte.unembed(h) if self.head is None else self.head(h)  # h_n W_e^T
+
+    def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T) -> (B, T, V): at each of T tokens, a score for every token that may follow."""
+        return self.logits(self.body(ids, cache))
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over the targets that are not -100.
+
+        targets (B, T): `targets[b, t]` is the id that follows `ids[b, t]`; nothing is shifted
+        here. The (B, T, V) logits are never held at once.
+        """
+        if targets.shape != ids.shape:
+            raise UserError(
+                f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}: "
+                "one answer for each position"
+            )
+        h, targets = self.body(ids).flatten(0, 1), targets.flatten()
+        if self.head is None:
+            return linear_cross_entropy(h, self.wte.weight, targets)
+        if type(self.head) is nn.Linear and self.head.bias is None:
+            return linear_cross_entropy(h, self.head.weight, targets)
+        return head_cross_entropy(h, self.head, targets)
+
+    def extra_repr(self) -> str:
+        """Count the parameters in `print(model)`."""
+        return f"{sum(p.numel() for p in self.parameters()):,} parameters"
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text if self.head is None else text.replace(READS_AND_PREDICTS, READS_ONLY)
+
+    def _place(self, ids: Tensor, cache: KVCache | None) -> tuple[Past | None, Tensor]:
+        """Check ids against the context; return what came before and their positions (B|1, T)."""
+        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise UserError(
+                f"ids must be whole numbers of shape (B, T), not {ids.dtype} {tuple(ids.shape)}"
+            )
+        n_new = ids.shape[1]
+        lengths = [0] if cache is None else cache.lengths
+        room = self.config.n_positions if cache is None else cache.capacity
+        if n_new < 1 or max(lengths) + n_new > room:
+            before = f" after {max(lengths)} in the cache" if cache is not None else ""
+            raise UserError(f"{n_new} tokens{before}: a sequence here holds 1 to {room}")
+        if cache is not None and len(lengths) != ids.shape[0]:
+            raise UserError(f"{ids.shape[0]} sequences for a cache of {len(lengths)}")
+        past = None if cache is None else Past.of(cache, n_new, ids.device)
+        return past, positions_after(lengths, n_new, ids.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        resolve: str | None = None,
+        dtype: torch.dtype | None = None,
+        **config: Any,
+    ) -> GPT:
+        """Load a model from a directory, a file or a hub name, in eval mode.
+
+        dtype None keeps the file's. `resolve` ("untie", "keep-input", "keep-output", "tie") says
+        what to do where a file holds two different matrices, or lacks the head that its config
+        claims. `config` supplies only what the file does not say. Raises `CorruptInputError` for
+        files that are damaged or not GPTs, `UserError` for what is asked for wrongly.
+        """
+        from tiedgpt.weights.load import load_model
+
+        return load_model(source, resolve=resolve, dtype=dtype, **config)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write a Hugging Face directory that transformers loads as it is.
+
+        Existing files of the same names are replaced, each atomically.
+        """
+        from tiedgpt.weights.save import save_model
+
+        save_model(self, directory)

@@ -1,0 +1,114 @@
+"""Which tokens make which batch: a pure function of (seed, step), so a run resumes where it was.
+
+A stream of N tokens has N - 1 targets, each the token after its input. They are cut into windows of
+T; an epoch visits the windows once, in an order drawn from (seed, epoch). The last window is
+aligned to the end of the stream, and the targets it shares with the one before are set to -100.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.errors import UserError
+
+IGNORED = -100  # a target without a loss, as in torch's cross_entropy
+
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+class Tokens(Protocol):
+    """A sequence of tokens read by position, such as `Shards`."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Return tokens `start` to `stop`, (stop - start,)."""
+
+
+class Batches:
+    """Training batches by step number; the same (tokens, seed, step) always give the same batch.
+
+    Raises:
+        UserError: there are fewer than n_positions + 1 tokens, or a size is not positive.
+    """
+
+    def __init__(self, tokens: Tokens, *, batch_size: int, n_positions: int, seed: int) -> None:
+        _check_sizes(batch_size, n_positions)
+        if len(tokens) < n_positions + 1:
+            raise UserError(
+                f"the text has {len(tokens):,} tokens, and a context of {n_positions:,} needs "
+                f"{n_positions + 1:,}: use a shorter --context or more text"
+            )
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.n_positions = n_positions
+        self.seed = seed
+        self.n_windows = _count_windows(len(tokens), n_positions)
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps after which every target was seen, the last step rounded up."""
+        return -(-self.n_windows // self.batch_size)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch, from 0, in which a step begins; its batch may reach into the next."""
+        return step * self.batch_size // self.n_windows
+
+    def batch(self, step: int) -> Batch:
+        """Return inputs and targets of a step >= 0, both int64 (B, T)."""
+        first = step * self.batch_size
+        places = (divmod(row, self.n_windows) for row in range(first, first + self.batch_size))
+        return _read(self.tokens, [int(self._order(e)[i]) for e, i in places], self.n_positions)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the epoch's permutation of the windows, (n_windows,)."""
+        if epoch not in self._orders:
+            # Philox's raw stream is the same in every numpy; Generator.permutation need not be.
+            key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
+            draws = np.random.Philox(key=key).random_raw(self.n_windows)
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = np.argsort(draws, kind="stable")
+        return self._orders[epoch]
+
+
+def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[Batch]:
+    """Yield every window once, from the first, for evaluation; int64 (B, T), the last (<= B, T).
+
+    A text shorter than the context makes one window of its own length.
+
+    Raises:
+        UserError: there are fewer than two tokens, so there is nothing to predict.
+    """
+    _check_sizes(batch_size, n_positions)
+    if len(tokens) < 2:
+        raise UserError(f"a text of {len(tokens)} tokens has nothing to predict: give more text")
+    n_positions = min(n_positions, len(tokens) - 1)
+    n_windows = _count_windows(len(tokens), n_positions)
+    for first in range(0, n_windows, batch_size):
+        windows = range(first, min(first + batch_size, n_windows))
+        yield _read(tokens, windows, n_positions)
+
+
+def _read(tokens: Tokens, windows: "list[int] | range", n_positions: int) -> Batch:
+    """Return inputs and targets of windows, by their numbers."""
+    rows = np.empty((len(windows), n_positions + 1), dtype=np.int64)  # (B, T + 1)
+    starts = [min(window * n_positions, len(tokens) - 1 - n_positions) for window in windows]
+    for row, start in zip(rows, starts, strict=True):
+        row[:] = tokens.read(start, start + n_positions + 1)
+    ids, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+    for target, window, start in zip(targets, windows, starts, strict=True):
+        target[: window * n_positions - start] = IGNORED
+    return ids, targets
+
+
+def _count_windows(n_tokens: int, n_positions: int) -> int:
+    return -(-(n_tokens - 1) // n_positions)
+
+
+def _check_sizes(batch_size: int, n_positions: int) -> None:
+    for name, value in (("batch_size", batch_size), ("n_positions", n_positions)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")

@@ -1,0 +1,1 @@
+"""How well a model predicts: nats a token, perplexity, bits per byte."""

@@ -1,0 +1,102 @@
+"""Files that appear whole or not at all, and JSON that is what it should be.
+
+Like `errors`, this imports nothing heavy and everyone may import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`; when the block ends well, sync it and rename it there.
+
+    The parent directory is made. When the block fails, the temporary file or directory is removed
+    and what was at `path` is as before. A full disk is a `NoRoomError`. A file replaces a file; a
+    directory may only take a place where nothing is.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with no_room_is_an_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            for file in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
+                sync(file)
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            remove(temporary)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or a directory's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def no_room_is_an_error(path: Path) -> Iterator[None]:
+    """Turn the system's complaints about writing to `path` into our own errors."""
+    try:
+        yield
+    except TiedGPTError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoRoomError(f"no room to write {path}: {error.strerror}; free some") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise
+
+
+def require_room(directory: Path, n_bytes: int) -> None:
+    """Raise `NoRoomError` where less than `n_bytes` are free, before anything is written."""
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < n_bytes:
+        raise NoRoomError(
+            f"{directory} needs {n_bytes / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; anything else is a `CorruptInputError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptInputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CorruptInputError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file, atomically."""
+    with replacing(path) as temporary:
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,181 @@
+"""A path -> a Hugging Face tokenizer and its settings; and back to a directory.
+
+Three layouts are read: `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had
+the former); `encoder.json` with `vocab.bpe` (OpenAI's release). Everything from outside is
+checked here, so that what is wrong with a file is said in one line that names it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import models
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text.bpe import byte_level_tokenizer
+from tiedgpt.text.characters import END_OF_TEXT
+
+_WHOLE = "tokenizer.json"
+_PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+_CONFIG = "tokenizer_config.json"
+_ADDED = "added_tokens.json"
+FILE_NAMES = [_WHOLE, _CONFIG, _ADDED, *(name for pair in _PAIRS for name in pair)]
+
+_AGAIN = "get the file again from where it came from"
+# Tokens that no merge makes: <|endoftext|>, <s>, [PAD]; and those with which fairseq pads.
+_SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
+
+
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer at `path`, a directory or one of its files, and its `tokenizer_config.json`.
+
+    Raises UserError if there is no tokenizer, CorruptInputError if one of its files is damaged.
+    """
+    directory = path if path.is_dir() else path.parent
+    config = _read_object(directory / _CONFIG) if (directory / _CONFIG).is_file() else {}
+    file = path / _WHOLE if path.is_dir() else path
+    pairs = [pair for pair in _PAIRS if path.is_dir() or path.name in pair]
+    if file.is_file() and not (pairs and file == path):
+        return _parse(_read(file), file), config
+    for vocabulary, merges in pairs:
+        files = directory / vocabulary, directory / merges
+        if all(file.is_file() for file in files):
+            return _read_pair(*files, config), config
+    raise UserError(
+        f"{path} holds no tokenizer; expected {_WHOLE}, or "
+        f"{' or '.join(' with '.join(pair) for pair in _PAIRS)}"
+    )
+
+
+def write_tokenizer(directory: Path, rust: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`, each at once or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / _WHOLE, rust.to_str(pretty=True))
+    _replace(directory / _CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def special_id(
+    rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: Path
+) -> int | None:
+    """The id of the token that `config` names under `key`, else of `<|endoftext|>`, else None.
+
+    Raises CorruptInputError if the named token is not in the vocabulary.
+    """
+    named = config.get(key)
+    if named is None:
+        id: int | None = rust.token_to_id(END_OF_TEXT)
+        return id
+    token = named.get("content") if isinstance(named, dict) else named
+    id = rust.token_to_id(token) if isinstance(token, str) else None
+    if id is None:
+        raise CorruptInputError(
+            f"{where}: {_CONFIG} names {token!r} as {key}, which is not in the vocabulary; "
+            f"correct or remove that key"
+        )
+    return id
+
+
+def _replace(file: Path, text: str) -> None:
+    # The process id keeps two writers from sharing one temporary file.
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(
+            f"{file}: not UTF-8 text at byte {error.start}; {_AGAIN}"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CorruptInputError):
+            raise
+        raise CorruptInputError(f"{file}: not JSON ({error}); {_AGAIN}") from error
+    if not isinstance(stored, dict):
+        raise CorruptInputError(f"{file}: not a JSON object; {_AGAIN}")
+    return stored
+
+
+def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise CorruptInputError(f"{file}: not a tokenizer ({reason}); {_AGAIN}") from error
+
+
+def _read_pair(
+    vocabulary_file: Path, merges_file: Path, config: dict[str, Any]
+) -> tokenizers.Tokenizer:
+    vocabulary = _read_ids(vocabulary_file)
+    merges = _read_merges(merges_file, vocabulary, vocabulary_file.name)
+    made = {left + right for left, right in merges}
+    unmade = [token for token in vocabulary if len(token) > 1 and token not in made]
+    special = sorted((t for t in unmade if _SPECIAL.fullmatch(t)), key=vocabulary.__getitem__)
+    if len(special) < len(unmade):
+        example = next(token for token in unmade if token not in set(special))
+        raise CorruptInputError(
+            f"{merges_file}: no line makes {example!r} and {len(unmade) - len(special) - 1} other "
+            f"tokens of {vocabulary_file.name}, so it is cut short or not of that vocabulary; "
+            f"{_AGAIN}"
+        )
+    prefix_space = config.get("add_prefix_space") is True
+    model = models.BPE(vocab=vocabulary, merges=merges)
+    rust = byte_level_tokenizer(model, prefix_space=prefix_space)
+    rust.add_special_tokens(special)
+    added_file = vocabulary_file.with_name(_ADDED)
+    added = _read_ids(added_file) if added_file.is_file() else {}
+    rust.add_special_tokens(sorted(added, key=added.__getitem__))
+    for token, id in added.items():
+        if rust.token_to_id(token) != id:
+            raise CorruptInputError(
+                f"{added_file}: gives {token!r} the id {id}, but {rust.token_to_id(token)} is the "
+                f"next free one; correct or remove the file"
+            )
+    return rust
+
+
+def _read_ids(file: Path) -> dict[str, int]:
+    ids = _read_object(file)
+    for token, id in ids.items():
+        if not (type(id) is int and 0 <= id < 1 << 32 and token):
+            raise CorruptInputError(f"{file}: gives {token!r} the id {id!r}; {_AGAIN}")
+    if len(set(ids.values())) < len(ids):
+        raise CorruptInputError(f"{file}: gives two tokens the same id; {_AGAIN}")
+    return ids
+
+
+def _read_merges(
+    file: Path, vocabulary: dict[str, int], vocabulary_name: str
+) -> Sequence[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(_read(file).split("\n"), 1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        left, _, right = line.rstrip("\r").partition(" ")
+        if not left or not right or " " in right:
+            raise CorruptInputError(f"{file}, line {number}: not two tokens: {line!r}; {_AGAIN}")
+        for token in (left, right, left + right):
+            if token not in vocabulary:
+                raise CorruptInputError(
+                    f"{file}, line {number}: {token!r} is not in {vocabulary_name}; "
+                    f"use the two files of one vocabulary"
+                )
+        merges.append((left, right))
+    return merges

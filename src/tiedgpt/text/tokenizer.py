@@ -1,0 +1,270 @@
+"""`Tokenizer`: text -> ids -> text, whatever the vocabulary is made of.
+
+What depends on the kind of vocabulary is a `Codec`: byte-level BPE (`bpe.py`) or single characters
+(`characters.py`). Special tokens, decoding and files are the same for both and are here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
+from tiedgpt.text.characters import Characters, character_tokenizer
+from tiedgpt.text.directory import FILE_NAMES, read_tokenizer, special_id, write_tokenizer
+from tiedgpt.text.stream import StreamDecoder
+
+
+class Codec(Protocol):
+    """What depends on the kind of vocabulary; neither method sees special tokens."""
+
+    kind: str
+
+    def encode(self, text: str, at: int = 0) -> list[int]:
+        """`text`, which begins at position `at` of what the user gave -> ids."""
+
+    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
+        """The same as (N,) ids."""
+
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes that a token of the vocabulary stands for."""
+
+
+_CODECS = (ByteLevelBPE, Characters)
+# Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved.
+_KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
+
+
+class Tokenizer:
+    """Text to ids and back. Made by `from_pretrained`, `train` or `characters`.
+
+    `len(tokenizer)` is V, the number of rows that a model's embedding needs.
+    """
+
+    bos_token_id: int | None
+    """Id of the token that begins a text, or None."""
+    eos_token_id: int | None
+    """Id of the token that ends a text, or None."""
+
+    def __init__(
+        self, rust: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, where: str = ""
+    ) -> None:
+        rust.no_truncation()  # a file may ask for these, and ids would be lost or made up
+        rust.no_padding()
+        rust.encode_special_tokens = True  # means: as ordinary text
+        self._rust = rust
+        self._settings = settings or {}
+        self._codec = _codec_for(rust, where)
+        self._size = _checked_size(rust, where)
+        self.bos_token_id = special_id(rust, self._settings, "bos_token", Path(where))
+        self.eos_token_id = special_id(rust, self._settings, "eos_token", Path(where))
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> "Tokenizer":
+        """Read a tokenizer from a directory, from one of its files, or from the Hugging Face hub.
+
+        Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`.
+        A path that exists wins over a hub name. Raises UserError if there is no tokenizer or it is
+        of another kind, CorruptInputError if a file is damaged.
+        """
+        from tiedgpt.weights.hub import local_directory
+
+        path = local_directory(source, FILE_NAMES)
+        rust, settings = read_tokenizer(path)
+        return cls(rust, settings, str(path))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Train a byte-level BPE of at most `vocab_size` ids, the last `<|endoftext|>`.
+
+        Fewer ids come out if no pair of tokens is left that occurs twice. Raises UserError if
+        `vocab_size` is below 257 or a text is not valid Unicode.
+        """
+        return cls(train_bpe(_checked_texts(texts), vocab_size))
+
+    @classmethod
+    def characters(cls, texts: Iterable[str]) -> "Tokenizer":
+        """One id for each distinct character of `texts`, sorted; then `<|endoftext|>`.
+
+        Raises UserError if `texts` has no character or one is not valid Unicode.
+        """
+        return cls(character_tokenizer(_checked_texts(texts)))
+
+    @property
+    def kind(self) -> str:
+        """What a token is made of: "bpe" (bytes) or "char" (one character)."""
+        return self._codec.kind
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(kind={self.kind!r}, len={len(self)}, eos_token_id={self.eos_token_id})"
+
+    def __reduce__(self) -> tuple[Any, ...]:  # so that worker processes get one like this
+        return _restored, (self._rust.to_str(), self._settings)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """`text` -> ids, without a token before or after it.
+
+        "<|endoftext|>" in the text is ordinary text, which cannot end a document, unless
+        `allow_special`. Raises UserError if the text is not valid Unicode or, for characters, has
+        one that is not in the vocabulary.
+        """
+        _refuse_surrogates(text)
+        if allow_special and self._special:
+            return [id for part in self._parts(text) for id in part]
+        return self._codec.encode(text)
+
+    def encode_array(self, text: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
+        """`text` -> (N,) ids, for bulk data: uint16 if V is at most 65,536, else uint32.
+
+        Special tokens in the text are ordinary text. Raises as `encode`.
+        """
+        _refuse_surrogates(text)
+        ids = self._codec.encode_array(text)
+        return ids.astype(np.uint16) if len(self) <= 1 << 16 else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids -> text: their bytes joined, with U+FFFD for what is not UTF-8; special tokens show.
+
+        Raises UserError for an id outside the vocabulary.
+        """
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of text that one id stands for, possibly part of a character.
+
+        Raises UserError for an id outside the vocabulary.
+        """
+        found = self._bytes[id] if 0 <= id < self._size else None
+        if found is None:
+            raise UserError(
+                f"id {id} is outside the vocabulary of {self._size} tokens; "
+                f"use ids of this tokenizer, from 0 to {self._size - 1}"
+            )
+        return found
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """(V,): how many bytes of text each id stands for; 0 for special tokens: they are no text.
+
+        The sum over a text's ids is its length in bytes, as bits per byte needs it.
+        """
+        lengths = np.array([len(token or b"") for token in self._bytes], dtype=np.int64)
+        lengths[[id for id, _ in self._special.values()]] = 0
+        return lengths
+
+    def stream(self) -> StreamDecoder:
+        """A decoder for ids that come one by one; its pieces, joined, are what `decode` gives."""
+        return StreamDecoder(self.token_bytes)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers loads, too.
+
+        Each file is replaced at once: a crash leaves the old one or the new one.
+        """
+        config = {key: self._settings[key] for key in _KEPT_SETTINGS if key in self._settings}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["clean_up_tokenization_spaces"] = False
+        for key, id in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id)):
+            if id is not None:
+                config[key] = self._rust.id_to_token(id)
+        write_tokenizer(Path(directory), self._rust, config)
+
+    @cached_property
+    def _bytes(self) -> list[bytes | None]:
+        """The bytes of every id; None where an id is not taken."""
+        table: list[bytes | None] = [None] * self._size
+        for token, id in self._rust.get_vocab(with_added_tokens=False).items():
+            table[id] = self._codec.token_bytes(token)
+        for id, added in self._rust.get_added_tokens_decoder().items():
+            table[id] = added.content.encode()
+        return table
+
+    @cached_property
+    def _special(self) -> dict[str, tuple[int, tokenizers.AddedToken]]:
+        """The special tokens by their text."""
+        added = self._rust.get_added_tokens_decoder()
+        return {token.content: (id, token) for id, token in added.items() if token.special}
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        """Finds the special tokens as `tokenizers` does: the first, and there the longest."""
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.compile(
+            "|".join(
+                rf"(?<!\w){re.escape(content)}(?!\w)"
+                if self._special[content][1].single_word
+                else re.escape(content)
+                for content in longest_first
+            )
+        )
+
+    def _parts(self, text: str) -> Iterator[list[int]]:
+        """The ids of the text between special tokens, and of these, in turn."""
+        start, takes_blanks = 0, False
+        for match in self._special_pattern.finditer(text):
+            id, token = self._special[match[0]]
+            yield self._between(text, start, match.start(), takes_blanks, token.lstrip)
+            yield [id]
+            start, takes_blanks = match.end(), token.rstrip
+        yield self._between(text, start, len(text), takes_blanks, False)
+
+    def _between(self, text: str, start: int, end: int, lstrip: bool, rstrip: bool) -> list[int]:
+        part = text[start:end]
+        part = part.rstrip() if rstrip else part
+        stripped = part.lstrip() if lstrip else part
+        return self._codec.encode(stripped, start + len(part) - len(stripped))
+
+
+def _restored(stored: str, settings: dict[str, Any]) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(stored), settings)
+
+
+def _codec_for(rust: tokenizers.Tokenizer, where: str) -> Codec:
+    for codec in _CODECS:
+        if codec.reads(rust):
+            return codec(rust)
+    names = type(rust.model).__name__, type(rust.decoder).__name__
+    raise UserError(
+        f"{where}: a tokenizer with the model {names[0]} and the decoder {names[1]} is not "
+        f"supported; use one with a byte-level BPE, as GPT-2's, or single characters"
+    )
+
+
+def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
+    """Largest id + 1. A damaged file may name one that would take all memory."""
+    ids = rust.get_vocab(with_added_tokens=True).values()
+    size = max(ids, default=-1) + 1
+    if not ids or size > 2 * len(ids) + 1024:
+        raise CorruptInputError(
+            f"{where}: {len(ids)} tokens have ids up to {size - 1}; get the file again from where "
+            f"it came from"
+        )
+    return size
+
+
+def _checked_texts(texts: Iterable[str]) -> Iterator[str]:
+    if isinstance(texts, str):
+        raise UserError("texts is one string; give a list of texts, such as [text]")
+    for number, text in enumerate(texts):
+        _refuse_surrogates(text, f" of text {number}")
+        yield text
+
+
+def _refuse_surrogates(text: str, where: str = "") -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"position {error.start}{where} has the lone surrogate U+{ord(text[error.start]):04X}, "
+            f"which is not valid Unicode; read the text with errors='replace' or remove it"
+        ) from error

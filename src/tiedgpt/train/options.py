@@ -1,0 +1,156 @@
+"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from tiedgpt.core.config import PRESETS, GPTConfig
+from tiedgpt.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A named shape with the recipe that suits it."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_positions: int
+    vocab_size: int
+    """Tokens of a vocabulary trained for it."""
+    batch_size: int
+    """Sequences in a step."""
+    lr: float
+    """Peak learning rate."""
+    dropout: float = 0.0
+
+
+def _published(name: str, lr: float) -> Size:
+    """A preset of the papers; peak rates as in Brown et al. 2020, table 2.1."""
+    shape = {key: PRESETS[name][key] for key in ("n_layer", "n_embd", "n_head", "n_positions")}
+    return Size(**shape, vocab_size=PRESETS[name]["vocab_size"], batch_size=16, lr=lr, dropout=0.1)
+
+
+SIZES: dict[str, Size] = {
+    "tiny": Size(
+        n_layer=2, n_embd=128, n_head=4, n_positions=128, vocab_size=1024, batch_size=16, lr=3e-3
+    ),
+    "mini": Size(
+        n_layer=4, n_embd=256, n_head=4, n_positions=256, vocab_size=2048, batch_size=16, lr=3e-3
+    ),
+    "small": Size(
+        n_layer=6, n_embd=384, n_head=6, n_positions=256, vocab_size=4096, batch_size=16, lr=2e-3
+    ),
+    "medium": Size(
+        n_layer=8, n_embd=512, n_head=8, n_positions=512, vocab_size=8192, batch_size=16, lr=1e-3
+    ),
+    "gpt1": _published("gpt1", 2.5e-4),
+    "gpt2": _published("gpt2", 6e-4),
+    "gpt2-medium": _published("gpt2-medium", 3e-4),
+    "gpt2-large": _published("gpt2-large", 2.5e-4),
+    "gpt2-xl": _published("gpt2-xl", 2e-4),
+    "gpt3-small": _published("gpt3-small", 6e-4),
+    "gpt3-medium": _published("gpt3-medium", 3e-4),
+    "gpt3-large": _published("gpt3-large", 2.5e-4),
+    "gpt3-xl": _published("gpt3-xl", 2e-4),
+    "gpt3-2.7b": _published("gpt3-2.7b", 1.6e-4),
+    "gpt3-6.7b": _published("gpt3-6.7b", 1.2e-4),
+    "gpt3-13b": _published("gpt3-13b", 1e-4),
+    "gpt3-175b": _published("gpt3-175b", 0.6e-4),
+}
+DEFAULT_SIZE = "mini"
+DEFAULT_MINUTES = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """One dial, `size`, derives the rest; everything derived can be set."""
+
+    data: tuple[str, ...] = ()
+    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    size: str = DEFAULT_SIZE
+    """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
+    minutes: float | None = None
+    """Train for about this long; a short measurement turns it into steps. Default: 3."""
+    steps: int | None = None
+    """Train for this many steps instead."""
+    tokenizer: str = "bpe"
+    """bpe: trained on the data; char: its characters; or a directory, file or hub name."""
+    val: str | None = None
+    """Validate on this text; default: a tenth of the data."""
+    text_field: str = "text"
+    """The field of .jsonl lines that holds the text."""
+    seed: int = 0
+    """Decides the first weights and the order of the data."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary that is trained."""
+    context: int | None = None
+    """Tokens in a sequence (n_positions)."""
+    batch_size: int | None = None
+    """Sequences in a step."""
+    micro_batch: int | None = None
+    """Sequences computed at a time; gradients of a step's parts are added up."""
+    lr: float | None = None
+    """Peak learning rate."""
+    warmup: float = 0.05
+    """Share of the steps in which the rate rises to its peak; then it falls linearly to 0."""
+    weight_decay: float = 0.1
+    """AdamW's decay of the blocks' matrices; the shared matrix, norms and biases have none."""
+    grad_clip: float = 1.0
+    """Largest norm of a step's gradient."""
+    dropout: float | None = None
+    """On embeddings, attention and what blocks add."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise UserError(f"no size {self.size!r}; there are {', '.join(SIZES)}")
+        if self.minutes is not None and self.steps is not None:
+            raise UserError("give --minutes or --steps, not both")
+        for name in ("minutes", "lr", "grad_clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} {value} is not a positive number")
+        for name in ("steps", "vocab_size", "context", "batch_size", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value} is not at least 1")
+        if not 0 <= self.warmup <= 1:
+            raise UserError(f"--warmup {self.warmup} is not a share from 0 to 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"--weight-decay {self.weight_decay} is negative or infinite")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout {self.dropout} is not a probability in [0, 1)")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed} is not a whole number from 0 to 2^63 - 1")
+
+    def model_config(self, *, vocab_size: int, bos: int | None, eos: int | None) -> GPTConfig:
+        """Return the config of the size that was asked for, on this vocabulary."""
+        size = SIZES[self.size]
+        dropout = size.dropout if self.dropout is None else self.dropout
+        return GPTConfig(
+            vocab_size=vocab_size,
+            n_positions=self.context or size.n_positions,
+            n_embd=size.n_embd,
+            n_layer=size.n_layer,
+            n_head=size.n_head,
+            norm=PRESETS.get(self.size, {}).get("norm", "pre"),
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            resid_pdrop=dropout,
+            bos_token_id=bos,
+            eos_token_id=eos,
+        )
+
+    def differences(self, recorded: dict[str, Any]) -> list[str]:
+        """Name what differs between these options and those of an earlier command."""
+        found = []
+        for option in fields(self):
+            now, then = getattr(self, option.name), recorded.get(option.name)
+            then = tuple(then) if isinstance(then, list) else then
+            if now != then and not (now in (None, ()) and then in (None, ())):
+                found.append(f"--{option.name.replace('_', '-')} {then} became {now}")
+        return found

@@ -1,0 +1,117 @@
+"""A run's directory: one process at a time in it, its record in run.toml, its metrics a line each.
+
+model/            the trained model, a Hugging Face directory with its tokenizer
+tokenizer/        the tokenizer, made before the first step
+data/             token shards
+checkpoints/      step-NNNNNN/ and `latest`
+metrics.jsonl     a line a step, and a line an evaluation
+run.toml          everything needed to run it again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import no_room_is_an_error, replacing
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class RunDirectory:
+    """The paths of a run, and what is read and written line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = path / "model"
+        self.tokenizer = path / "tokenizer"
+        self.data = path / "data"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.record = path / "run.toml"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other trainings out while the block runs; `UserError` if one is in it already."""
+        existed = self.path.exists()
+        if existed and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; give --out a directory")
+        if existed and any(self.path.iterdir()) and not (self.path / ".lock").exists():
+            raise UserError(f"{self.path} is not empty and is no run: give --out another directory")
+        with no_room_is_an_error(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a+")
+        with lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    lock.seek(0)
+                    holder = lock.read().strip() or "unknown"
+                    raise UserError(
+                        f"{self.path} is in use: process {holder} is training in it; wait for it "
+                        "or give another --out"
+                    ) from None
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+
+    def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write run.toml."""
+        with replacing(self.record) as temporary:
+            temporary.write_text(toml(tables), encoding="utf-8")
+
+    def read_record(self) -> dict[str, Any]:
+        """Return run.toml's tables; {} before the first step was planned."""
+        try:
+            return tomllib.loads(self.record.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise CorruptInputError(f"{self.record} is damaged: {error}") from None
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with no_room_is_an_error(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the lines after `step`, which are about to be written again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a crash
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        with replacing(self.metrics) as temporary:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return tables of plain values as TOML; None is left out."""
+    parts = []
+    for name, table in tables.items():
+        lines = [
+            f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None
+        ]
+        parts.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

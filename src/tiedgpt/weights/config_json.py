@@ -1,0 +1,113 @@
+"""config.json of transformers <-> GPTConfig.
+
+Keys that change nothing here are carried along and saved again. Keys that change the computation
+and that we do not have are refused by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.weights.names import GPT2, MODEL_TYPES, ModelType, model_type_of
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Keys that change the computation, with the values under which it is ours."""
+
+FILE_FIELDS = tuple(name for name in GPTConfig.__dataclass_fields__ if name != "norm")
+TRANSFORMERS_DEFAULTS = {
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""What transformers assumes where a config.json of its own is silent."""
+
+
+def model_type_from(config: Mapping[str, Any]) -> ModelType:
+    """Return the model type that a config.json claims; another family's is a `UserError`."""
+    name = config.get("model_type", GPT2.name)
+    if name not in MODEL_TYPES:
+        raise UserError(
+            f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
+        )
+    return MODEL_TYPES[name]
+
+
+def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a config.json into our fields and the keys that change nothing here."""
+    model_type = model_type_from(config)
+    for key, neutral in NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise UserError(
+                f"the model's config has {key}={config[key]!r}, which changes the computation and "
+                "is not built here"
+            )
+    theirs = {model_type.config_names.get(ours, ours): ours for ours in FILE_FIELDS}
+    ours = {theirs[key]: value for key, value in config.items() if key in theirs}
+    foreign = {key: value for key, value in config.items() if key not in theirs}
+    if "activation_function" in ours:
+        ours["activation_function"] = _activation(ours["activation_function"], model_type)
+    ours["norm"] = model_type.norm
+    return ours, foreign
+
+
+def _activation(name: Any, model_type: ModelType) -> str:
+    same_as_tanh = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+    names = {theirs: ours for ours, theirs in model_type.activations.items()} | same_as_tanh
+    if name not in names:
+        raise UserError(f"the activation {name!r} is not built here; there are {', '.join(names)}")
+    return names[name]
+
+
+def drop_foreign_ids(fields: dict[str, Any]) -> None:
+    """Drop special ids outside the vocabulary (transformers' default 50256), with a warning."""
+    for name in ("bos_token_id", "eos_token_id"):
+        value = fields.get(name)
+        if isinstance(value, list):  # some configs list several ends; the first is the model's own
+            fields[name] = value = value[0] if value else None
+        if type(value) is int and not 0 <= value < fields["vocab_size"]:
+            warnings.warn(
+                f"{name}={value} is outside this model's vocabulary of {fields['vocab_size']} "
+                "tokens and is dropped",
+                stacklevel=2,
+            )
+            fields[name] = None
+
+
+def config_json(config: GPTConfig, foreign: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the config.json under which transformers builds the same model.
+
+    Raises `UserError`, naming the field, where transformers' class cannot express it.
+    """
+    model_type = model_type_of(config)
+    values = {name: value for name, value in asdict(config).items() if name in FILE_FIELDS}
+    if config.activation_function not in model_type.activations:
+        raise UserError(
+            f"activation_function={config.activation_function!r} cannot be written: "
+            f"{model_type.name} has none like it"
+        )
+    values["activation_function"] = model_type.activations[config.activation_function]
+    if model_type is not GPT2 and config.inner_dim != 4 * config.n_embd:
+        raise UserError(f"n_inner={config.n_inner} cannot be written: {model_type.name} fixes 4 D")
+    named = {model_type.config_names.get(name, name): value for name, value in values.items()}
+    fixed = {
+        "model_type": model_type.name,
+        "architectures": [model_type.architecture],
+        "n_ctx": config.n_positions,
+        "torch_dtype": dtype,
+    }
+    kept = {key: value for key, value in foreign.items() if key not in ("dtype", *fixed)}
+    return fixed | named | kept

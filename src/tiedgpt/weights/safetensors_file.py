@@ -1,0 +1,203 @@
+"""The safetensors format: a checked header, tensors read one at a time, written as a stream.
+
+Layout (huggingface/safetensors README): 8 bytes little-endian header length, a JSON header of
+`name: {dtype, shape, data_offsets}`, then the tensors' bytes, without holes. The header is checked
+against the file's size before memory is taken for anything. Reading the header needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+MAX_HEADER = 100_000_000
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
+    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+TORCH_NAMES = {
+    "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16",
+    "BF16": "bfloat16", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in a file: its type, its shape, its first byte and its size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file whose header was read and found consistent with the file's size."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Read and check the header; `CorruptInputError` where it lies or the file is cut off."""
+        try:
+            with path.open("rb") as file:
+                file_size = path.stat().st_size
+                head = file.read(8)
+                if len(head) < 8:
+                    raise CorruptInputError(f"{path} is too short to be safetensors")
+                (length,) = struct.unpack("<Q", head)
+                if length > MAX_HEADER or 8 + length > file_size:
+                    raise CorruptInputError(
+                        f"{path} is not safetensors, or is cut off: its header claims {length:,} "
+                        f"bytes of a file of {file_size:,}"
+                    )
+                raw = file.read(length)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise CorruptInputError(f"{path}: its header is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise CorruptInputError(f"{path}: its header is not an object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise CorruptInputError(f"{path}: its metadata is not an object")
+        entries = {
+            name: _entry(path, name, value, data_start=8 + length) for name, value in header.items()
+        }
+        _check_cover(path, entries, 8 + length, file_size)
+        return cls(path, entries, metadata)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in memory of its own."""
+        import torch
+
+        entry = self.entries[name]
+        if entry.dtype not in TORCH_NAMES:
+            raise UserError(f"{self.path}: {name} is {entry.dtype}, which is not read here")
+        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+        if entry.size == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        buffer = bytearray(entry.size)
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            if file.readinto(buffer) != entry.size:
+                raise CorruptInputError(f"{self.path} was cut off while it was read")
+        return torch.frombuffer(buffer, dtype=dtype).view(entry.shape)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a header that names a tensor twice."""
+    if len(pairs) != len({name for name, _ in pairs}):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
+
+
+def _entry(path: Path, name: str, value: Any, *, data_start: int) -> Entry:
+    def whole(number: object) -> bool:
+        return type(number) is int and 0 <= number < 2**63
+
+    try:
+        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+        sound = (
+            isinstance(dtype, str)
+            and isinstance(shape, list)
+            and len(shape) <= 64
+            and all(map(whole, shape))
+            and whole(start)
+            and whole(end)
+        )
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CorruptInputError(f"{path}: the header's entry for {name!r} is malformed")
+    if dtype not in ITEM_BYTES:
+        raise CorruptInputError(f"{path}: {name!r} has the unknown type {dtype!r}")
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise CorruptInputError(
+            f"{path}: {name!r} of shape {shape} in {dtype} cannot fill {end - start:,} bytes"
+        )
+    return Entry(dtype, tuple(shape), data_start + start, end - start)
+
+
+def _check_cover(path: Path, entries: dict[str, Entry], data_start: int, file_size: int) -> None:
+    """Every byte after the header belongs to exactly one tensor."""
+    at = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != at:
+            raise CorruptInputError(f"{path}: {name!r} overlaps another tensor or leaves a hole")
+        at += entry.size
+    if at != file_size:
+        raise CorruptInputError(
+            f"{path} is {'cut off' if file_size < at else 'too long'}: its header describes "
+            f"{at:,} bytes, the file has {file_size:,}"
+        )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to be written, and whether its last two axes change places on the way."""
+
+    tensor: Tensor
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return tuple(self.tensor.shape[::-1] if self.transposed else self.tensor.shape)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors in the order given; besides them, one tensor's bytes are in memory at a time.
+
+    `path` is written in place: give a temporary one (`files.replacing`).
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, stored in tensors.items():
+        size = stored.tensor.numel() * stored.tensor.element_size()
+        header[name] = {
+            "dtype": safetensors_name(stored.tensor.dtype),
+            "shape": list(stored.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for stored in tensors.values():
+            tensor = stored.tensor.detach().cpu()
+            tensor = (tensor.T if stored.transposed else tensor).contiguous()
+            file.write(memoryview(tensor.flatten().view(_uint8()).numpy()))
+
+
+def safetensors_name(torch_dtype: dtype) -> str:
+    """Return the format's name of a torch dtype."""
+    bare = str(torch_dtype).removeprefix("torch.")
+    for name, torch_name in TORCH_NAMES.items():
+        if torch_name == bare:
+            return name
+    raise UserError(f"tensors of {torch_dtype} are not written to safetensors here")
+
+
+def _uint8() -> dtype:
+    import torch
+
+    return torch.uint8

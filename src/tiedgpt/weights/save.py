@@ -1,0 +1,83 @@
+"""Write a Hugging Face directory that transformers loads as it is, one copy of a tied matrix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.files import replacing, require_room, write_json
+from tiedgpt.weights.config_json import config_json
+from tiedgpt.weights.names import is_transposed, model_type_of, to_file
+from tiedgpt.weights.safetensors_file import Stored, write_safetensors
+
+
+def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
+    """Write config.json, generation_config.json, model.safetensors and a model card.
+
+    Tied, the file has no `lm_head.weight`. A head that is no plain matrix cannot be written.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; give a directory to save the model in")
+    config = model.config
+    if (model.head is None) != config.tie_word_embeddings:
+        raise UserError("the model's head and its config's tie_word_embeddings disagree")
+    if model.head is not None and not (type(model.head) is nn.Linear and model.head.bias is None):
+        raise UserError(
+            f"a head of {type(model.head).__name__} cannot be written: transformers' GPT-2 has a "
+            "matrix (V, D) without bias"
+        )
+    parameters = dict(model.named_parameters())
+    model_type = model_type_of(config)
+    description = config_json(config, model.foreign_config, _dtype_name(model))
+    require_room(directory, sum(p.numel() * p.element_size() for p in parameters.values()))
+    tensors = {
+        to_file(name, model_type): Stored(parameter, transposed=is_transposed(name))
+        for name, parameter in parameters.items()
+    }
+    with replacing(directory / "model.safetensors") as temporary:
+        write_safetensors(temporary, tensors, {"format": "pt"})
+    write_json(directory / "config.json", description)
+    write_json(directory / "generation_config.json", _generation_config(config))
+    if not (directory / "README.md").exists():
+        with replacing(directory / "README.md") as temporary:
+            temporary.write_text(model_card(config), encoding="utf-8")
+
+
+def model_card(config: GPTConfig) -> str:
+    """Return a short model card: what the model is and how to load it."""
+    count = f"{config.parameter_count():,}"
+    tie = (
+        f"one matrix of {config.vocab_size:,} x {config.n_embd} reads and predicts, counted once"
+        if config.tie_word_embeddings
+        else "the head predicts with a matrix of its own"
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{model_type_of(config).name}]
+---
+# A GPT
+
+{count} parameters; {tie}.
+{config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;
+{config.n_positions} positions.
+
+Load it with `tiedgpt` (`GPT.from_pretrained(directory)`) or with transformers
+(`AutoModelForCausalLM.from_pretrained(directory)`).
+"""
+
+
+def _dtype_name(model: GPT) -> str:
+    return str(model.wte.weight.dtype).removeprefix("torch.")
+
+
+def _generation_config(config: GPTConfig) -> dict[str, Any]:
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}

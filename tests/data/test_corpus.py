@@ -1,0 +1,172 @@
+import io
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tiedgpt.data import documents
+from tiedgpt.errors import CorruptInputError, UserError
+
+
+def texts(*sources, **options):
+    return [document.text for document in documents(sources, **options)]
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark(write):
+    path = write("a.txt", b"\xef\xbb\xbfOne.\r\nTwo.\n")
+    assert [(d.name, d.text) for d in documents([path])] == [(path, "One.\nTwo.\n")]
+
+
+def test_a_corpus_can_be_iterated_twice(write):
+    corpus = documents([write("a.txt", "one"), write("b.jsonl", '{"text": "two"}')])
+    assert list(corpus) == list(corpus)
+    assert [document.text for document in corpus] == ["one", "two"]
+
+
+def test_a_folder_is_searched_through_in_sorted_order_and_counts_what_it_skips(write, tmp_path):
+    write("f/b/z.txt", "third")
+    write("f/b.md", "second")
+    write("f/a.txt", "first")
+    write("f/.hidden", "no")
+    write("f/.git/config", "no")
+    write("f/image.png", b"\x89PNG\0\0")
+    write("f/late.bin", b"x" * 70_000 + b"\0")
+    (tmp_path / "f" / "dangling").symlink_to("nowhere")
+    corpus = documents([str(tmp_path / "f")])
+    assert [d.text for d in corpus] == ["first", "second", "third"]
+    assert {os.path.basename(p) for p in corpus.skipped} == {"image.png", "late.bin", "dangling"}
+
+
+def test_a_glob_finds_files_and_folders(write, tmp_path):
+    write("x1.txt", "one")
+    write("x2/deep.txt", "two")
+    write("y.txt", "no")
+    assert texts(f"{tmp_path}/x*") == ["one", "two"]
+    assert texts(f"{tmp_path}/**/*.txt") == ["one", "two", "no"]
+
+
+def test_an_existing_file_with_a_star_in_its_name_is_that_file(write):
+    write("ab.txt", "other")
+    assert texts(write("a*.txt", "starred")) == ["starred"]
+
+
+def test_a_file_reached_twice_is_read_once(write, tmp_path):
+    path = write("a.txt", "once")
+    (tmp_path / "link.txt").symlink_to(path)
+    assert texts(path, str(tmp_path), f"{tmp_path}/*.txt", path) == ["once"]
+
+
+def test_stdin_is_read_once_and_kept(monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO("héllo".encode())))
+    corpus = documents(["-", "-"])
+    assert [d.text for d in corpus] == [d.text for d in corpus] == ["héllo"]
+    assert [d.name for d in corpus] == ["<stdin>"]
+
+
+def test_a_named_pipe_is_read_once_and_kept(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("through a pipe"))
+    writer.start()
+    corpus = documents([str(pipe)])
+    assert [d.text for d in corpus] == [d.text for d in corpus] == ["through a pipe"]
+    writer.join()
+
+
+def test_a_jsonl_line_is_a_document_named_after_its_line(write):
+    path = write("a.jsonl", '{"body": "one\\u2028two", "id": 1}\n\n{"body": "three"}')
+    found = list(documents([path], text_field="body"))
+    assert [(d.name, d.text) for d in found] == [
+        (f"{path}:1", "one\u2028two"),
+        (f"{path}:3", "three"),
+    ]
+
+
+def test_blank_documents_are_dropped(write):
+    assert texts(write("a.txt", " \n"), write("b.txt", "b"), write("c.jsonl", '{"text": ""}')) == [
+        "b"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"caf\xe9 au lait", r"a\.txt is not UTF-8: byte 0xe9 at offset 3; convert it with `iconv"),
+        (b"\xef\xbb\xbfcaf\xe9", r"byte 0xe9 at offset 6"),
+        (b"text\0more", r"a\.txt looks binary \(a NUL at byte 4\)"),
+        ("text".encode("utf-16"), r"a\.txt is UTF-16, not UTF-8: convert it with"),
+    ],
+)
+def test_bytes_that_are_no_utf8_text_are_refused_with_their_place(write, content, message):
+    with pytest.raises(CorruptInputError, match=message) as caught:
+        texts(write("a.txt", content))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{broken", "not a JSON object on one line"),
+        (b"[" * 100_000, "not a JSON object on one line"),
+        (b'"text"', "no string in the field 'text'; it holds str"),
+        (b'{"body": "x"}', "no string in the field 'text'; it holds 'body'"),
+        (b'{"text": 3}', "no string in the field 'text'"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair at character 0"),
+        (b'{"text": "\xff"}', r"not UTF-8 \(byte 10 of the line\)"),
+    ],
+)
+def test_a_bad_jsonl_line_is_refused_with_its_number(write, line, message):
+    path = write("a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(CorruptInputError, match=r"a\.jsonl:2: " + message):
+        texts(path)
+
+
+def test_a_binary_file_is_refused_when_named_even_where_its_folder_skips_it(write, tmp_path):
+    path = write("f/a.bin", b"\0")
+    write("f/a.txt", "text")
+    assert texts(str(tmp_path / "f")) == ["text"]
+    with pytest.raises(CorruptInputError, match="looks binary"):
+        texts(str(tmp_path / "f"), path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.txt", r"missing\.txt does not exist"),
+        ("no*.txt", r"the glob .*no\*\.txt matches no text file"),
+        ("empty", "the folder .*empty has no text files"),
+        ("blank.txt", r"no text in .*blank\.txt: every document is empty"),
+        ("file.txt/below", "does not exist"),
+        ("nul\0byte", "is no file name"),
+    ],
+)
+def test_a_source_without_text_is_a_one_line_error_that_names_it(write, tmp_path, source, message):
+    write("empty/.hidden", "text")
+    write("blank.txt", "\n")
+    write("file.txt", "text")
+    with pytest.raises(UserError, match=message) as caught:
+        texts(f"{tmp_path}/{source}")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_sources_are_an_error():
+    with pytest.raises(UserError, match="no data was named"):
+        documents([])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_vanished_before_it_was_read_is_named(write, name):
+    path = write(name, "text")
+    corpus = documents([path])
+    os.remove(path)
+    with pytest.raises(UserError, match=f"cannot read .*{name}: No such file"):
+        list(corpus)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(write):
+    path = write("a.txt", "text")
+    os.chmod(path, 0)
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
+        texts(path)

@@ -1,0 +1,100 @@
+import json
+
+import numpy as np
+import pytest
+
+from tiedgpt.data import Counts, Document, Shards, encode_corpus, open_encoded, plan_split
+from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
+
+CORPUS = [Document("a", "hé"), Document("b", "word " * 4), Document("c", "other " * 3)]
+VALIDATION = [Document("v", "héé"), Document("w", "x")]
+
+
+def test_every_document_is_followed_by_the_end_of_text(tmp_path, tokenizer):
+    encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
+    val = Shards.in_directory(tmp_path / "data", "val")
+    assert val.read(0, len(val)).tolist() == [*"héé".encode(), 256, *b"x", 256]
+    train = Shards.in_directory(tmp_path / "data", "train")
+    ends = np.flatnonzero(train.read(0, len(train)) == 256)
+    assert ends.tolist() == [3, 3 + 21, 3 + 21 + 19]
+
+
+def test_a_tokenizer_without_an_end_of_text_joins_the_documents(tmp_path, tokenizer):
+    tokenizer.eos_token_id = None
+    encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
+    val = Shards.in_directory(tmp_path / "data", "val")
+    assert bytes(val.read(0, len(val)).tolist()).decode() == "hééx"
+
+
+def test_both_sides_are_counted_and_the_counts_can_be_read_again(tmp_path, tokenizer):
+    encoded = encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
+    assert encoded.train == Counts(documents=3, characters=40, utf8_bytes=41, tokens=44)
+    assert encoded.val == Counts(documents=2, characters=4, utf8_bytes=6, tokens=8)
+    assert open_encoded(tmp_path / "data") == encoded
+
+
+def test_several_shards_hold_the_same_tokens_as_one(tmp_path, tokenizer):
+    split = plan_split([Document(str(i), f"document {i}") for i in range(50)])
+    encode_corpus(split, tokenizer, tmp_path / "one")
+    encode_corpus(split, tokenizer, tmp_path / "many", tokens_per_shard=7)
+    one, many = (Shards.in_directory(tmp_path / name, "train") for name in ("one", "many"))
+    assert (len(one.paths), len(many.paths)) == (1, -(-len(one) // 7))
+    assert np.array_equal(one.read(0, len(one)), many.read(0, len(many)))
+
+
+def test_progress_counts_up_to_all_characters(tmp_path, tokenizer):
+    calls = []
+    split = plan_split(CORPUS, VALIDATION)
+    encode_corpus(split, tokenizer, tmp_path / "data", progress=lambda *call: calls.append(call))
+    assert calls == [(2, 44), (22, 44), (40, 44), (43, 44), (44, 44)]
+
+
+def test_the_directory_is_there_only_when_it_is_complete(tmp_path, tokenizer):
+    seen = []
+    encode_corpus(
+        plan_split(CORPUS, VALIDATION),
+        tokenizer,
+        tmp_path / "data",
+        progress=lambda *call: seen.append((tmp_path / "data").exists()),
+    )
+    assert not any(seen)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "counts.json",
+        "train_000000.bin",
+        "val_000000.bin",
+    ]
+
+
+@pytest.mark.parametrize("error", [NoRoomError("full"), KeyboardInterrupt()])
+def test_nothing_is_left_of_an_attempt_that_failed(tmp_path, tokenizer, error):
+    def fail(done, total):
+        if done > 20:
+            raise error
+
+    with pytest.raises(type(error)):
+        encode_corpus(plan_split(CORPUS), tokenizer, tmp_path / "data", progress=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_files_is_never_written_into(tmp_path, tokenizer):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(UserError, match="exists already"):
+        encode_corpus(plan_split(CORPUS), tokenizer, tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+def test_a_side_without_tokens_is_an_error(tmp_path, tokenizer):
+    tokenizer.eos_token_id = None
+    tokenizer.encode_array = lambda text: np.array([1] * (len(text) > 3), dtype=np.uint16)
+    with pytest.raises(UserError, match="the val side of the split has no tokens"):
+        encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counts_that_are_missing_or_damaged_are_said(tmp_path):
+    with pytest.raises(UserError, match="holds no encoded text"):
+        open_encoded(tmp_path)
+    (tmp_path / "counts.json").write_text(json.dumps({"train": {}}))
+    with pytest.raises(CorruptInputError, match=r"counts\.json is damaged"):
+        open_encoded(tmp_path)

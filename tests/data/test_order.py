@@ -1,0 +1,123 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiedgpt.data import IGNORED, Batches, in_order
+from tiedgpt.errors import UserError
+
+
+class Stream:
+    """Tokens 0, 1, 2, ..., so that a token says where it stands."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def read(self, start, stop):
+        assert 0 <= start <= stop <= self.n
+        return np.arange(start, stop, dtype=np.uint16)
+
+
+@st.composite
+def shapes(draw):
+    n_positions = draw(st.integers(1, 12))
+    n_tokens = draw(st.integers(n_positions + 1, 150))
+    return n_tokens, n_positions, draw(st.integers(1, 9)), draw(st.integers(-5, 2**70))
+
+
+def batches_of(shape):
+    n_tokens, n_positions, batch_size, seed = shape
+    return Batches(Stream(n_tokens), batch_size=batch_size, n_positions=n_positions, seed=seed)
+
+
+@given(shapes())
+def test_each_token_but_the_first_is_a_target_once_an_epoch(shape):
+    batches, n_tokens = batches_of(shape), shape[0]
+    epochs = 3
+    n_rows = epochs * batches.n_windows
+    rows = [row for step in range(-(-n_rows // shape[2])) for row in batches.batch(step)[1]]
+    for epoch in range(epochs):
+        of_epoch = np.concatenate(rows[epoch * batches.n_windows :][: batches.n_windows])
+        targets = of_epoch[of_epoch != IGNORED]
+        assert sorted(targets.tolist()) == list(range(1, n_tokens))
+
+
+@given(shapes(), st.integers(0, 40))
+def test_a_target_is_the_token_after_its_input(shape, step):
+    ids, targets = batches_of(shape).batch(step)
+    assert ids.shape == targets.shape == (shape[2], shape[1])
+    assert ids.dtype == targets.dtype == np.int64
+    assert np.all((targets == ids + 1) | (targets == IGNORED))
+
+
+@given(shapes(), st.lists(st.integers(0, 60), min_size=1, max_size=6))
+def test_a_batch_depends_on_seed_and_step_alone_and_not_on_what_was_read_before(shape, steps):
+    walked = batches_of(shape)
+    for step in steps:
+        for ours, fresh in zip(walked.batch(step), batches_of(shape).batch(step), strict=True):
+            assert np.array_equal(ours, fresh)
+
+
+def first_tokens(seed, step=0):
+    batches = Batches(Stream(1001), batch_size=100, n_positions=10, seed=seed)
+    return batches.batch(step)[0][:, 0].tolist()
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    orders = [first_tokens(seed, step) for seed in (0, 1, -1) for step in (0, 1)]
+    assert all(sorted(order) == list(range(0, 1000, 10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_the_order_is_the_one_it_always_was():
+    assert first_tokens(seed=1337)[:5] == [980, 470, 440, 600, 950]
+
+
+def test_a_ragged_end_is_aligned_and_its_overlap_is_ignored():
+    ((ids, targets),) = in_order(Stream(8), batch_size=9, n_positions=3)
+    assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [4, 5, 6]]
+    assert targets.tolist() == [[1, 2, 3], [4, 5, 6], [IGNORED, IGNORED, 7]]
+
+
+def test_steps_are_counted_by_epochs_and_a_batch_may_span_two():
+    batches = Batches(Stream(51), batch_size=4, n_positions=10, seed=0)
+    assert (batches.n_windows, batches.steps_per_epoch) == (5, 2)
+    assert [batches.epoch(step) for step in range(6)] == [0, 0, 1, 2, 3, 4]
+    once = Counter(batches.batch(0)[0][:, 0].tolist() + batches.batch(1)[0][:1, 0].tolist())
+    assert once == Counter([0, 10, 20, 30, 40])
+
+
+@given(shapes())
+def test_evaluation_sees_every_target_once_in_order(shape):
+    n_tokens, n_positions, batch_size, _ = shape
+    found = list(in_order(Stream(n_tokens), batch_size=batch_size, n_positions=n_positions))
+    targets = np.concatenate([targets.ravel() for _, targets in found])
+    assert targets[targets != IGNORED].tolist() == list(range(1, n_tokens))
+    assert all(ids.shape == (batch_size, n_positions) for ids, _ in found[:-1])
+    assert 1 <= len(found[-1][0]) <= batch_size
+
+
+def test_evaluation_takes_a_text_shorter_than_the_context():
+    ((ids, targets),) = in_order(Stream(3), batch_size=2, n_positions=100)
+    assert (ids.tolist(), targets.tolist()) == ([[0, 1]], [[1, 2]])
+
+
+def test_text_shorter_than_the_context_is_refused_with_both_numbers_and_the_remedy():
+    with pytest.raises(UserError, match=r"1,024 tokens.* 1,024 needs 1,025: use a shorter --cont"):
+        Batches(Stream(1024), batch_size=1, n_positions=1024, seed=0)
+    with pytest.raises(UserError, match="1 tokens has nothing to predict"):
+        list(in_order(Stream(1), batch_size=1, n_positions=4))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "n_positions"])
+def test_sizes_are_positive(name):
+    sizes = {"batch_size": 1, "n_positions": 1, name: 0}
+    with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
+        Batches(Stream(10), seed=0, **sizes)
+    with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
+        next(in_order(Stream(10), **sizes))

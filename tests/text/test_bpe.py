@@ -1,0 +1,141 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiedgpt.errors import UserError
+from tiedgpt.text import Tokenizer
+from tiedgpt.text.bpe import BYTE_ALPHABET, CHUNK, chunks
+from tiedgpt.text.twin import tiktoken_twin
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def test_byte_alphabet_is_that_of_gpt2():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    theirs = bytes_to_unicode()
+    assert [theirs[byte] for byte in range(256)] == BYTE_ALPHABET
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["ab" * 50]])
+def test_all_bytes_are_tokens_whatever_the_corpus(texts):
+    tokenizer = Tokenizer.train(texts, vocab_size=300)
+    assert sorted(tokenizer.token_bytes(id) for id in range(256)) == BYTES
+
+
+def test_vocabulary_has_the_size_asked_for_if_the_corpus_gives_it(bpe):
+    assert len(bpe) == 1000
+    assert len({bpe.token_bytes(id) for id in range(1000)}) == 1000
+
+
+def test_small_corpus_gives_fewer_ids_and_end_of_text_is_still_last():
+    tokenizer = Tokenizer.train(["abab abab"], vocab_size=5000)
+    assert [tokenizer.token_bytes(id) for id in range(256, len(tokenizer))] == [
+        b"ab",
+        b"abab",
+        b"<|endoftext|>",
+    ]
+    assert tokenizer.eos_token_id == len(tokenizer) - 1 == 258
+
+
+def test_smallest_vocabulary_is_257():
+    assert len(Tokenizer.train(["abab"], vocab_size=257)) == 257
+    with pytest.raises(UserError, match="vocab_size is 256"):
+        Tokenizer.train(["abab"], vocab_size=256)
+
+
+def test_training_twice_gives_the_same_tokenizer(corpus, bpe, tmp_path):
+    again = Tokenizer.train([corpus], vocab_size=1000)
+    for name, tokenizer in (("once", bpe), ("again", again)):
+        tokenizer.save_pretrained(tmp_path / name)
+    once, again = ((tmp_path / n / "tokenizer.json").read_bytes() for n in ("once", "again"))
+    assert once == again
+
+
+def test_training_merges_nothing_across_gpt2_pieces(bpe):
+    middles = [bpe.token_bytes(id)[1:] for id in range(999)]
+    assert not [token for token in middles if b" " in token.strip(b" ")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(st.sampled_from("aab c"), min_size=2)), size=st.integers(257, 280))
+def test_every_trained_tokenizer_can_encode_fast(texts, size):
+    rust = Tokenizer.train(texts, size)._rust
+    twin = tiktoken_twin(rust)
+    assert twin is not None
+    for text in texts:
+        assert twin.encode_ordinary(text) == rust.encode(text).ids
+
+
+@pytest.mark.parametrize("text", ["", "a", "one two\n" * 5000, "x" * 3 * CHUNK, " " * 3 * CHUNK])
+def test_chunks_joined_are_the_text(text):
+    assert "".join(chunks(text)) == text
+
+
+@given(st.text(st.sampled_from("ab'1! \n\t\u2003\x1c\u00a0"), max_size=40))
+def test_text_is_cut_only_where_pieces_end(bpe, text):
+    from tiedgpt.text.bpe import _CUT
+
+    cutter = bpe._rust.pre_tokenizer
+    ends = {end for _, (_, end) in cutter.pre_tokenize_str(text)}
+    assert {cut.end() for cut in _CUT.finditer(text)} <= ends
+
+
+LONG = ["a", "^", " ", "0", "\n", "é", "日本", " \n\t", "'", "ab "]
+
+
+@pytest.mark.parametrize("letters", LONG)
+@pytest.mark.parametrize("end", ["", "x"])
+def test_monotonous_text_has_the_ids_that_tokenizers_gives(bpe, letters, end):
+    text = letters * (100_000 // len(letters)) + end
+    assert bpe.encode(text) == bpe._rust.encode(text).ids
+
+
+def test_a_million_blanks_do_not_stop_the_encoder(bpe):
+    text = "before" + " " * (1 << 20) + "after"  # tiktoken alone panics here
+    ids = bpe.encode_array(text)
+    assert bpe.decode(ids) == text
+    assert ids.tolist() == bpe._rust.encode(text).ids
+
+
+def test_gpt2_vocabulary_encodes_as_openais_tiktoken_does(gpt2_folder, corpus, monkeypatch):
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    theirs = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=data_gym_to_mergeable_bpe_ranks(
+            str(gpt2_folder / "vocab.bpe"), str(gpt2_folder / "encoder.json")
+        ),
+        special_tokens={"<|endoftext|>": 50256},
+    )
+    ours = Tokenizer.from_pretrained(gpt2_folder)
+    assert len(ours) == theirs.n_vocab == 50257
+    assert ours.eos_token_id == ours.bos_token_id == 50256
+    text = (
+        corpus + "\r\n naïve  日本語のテキスト 👍🏽 don't 1234½ ١٢٣ <|endoftext|> \x00\u200b\n\n "
+    )
+    expected = theirs.encode_ordinary(text)
+    assert ours.encode(text) == expected
+    assert ours._codec._twin is not None
+    assert [i for p in text.split("\n") for i in ours.encode(p)] == [
+        i for p in text.split("\n") for i in theirs.encode_ordinary(p)
+    ]
+    assert [ours.token_bytes(id) for id in range(50256)] == [
+        theirs.decode_single_token_bytes(id) for id in range(50256)
+    ]
+
+
+def test_gpt2_vocabulary_encodes_as_transformers_does(gpt2_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for theirs, ours in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
+        (tmp_path / theirs).write_bytes((gpt2_folder / ours).read_bytes())
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_pretrained(tmp_path)
+    text = "Hello world,  naïve 日本 👍\r\n\n\t don't 1234"
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.encode("Hello world") == [15496, 995]
+    assert ours.encode("a<|endoftext|>", allow_special=True) == [64, 50256]

@@ -1,0 +1,276 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.text import Tokenizer
+
+PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+TEXT = "the naïve 日本 def f(x): 1234 👍\n"
+
+
+@pytest.fixture
+def saved(bpe, tmp_path) -> Path:
+    bpe.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def write_pair(bpe: Tokenizer, folder: Path, pair: tuple[str, str]) -> Path:
+    model = json.loads(bpe._rust.to_str())["model"]
+    vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    folder.mkdir(exist_ok=True)
+    (folder / pair[0]).write_text(json.dumps(vocabulary), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in model["merges"]), ""]
+    (folder / pair[1]).write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def edit(file: Path, **changes: object) -> None:
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+def one_line(error: pytest.ExceptionInfo[TiedGPTError], name: str) -> str:
+    message = str(error.value)
+    assert "\n" not in message and name in message and len(message) < 600
+    return message
+
+
+def test_saved_tokenizer_comes_back_the_same(bpe, saved):
+    loaded = Tokenizer.from_pretrained(saved)
+    assert loaded.encode(TEXT) == bpe.encode(TEXT)
+    assert (len(loaded), loaded.bos_token_id, loaded.eos_token_id) == (1000, 999, 999)
+    assert sorted(file.name for file in saved.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_vocabulary_with_merges_is_the_same_tokenizer(bpe, tmp_path, pair):
+    write_pair(bpe, tmp_path, pair)
+    for source in (tmp_path, str(tmp_path), tmp_path / pair[0], tmp_path / pair[1]):
+        loaded = Tokenizer.from_pretrained(source)
+        assert loaded.encode(TEXT) == bpe.encode(TEXT)
+        assert loaded.decode(loaded.encode(TEXT)) == TEXT
+        assert (len(loaded), loaded.eos_token_id) == (1000, 999)
+
+
+def test_a_file_is_a_source_too(bpe, saved):
+    assert Tokenizer.from_pretrained(saved / "tokenizer.json").encode(TEXT) == bpe.encode(TEXT)
+
+
+def test_tokenizer_json_wins_over_the_older_files(bpe, saved):
+    write_pair(Tokenizer.train([], 257), saved, PAIRS[0])
+    assert len(Tokenizer.from_pretrained(saved)) == 1000
+
+
+def test_what_is_no_path_is_a_hub_name(bpe, saved, monkeypatch):
+    from tiedgpt.weights import hub
+
+    asked = []
+
+    def fetched(source, patterns):
+        asked.append((source, set(patterns)))
+        return saved
+
+    monkeypatch.setattr(hub, "local_directory", fetched)
+    assert len(Tokenizer.from_pretrained("somebody/some-gpt")) == 1000
+    names = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json"}
+    assert asked == [("somebody/some-gpt", names.union(*PAIRS))]
+
+
+@pytest.mark.parametrize("token", ["the", {"content": "the", "special": True}])
+def test_config_says_which_token_ends_a_text(saved, token):
+    edit(saved / "tokenizer_config.json", eos_token=token)
+    loaded = Tokenizer.from_pretrained(saved)
+    assert loaded.token_bytes(loaded.eos_token_id) == b"the"
+    assert loaded.bos_token_id == 999
+    loaded.save_pretrained(saved / "again")
+    assert Tokenizer.from_pretrained(saved / "again").eos_token_id == loaded.eos_token_id
+
+
+def test_without_a_config_end_of_text_ends_a_text_if_there_is_one(saved):
+    (saved / "tokenizer_config.json").unlink()
+    assert Tokenizer.from_pretrained(saved).eos_token_id == 999
+    edit(saved / "tokenizer.json", added_tokens=[])
+    loaded = Tokenizer.from_pretrained(saved)
+    assert (len(loaded), loaded.bos_token_id, loaded.eos_token_id) == (999, None, None)
+    loaded.save_pretrained(saved)
+    assert Tokenizer.from_pretrained(saved).eos_token_id is None
+
+
+def test_end_token_outside_the_vocabulary_is_refused(saved):
+    edit(saved / "tokenizer_config.json", eos_token="</s>")
+    with pytest.raises(CorruptInputError) as error:
+        Tokenizer.from_pretrained(saved)
+    assert "'</s>' as eos_token" in one_line(error, "tokenizer_config.json")
+
+
+def test_settings_that_are_not_ours_are_kept(saved):
+    edit(saved / "tokenizer_config.json", model_max_length=1024, chat_template="{{ x }}")
+    Tokenizer.from_pretrained(saved).save_pretrained(saved / "again")
+    config = json.loads((saved / "again" / "tokenizer_config.json").read_text())
+    assert (config["model_max_length"], config["chat_template"]) == (1024, "{{ x }}")
+
+
+def test_truncation_and_padding_in_the_file_change_no_ids(bpe, saved):
+    rust = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    rust.enable_truncation(3)
+    rust.enable_padding(length=50)
+    rust.save(str(saved / "tokenizer.json"))
+    assert Tokenizer.from_pretrained(saved).encode(TEXT) == bpe.encode(TEXT)
+
+
+def test_added_tokens_file_gives_the_tokens_after_the_vocabulary(bpe, tmp_path):
+    write_pair(bpe, tmp_path, PAIRS[0])
+    edit(tmp_path / "added_tokens.json", **{"<|pad|>": 1000, "<|user|>": 1001})
+    loaded = Tokenizer.from_pretrained(tmp_path)
+    assert loaded.encode("<|user|><|pad|>", allow_special=True) == [1001, 1000]
+    edit(tmp_path / "added_tokens.json", **{"<|pad|>": 1005})
+    with pytest.raises(CorruptInputError, match="gives '<|pad|>' the id 1005"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_failed_save_leaves_the_old_files(saved, char, monkeypatch):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        char.save_pretrained(saved)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "decoder", [decoders.Metaspace(), decoders.WordPiece(), decoders.BPEDecoder(), None]
+)
+def test_tokenizer_of_another_kind_is_refused(saved, decoder):
+    rust = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    if decoder is None:
+        rust.model = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    else:
+        rust.decoder = decoder
+    rust.save(str(saved / "tokenizer.json"))
+    with pytest.raises(UserError) as error:
+        Tokenizer.from_pretrained(saved)
+    assert "is not supported; use" in one_line(error, str(saved))
+
+
+def test_word_vocabulary_is_not_taken_for_characters(char, tmp_path):
+    char.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["word"] = vocabulary.pop("w")
+    edit(tmp_path / "tokenizer.json", model=content["model"])
+    with pytest.raises(UserError, match="is not supported"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError) as error:
+        Tokenizer.from_pretrained(tmp_path)
+    assert "vocab.json with merges.txt" in one_line(error, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, b"7"])
+def test_damaged_json_is_named(saved, name, content):
+    (saved / name).write_bytes(content)
+    with pytest.raises(CorruptInputError) as error:
+        Tokenizer.from_pretrained(saved)
+    one_line(error, name)
+
+
+def test_truncated_tokenizer_is_refused_wherever_it_ends(saved):
+    file = saved / "tokenizer.json"
+    content = file.read_bytes()
+    for end in range(0, len(content) - 1, 997):
+        file.write_bytes(content[:end])
+        with pytest.raises(CorruptInputError):
+            Tokenizer.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("junk", [None, 7, -1, "x", [], {}, [1], {"type": "x"}, "delete"])
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_no_damage_ends_in_an_error_that_is_not_ours(request, tmp_path, kind, junk):
+    request.getfixturevalue(kind)
+    small = Tokenizer.train(["abab"], 260) if kind == "bpe" else Tokenizer.characters(["abc"])
+    small.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    places = [(content, key) for key in content]
+    for part in ("model", "pre_tokenizer", "decoder"):
+        places += [(content[part], key) for key in content[part]]
+    places += [(content["added_tokens"][0], key) for key in content["added_tokens"][0]]
+    places += [(content["model"]["vocab"], "a"), (content["added_tokens"], 0)]
+    for parent, key in places:
+        kept = parent[key]
+        parent[key] = junk
+        if junk == "delete":
+            del parent[key]
+        file.write_text(json.dumps(content), encoding="utf-8")
+        try:
+            tokenizer = Tokenizer.from_pretrained(tmp_path)
+            tokenizer.encode_array("ab\n" * 3000)
+            tokenizer.decode(tokenizer.encode("ab<|endoftext|>", allow_special=True))
+            tokenizer.byte_lengths()
+        except TiedGPTError as error:
+            assert "\n" not in str(error)
+        if isinstance(parent, list):
+            parent[key:] = [kept]
+        else:
+            parent[key] = kept
+
+
+def test_absurd_id_takes_no_memory(saved):
+    content = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["vocab"]["a"] = 4_000_000_000
+    edit(saved / "tokenizer.json", model=content["model"])
+    with pytest.raises(CorruptInputError, match="ids up to 4000000000"):
+        Tokenizer.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_truncated_merges_are_refused_wherever_they_end(bpe, tmp_path, pair):
+    file = write_pair(bpe, tmp_path, pair) / pair[1]
+    content = file.read_bytes()
+    for end in [0, 5, 14, len(content) // 2, len(content) - 5, len(content) - 2]:
+        file.write_bytes(content[:end])
+        with pytest.raises(CorruptInputError) as error:
+            Tokenizer.from_pretrained(tmp_path)
+        one_line(error, pair[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a ☃", "line 3: '☃' is not in vocab.json"),
+        ("q z", "line 3: 'qz' is not in vocab.json"),
+        ("alone", "line 3: not two tokens"),
+        ("a b c", "line 3: not two tokens"),
+        (" a", "line 3: not two tokens"),
+    ],
+)
+def test_bad_merge_is_named_with_its_line(bpe, tmp_path, line, said):
+    file = write_pair(bpe, tmp_path, PAIRS[0]) / "merges.txt"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    file.write_text("\n".join([*lines[:2], line, *lines[2:]]), encoding="utf-8")
+    with pytest.raises(CorruptInputError) as error:
+        Tokenizer.from_pretrained(tmp_path)
+    assert said in one_line(error, "merges.txt")
+
+
+@pytest.mark.parametrize("id", [-1, "3", 1.0, None, True, 1 << 40, 5])
+def test_bad_id_in_a_vocabulary_is_named(bpe, tmp_path, id):
+    file = write_pair(bpe, tmp_path, PAIRS[0]) / "vocab.json"
+    edit(file, a=id)
+    with pytest.raises(CorruptInputError) as error:
+        Tokenizer.from_pretrained(tmp_path)
+    one_line(error, "vocab.json")

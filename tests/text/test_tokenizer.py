@@ -1,0 +1,188 @@
+import pickle
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from tiedgpt.errors import UserError
+from tiedgpt.text import Tokenizer
+
+TEXT = "naïve café, 日本 👍\r\n\tdef f(x): return x  \n\n1234 don't"
+KINDS = ["bpe", "char"]
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def test_text_imports_neither_torch_nor_transformers(tmp_path):
+    script = f"""
+import sys
+from tiedgpt.text import Tokenizer
+tokenizer = Tokenizer.train(["to be or not to be"], vocab_size=300)
+tokenizer.encode_array("to be " * 2000)
+tokenizer.save_pretrained({str(tmp_path)!r})
+Tokenizer.from_pretrained({str(tmp_path)!r})
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@given(text=st.text())
+def test_bpe_gives_any_text_back(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_characters_give_their_text_back(char):
+    text = "naïve 日本 👍\r\n\t x"
+    assert char.decode(char.encode(text)) == text
+    assert len(char.encode(text)) == len(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "the end\n" * 2000])
+def test_array_holds_the_same_ids_as_the_list(tokenizer, text):
+    array = tokenizer.encode_array(text)
+    assert array.dtype == np.uint16
+    assert array.tolist() == tokenizer.encode(text)
+
+
+def test_array_is_uint32_only_if_the_vocabulary_needs_it():
+    fits = Tokenizer.characters([chr(0x10000 + i) for i in range(65_535)])
+    exceeds = Tokenizer.characters([chr(0x10000 + i) for i in range(65_536)])
+    assert (len(fits), fits.encode_array("\U00010005").dtype) == (65_536, np.uint16)
+    assert (len(exceeds), exceeds.encode_array("\U00010005").dtype) == (65_537, np.uint32)
+
+
+def test_end_of_text_is_the_last_id_and_begins_and_ends_texts(tokenizer):
+    last = len(tokenizer) - 1
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == last
+    assert tokenizer.token_bytes(last) == b"<|endoftext|>"
+
+
+@pytest.mark.parametrize("repeats", [1, 2000])
+def test_special_token_in_a_text_is_ordinary_text_unless_asked_for(tokenizer, repeats):
+    text = "to be<|endoftext|>or not " * repeats
+    ordinary, special = tokenizer.encode(text), tokenizer.encode(text, allow_special=True)
+    assert tokenizer.eos_token_id not in ordinary
+    assert special.count(tokenizer.eos_token_id) == repeats
+    assert tokenizer.decode(ordinary) == tokenizer.decode(special) == text
+    assert tokenizer.encode_array(text).tolist() == ordinary
+
+
+@given(
+    parts=st.lists(st.sampled_from(["<s>", "<s>x", "[L]", "[R]", "word", " ", "\n", "s", "<"])),
+)
+def test_special_tokens_are_found_where_tokenizers_finds_them(with_specials, parts):
+    ours, theirs = with_specials
+    text = "".join(parts)
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text, allow_special=True) == expected
+
+
+@pytest.fixture(scope="module")
+def with_specials(bpe, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    folder = tmp_path_factory.mktemp("specials")
+    bpe.save_pretrained(folder)
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs.add_special_tokens(
+        [
+            "<s>",
+            "<s>x",
+            AddedToken("[L]", lstrip=True),
+            AddedToken("[R]", rstrip=True),
+            AddedToken("word", single_word=True),
+        ]
+    )
+    theirs.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_pretrained(folder), theirs
+
+
+@pytest.mark.parametrize("allow_special", [False, True])
+def test_lone_surrogate_is_refused_with_its_position(tokenizer, allow_special):
+    with pytest.raises(UserError, match=r"position 2 has the lone surrogate U\+D800"):
+        tokenizer.encode("ab\ud800", allow_special=allow_special)
+    with pytest.raises(UserError, match="position 2 "):
+        tokenizer.encode_array("ab\ud800")
+
+
+@pytest.mark.parametrize("make", [Tokenizer.characters, lambda t: Tokenizer.train(t, 300)])
+def test_lone_surrogate_in_training_text_is_refused_with_its_place(make):
+    with pytest.raises(UserError, match="position 1 of text 1 "):
+        make(["good", "x\udfff"])
+
+
+@pytest.mark.parametrize("make", [Tokenizer.characters, lambda t: Tokenizer.train(t, 300)])
+def test_one_string_in_place_of_texts_is_refused(make):
+    with pytest.raises(UserError, match="texts is one string"):
+        make("one string")
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 10**6])
+def test_id_outside_the_vocabulary_is_named(tokenizer, offset):
+    id = offset if offset < 0 else len(tokenizer) + offset
+    for use in (lambda: tokenizer.decode([0, id]), lambda: tokenizer.token_bytes(id)):
+        with pytest.raises(UserError, match=f"id {id} is outside the vocabulary"):
+            use()
+
+
+def test_decode_takes_numpy_ids(tokenizer):
+    ids = tokenizer.encode_array("to be")
+    assert tokenizer.decode(ids) == "to be"
+
+
+def test_half_a_character_is_decoded_as_the_replacement_character(bpe):
+    ids = [bpe.encode("é")[0]] if len(bpe.encode("é")) > 1 else []
+    assert ids and bpe.decode(ids) == "\ufffd"
+
+
+def test_byte_lengths_add_up_to_the_text(tokenizer):
+    text = "naïve 日本 👍\r\n\t and so on"
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (len(tokenizer),)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert lengths[tokenizer.eos_token_id] == 0
+
+
+def test_byte_lengths_are_those_of_the_tokens(tokenizer):
+    lengths = tokenizer.byte_lengths()[:-1]
+    assert lengths.tolist() == [len(tokenizer.token_bytes(id)) for id in range(len(lengths))]
+
+
+def test_kind_says_what_tokens_are(bpe, char):
+    assert (bpe.kind, char.kind) == ("bpe", "char")
+    assert re.fullmatch(r"Tokenizer\(kind='bpe', len=1000, eos_token_id=999\)", repr(bpe))
+
+
+def test_worker_process_gets_the_same_tokenizer(tokenizer):
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    text = "to be<|endoftext|>"
+    assert copy.encode(text) == tokenizer.encode(text)
+    assert copy.eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("config", [None, '{"model_type": "gpt2", "vocab_size": 1000}'])
+def test_transformers_loads_what_is_saved_with_the_same_ids(tokenizer, tmp_path, config):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save_pretrained(tmp_path)
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "naïve  日本 , don't 👍\r\n\t x ."
+    ids = tokenizer.encode(text)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert len(theirs) == len(tokenizer)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eos_token_id
+    assert theirs("x<|endoftext|>")["input_ids"] == tokenizer.encode(
+        "x<|endoftext|>", allow_special=True
+    )
