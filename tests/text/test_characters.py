@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import tokenizers
 
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
@@ -46,3 +47,14 @@ def test_saved_vocabulary_gives_the_same_ids(tmp_path, text):
     assert (loaded.kind, len(loaded)) == ("char", len(set(text)) + 1)
     assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_saved_vocabulary_gives_the_same_ids_in_tokenizers(tmp_path):
+    text = "naïve\r\n\n  日本\x00"
+    ours = Tokenizer.characters([text])
+    ours.save_pretrained(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.encode(text).ids == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    with pytest.raises(Exception, match="Missing"):  # an unknown character is no known one
+        theirs.encode("z")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.text import Tokenizer
@@ -132,7 +132,7 @@ def test_added_tokens_file_gives_the_tokens_after_the_vocabulary(bpe, tmp_path):
     loaded = Tokenizer.from_pretrained(tmp_path)
     assert loaded.encode("<|user|><|pad|>", allow_special=True) == [1001, 1000]
     edit(tmp_path / "added_tokens.json", **{"<|pad|>": 1005})
-    with pytest.raises(CorruptInputError, match="gives '<|pad|>' the id 1005"):
+    with pytest.raises(CorruptInputError, match=r"id 1005, but .* it is 1001;"):
         Tokenizer.from_pretrained(tmp_path)
 
 
@@ -149,18 +149,41 @@ def test_failed_save_leaves_the_old_files(saved, char, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "decoder", [decoders.Metaspace(), decoders.WordPiece(), decoders.BPEDecoder(), None]
+    ("part", "other"),
+    [
+        ("decoder", decoders.Metaspace()),
+        ("decoder", decoders.WordPiece()),
+        ("decoder", decoders.BPEDecoder()),
+        ("decoder", None),
+        ("model", models.WordLevel({"a": 0, "b": 1}, unk_token="a")),
+        ("model", models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>")),
+    ],
 )
-def test_tokenizer_of_another_kind_is_refused(saved, decoder):
+def test_tokenizer_of_another_kind_is_refused(saved, part, other):
     rust = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
-    if decoder is None:
-        rust.model = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
-    else:
-        rust.decoder = decoder
+    setattr(rust, part, other)
     rust.save(str(saved / "tokenizer.json"))
     with pytest.raises(UserError) as error:
         Tokenizer.from_pretrained(saved)
     assert "is not supported; use" in one_line(error, str(saved))
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("pre_tokenizer", pre_tokenizers.Split(" ", behavior="isolated")),
+        ("pre_tokenizer", pre_tokenizers.Whitespace()),
+        ("normalizer", normalizers.Lowercase()),
+        ("decoder", decoders.WordPiece()),
+    ],
+)
+def test_other_use_of_single_characters_is_refused(char, tmp_path, part, other):
+    char.save_pretrained(tmp_path)
+    rust = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    setattr(rust, part, other)
+    rust.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="is not supported"):
+        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_word_vocabulary_is_not_taken_for_characters(char, tmp_path):
@@ -171,6 +194,20 @@ def test_word_vocabulary_is_not_taken_for_characters(char, tmp_path):
     edit(tmp_path / "tokenizer.json", model=content["model"])
     with pytest.raises(UserError, match="is not supported"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def test_gpt1_vocabulary_is_not_taken_for_bytes(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b</w>": 1, "ab</w>": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b</w>\n")
+    with pytest.raises(UserError) as error:
+        Tokenizer.from_pretrained(tmp_path)
+    assert "not byte-level" in one_line(error, "vocab.json")
+
+
+def test_file_of_weights_is_not_read_as_a_tokenizer(saved):
+    (saved / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        Tokenizer.from_pretrained(saved / "model.safetensors")
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path):

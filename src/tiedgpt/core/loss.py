@@ -8,6 +8,7 @@ backward cost the three matrix products of the plain computation and no more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device) if autocast else h.dtype
     needs_grad = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(h, weight, targets, dtype, needs_grad)
+        loss: Tensor = _LinearCrossEntropy.apply(h, weight, targets, dtype, needs_grad)
+    return loss
 
 
 def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
@@ -61,7 +63,9 @@ def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), answers, ignore_index=IGNORED, reduction="sum")
 
     total = h.new_zeros((), dtype=torch.float32)
-    for rows, answers in zip(h.split(MIN_CHUNK_ROWS), targets.split(MIN_CHUNK_ROWS), strict=True):
+    for rows, answers in zip(
+        torch.split(h, MIN_CHUNK_ROWS), torch.split(targets, MIN_CHUNK_ROWS), strict=True
+    ):
         total = total + checkpoint(chunk_loss, rows, answers, use_reentrant=False)
     return total / (targets != IGNORED).sum()
 

@@ -22,6 +22,13 @@ from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
 
+def plain_matrix(head: nn.Module) -> Tensor | None:
+    """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
+    if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
+        return head.weight
+    return None
+
+
 class GPT(nn.Module):
     """A GPT with OpenAI's names; a fresh one is initialised as in the papers.
 
@@ -105,8 +112,9 @@ class GPT(nn.Module):
         h, targets = self.body(ids).flatten(0, 1), targets.flatten()
         if self.head is None:
             return linear_cross_entropy(h, self.wte.weight, targets)
-        if type(self.head) is nn.Linear and self.head.bias is None:
-            return linear_cross_entropy(h, self.head.weight, targets)
+        matrix = plain_matrix(self.head)
+        if matrix is not None:
+            return linear_cross_entropy(h, matrix, targets)
         return head_cross_entropy(h, self.head, targets)
 
     def extra_repr(self) -> str:

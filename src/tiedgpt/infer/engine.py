@@ -92,7 +92,7 @@ class Engine:
         else:
             model = GPT.from_pretrained(model_or_source, dtype=dtype)
             model.to("cuda" if torch.cuda.is_available() else "cpu")
-            tokenizer = tokenizer or Tokenizer.from_pretrained(model_or_source)
+            tokenizer = tokenizer or Tokenizer.from_pretrained(os.fspath(model_or_source))
         if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}"
@@ -102,7 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
 
     @overload
-    def generate(self, prompts: str, **options: object) -> Completion: ...
+    def generate(self, prompts: str, **options: object) -> Completion: ...  # type: ignore[overload-overlap]
     @overload
     def generate(self, prompts: Sequence[int], **options: object) -> Completion: ...
     @overload

@@ -121,7 +121,8 @@ class ByteLevelBPE:
     @cached_property
     def _lost_bytes(self) -> list[int]:
         """Bytes that have no token, and that `tokenizers` would therefore drop without a word."""
-        if self._rust.model.unk_token is not None:
+        unknown = self._rust.model.unk_token
+        if unknown is not None and self._rust.token_to_id(unknown) is not None:
             return []
         ids = map(self._rust.token_to_id, BYTE_ALPHABET)
         return [byte for byte, id in enumerate(ids) if id is None]

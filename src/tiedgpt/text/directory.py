@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.text.bpe import byte_level_tokenizer
+from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.characters import END_OF_TEXT
 
 _WHOLE = "tokenizer.json"
@@ -39,7 +39,7 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     config = _read_object(directory / _CONFIG) if (directory / _CONFIG).is_file() else {}
     file = path / _WHOLE if path.is_dir() else path
     pairs = [pair for pair in _PAIRS if path.is_dir() or path.name in pair]
-    if file.is_file() and not (pairs and file == path):
+    if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
         return _parse(_read(file), file), config
     for vocabulary, merges in pairs:
         files = directory / vocabulary, directory / merges
@@ -124,31 +124,37 @@ def _read_pair(
     vocabulary_file: Path, merges_file: Path, config: dict[str, Any]
 ) -> tokenizers.Tokenizer:
     vocabulary = _read_ids(vocabulary_file)
+    if not vocabulary.keys() >= set(BYTE_ALPHABET):
+        raise UserError(
+            f"{vocabulary_file}: lacks some of the 256 bytes, so it is not byte-level (GPT-1's is "
+            f"not, for one); use a byte-level BPE, as GPT-2's"
+        )
     merges = _read_merges(merges_file, vocabulary, vocabulary_file.name)
     made = {left + right for left, right in merges}
     unmade = [token for token in vocabulary if len(token) > 1 and token not in made]
-    special = sorted((t for t in unmade if _SPECIAL.fullmatch(t)), key=vocabulary.__getitem__)
-    if len(special) < len(unmade):
-        example = next(token for token in unmade if token not in set(special))
+    lost = [token for token in unmade if not _SPECIAL.fullmatch(token)]
+    if lost:
         raise CorruptInputError(
-            f"{merges_file}: no line makes {example!r} and {len(unmade) - len(special) - 1} other "
-            f"tokens of {vocabulary_file.name}, so it is cut short or not of that vocabulary; "
-            f"{_AGAIN}"
+            f"{merges_file}: no line makes {lost[0]!r} and {len(lost) - 1} other tokens of "
+            f"{vocabulary_file.name}, so it is cut short or not of that vocabulary; {_AGAIN}"
         )
-    prefix_space = config.get("add_prefix_space") is True
     model = models.BPE(vocab=vocabulary, merges=merges)
-    rust = byte_level_tokenizer(model, prefix_space=prefix_space)
-    rust.add_special_tokens(special)
-    added_file = vocabulary_file.with_name(_ADDED)
-    added = _read_ids(added_file) if added_file.is_file() else {}
-    rust.add_special_tokens(sorted(added, key=added.__getitem__))
-    for token, id in added.items():
+    rust = byte_level_tokenizer(model, prefix_space=config.get("add_prefix_space") is True)
+    rust.add_special_tokens(sorted(unmade, key=vocabulary.__getitem__))
+    if (vocabulary_file.parent / _ADDED).is_file():
+        _add(rust, vocabulary_file.parent / _ADDED)
+    return rust
+
+
+def _add(rust: tokenizers.Tokenizer, file: Path) -> None:
+    ids = _read_ids(file)
+    rust.add_special_tokens(sorted(ids, key=ids.__getitem__))
+    for token, id in ids.items():
         if rust.token_to_id(token) != id:
             raise CorruptInputError(
-                f"{added_file}: gives {token!r} the id {id}, but {rust.token_to_id(token)} is the "
-                f"next free one; correct or remove the file"
+                f"{file}: gives {token!r} the id {id}, but counting on from the vocabulary it is "
+                f"{rust.token_to_id(token)}; correct or remove the file"
             )
-    return rust
 
 
 def _read_ids(file: Path) -> dict[str, int]:

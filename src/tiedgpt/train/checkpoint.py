@@ -77,7 +77,7 @@ def load_newest(
 
     A damaged one is passed over, told of in the notes, and left where it is.
     """
-    notes = []
+    notes: list[str] = []
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)

@@ -43,7 +43,7 @@ def train_step(
     loss = torch.zeros((), device=device)
     optimizer.zero_grad(set_to_none=True)
     for ids_part, targets_part in zip(
-        ids.split(plan.micro_batch), targets.split(plan.micro_batch), strict=True
+        torch.split(ids, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True
     ):
         share = (targets_part != IGNORED).sum() / counted
         with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):

@@ -185,7 +185,7 @@ def write_safetensors(
         for stored in tensors.values():
             tensor = stored.tensor.detach().cpu()
             tensor = (tensor.T if stored.transposed else tensor).contiguous()
-            file.write(memoryview(tensor.flatten().view(_uint8()).numpy()))
+            file.write(tensor.flatten().view(_uint8()).numpy().data)
 
 
 def safetensors_name(torch_dtype: dtype) -> str:

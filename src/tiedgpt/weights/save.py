@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT
+from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.config_json import config_json
@@ -28,7 +26,7 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
     config = model.config
     if (model.head is None) != config.tie_word_embeddings:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and not (type(model.head) is nn.Linear and model.head.bias is None):
+    if model.head is not None and plain_matrix(model.head) is None:
         raise UserError(
             f"a head of {type(model.head).__name__} cannot be written: transformers' GPT-2 has a "
             "matrix (V, D) without bias"

@@ -89,7 +89,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
     """Compare two matrices (V, D), a block of rows at a time."""
     largest, rows = 0.0, 0
     dot = norm_a = norm_b = 0.0
-    for x, y in zip(a.split(BLOCK_ROWS), b.split(BLOCK_ROWS), strict=True):
+    for x, y in zip(torch.split(a, BLOCK_ROWS), torch.split(b, BLOCK_ROWS), strict=True):
         rows += int((x != y).any(dim=1).sum())
         x, y = x.double(), y.double()
         largest = max(largest, float((x - y).abs().max()))

@@ -1,0 +1,29 @@
+"""Tiny models that the tests make themselves."""
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig
+
+TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
+
+
+@pytest.fixture
+def tiny_config() -> GPTConfig:
+    return GPTConfig(**TINY)
+
+
+@pytest.fixture
+def tiny(tiny_config: GPTConfig) -> GPT:
+    """A model whose weights are large enough that mistakes show."""
+    torch.manual_seed(7)
+    model = GPT(tiny_config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+    return model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,98 @@
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.core.config import PRESETS
+from tiedgpt.errors import UserError
+
+COUNTS = {
+    "gpt1": 116_534_784,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+def test_published_sizes_are_counted_by_formula(name, count):
+    assert GPTConfig.preset(name).parameter_count() == count
+
+
+def test_a_head_of_its_own_costs_another_matrix():
+    untied = GPTConfig.preset("gpt2", tie_word_embeddings=False)
+    assert untied.parameter_count() == 163_037_184
+    assert untied.parameter_count() - 124_439_808 == 50257 * 768
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("n_inner", [None, 40])
+def test_formula_counts_what_the_model_has(norm, tied, n_inner):
+    config = GPTConfig(
+        vocab_size=11, n_positions=7, n_embd=12, n_layer=2, n_head=3, norm=norm, n_inner=n_inner,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    assert sum(p.numel() for p in GPT(config).parameters()) == config.parameter_count()
+
+
+def test_every_preset_is_possible_and_its_heads_divide_its_width():
+    for name in PRESETS:
+        config = GPTConfig.preset(name)
+        assert config.head_dim * config.n_head == config.n_embd
+
+
+def test_gpt3_rows_that_the_paper_misprints_are_built_as_they_can_be():
+    assert GPTConfig.preset("gpt3-xl").n_head == 16
+    assert GPTConfig.preset("gpt3-13b").n_embd == 5120
+
+
+def test_presets_take_overrides_and_drop_ids_of_another_vocabulary():
+    config = GPTConfig.preset("gpt2", vocab_size=300, n_positions=64)
+    assert (config.vocab_size, config.n_positions, config.eos_token_id) == (300, 64, None)
+    assert GPTConfig.preset("gpt2", n_positions=64).eos_token_id == 50256
+    assert GPTConfig.preset("gpt2", vocab_size=300, eos_token_id=299).eos_token_id == 299
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"n_head": 3}, "n_head=3 does not divide n_embd=32"),
+        ({"n_layer": 0}, "n_layer=0"),
+        ({"n_embd": -32}, "n_embd=-32"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"n_positions": 1.5}, "n_positions=1.5"),
+        ({"n_inner": 0}, "n_inner=0"),
+        ({"n_ctx": 24}, "n_positions"),
+        ({"n_heads": 4}, "'n_heads'"),
+        ({"embd_pdrop": 1.0}, "embd_pdrop=1.0"),
+        ({"attn_pdrop": float("nan")}, "attn_pdrop=nan"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon=0"),
+        ({"activation_function": "swoosh"}, "swoosh"),
+        ({"norm": "rms"}, "rms"),
+        ({"eos_token_id": 97}, "eos_token_id=97"),
+        ({"bos_token_id": -1}, "bos_token_id=-1"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(tiny_config, wrong, named):
+    values = dataclasses.asdict(tiny_config) | wrong
+    with pytest.raises(UserError, match=named.replace("(", r"\(")):
+        GPTConfig(**values)
+
+
+def test_unknown_preset_names_those_that_exist():
+    with pytest.raises(UserError, match="gpt2-xl"):
+        GPTConfig.preset("gpt5")
+
+
+def test_a_config_is_frozen_and_survives_copies(tiny_config):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_config.n_layer = 5
+    assert pickle.loads(pickle.dumps(tiny_config)) == tiny_config
+    assert copy.deepcopy(tiny_config) == tiny_config
+    assert dataclasses.replace(tiny_config, n_layer=5).n_layer == 5

@@ -1,0 +1,145 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tiedgpt.core import loss as loss_module
+from tiedgpt.core.loss import linear_cross_entropy
+from tiedgpt.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of 7 rows, so that even tiny inputs take several and leave a ragged one."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_ROWS", 7)
+
+
+def gradients(loss, tensors):
+    return torch.autograd.grad(loss, tensors)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 30),
+    vocab=st.integers(2, 40),
+    ignored=st.floats(0, 0.9),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_cross_entropy_of_the_full_logits(n, vocab, ignored, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    h = (scale * torch.randn(n, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    w = torch.randn(vocab, 5, generator=g, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(vocab, (n,), generator=g)
+    targets[torch.rand(n, generator=g) < ignored] = -100
+    targets[0] = 0
+    ours = linear_cross_entropy(h.float(), w.float(), targets)
+    plain = F.cross_entropy(h @ w.T, targets)
+    torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(gradients(ours, (h, w)), gradients(plain, (h, w)), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_the_models_loss_equals_cross_entropy_in_every_gradient(tiny, ids):
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    parameters = list(tiny.parameters())
+    ours = gradients(tiny.loss(ids, targets), parameters)
+    plain = gradients(F.cross_entropy(tiny(ids).flatten(0, 1), targets.flatten()), parameters)
+    for (name, _), a, b in zip(tiny.named_parameters(), ours, plain, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm(), name
+
+
+def test_the_shared_matrix_gets_the_gradients_of_both_its_uses(tiny, ids):
+    targets = ids.roll(-1, 1)
+    h = tiny.body(ids).detach().flatten(0, 1)
+    predicting = torch.autograd.grad(
+        F.cross_entropy(tiny.wte.unembed(h), targets.flatten()), tiny.wte.weight
+    )[0]
+    frozen = tiny.wte.weight.detach().clone()
+    reading = torch.autograd.grad(
+        F.cross_entropy(F.linear(tiny.body(ids), frozen).flatten(0, 1), targets.flatten()),
+        tiny.wte.weight,
+    )[0]
+    both = torch.autograd.grad(tiny.loss(ids, targets), tiny.wte.weight)[0]
+    torch.testing.assert_close(both, predicting + reading, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_its_own_has_the_same_loss_and_no_full_logits(tiny, ids, bias):
+    tiny.head = nn.Linear(32, 97, bias=bias)
+    targets = ids.roll(-1, 1)
+    targets[0, :9] = -100
+    sizes = []
+    tiny.head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[0]))
+    parameters = [p for p in tiny.parameters()]
+    ours = gradients(tiny.loss(ids, targets), parameters)
+    assert max(sizes, default=0) <= 7
+    plain = gradients(F.cross_entropy(tiny(ids).flatten(0, 1), targets.flatten()), parameters)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_a_frozen_matrix_gets_no_gradient_and_the_body_still_does(tiny, ids):
+    tiny.wte.weight.requires_grad_(False)
+    tiny.loss(ids, ids).backward()
+    assert tiny.wte.weight.grad is None
+    assert tiny.h[0].attn.c_attn.weight.grad.abs().sum() > 0
+
+
+def test_without_gradients_only_the_value_is_computed(tiny, ids):
+    with torch.no_grad():
+        value = tiny.loss(ids, ids)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, tiny.loss(ids, ids).detach())
+
+
+def test_a_scaled_loss_has_scaled_gradients_and_parts_add_up(tiny, ids):
+    whole = gradients(tiny.loss(ids, ids), [tiny.wte.weight])[0]
+    (tiny.loss(ids[:1], ids[:1]) / 3).backward()
+    (tiny.loss(ids[1:], ids[1:]) * 2 / 3).backward()
+    torch.testing.assert_close(tiny.wte.weight.grad, whole, atol=1e-6, rtol=1e-4)
+
+
+def test_nothing_to_count_is_nan_as_in_torch(tiny, ids):
+    assert tiny.loss(ids, torch.full_like(ids, -100)).isnan()
+
+
+def test_under_autocast_the_products_are_bf16_and_the_loss_is_close(tiny, ids):
+    exact = tiny.loss(ids, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = tiny.loss(ids, ids)
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
+    mine, exact_grad = (gradients(x, [tiny.wte.weight])[0] for x in (rounded, exact))
+    assert (mine - exact_grad).norm() < 0.05 * exact_grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_train_too(tiny, ids, dtype):
+    tiny.to(dtype).loss(ids, ids).backward()
+    assert tiny.wte.weight.grad.dtype == dtype
+    assert tiny.wte.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [97, -1, -99])
+def test_targets_outside_the_vocabulary_are_refused(tiny, ids, wrong):
+    targets = ids.clone()
+    targets[1, 3] = wrong
+    with pytest.raises(UserError, match=f"target {wrong} is no id"):
+        tiny.loss(ids, targets)
+
+
+def test_targets_of_another_shape_are_refused(tiny, ids):
+    with pytest.raises(UserError, match="one answer for each position"):
+        tiny.loss(ids, ids[:, 1:])
+
+
+def test_a_second_backward_is_refused_instead_of_wrong(tiny, ids):
+    loss = tiny.loss(ids, ids)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute it anew"):
+        loss.backward()

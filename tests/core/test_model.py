@@ -1,0 +1,175 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.core.cache import KVCache
+from tiedgpt.errors import UserError
+
+
+def test_n_tokens_in_n_predictions_out(tiny, ids):
+    assert tiny(ids).shape == (3, 24, 97)
+    assert tiny.body(ids).shape == (3, 24, 32)
+
+
+def test_one_parameter_of_shape_v_by_d_and_no_head_among_the_names(tiny):
+    shapes = [name for name, p in tiny.named_parameters() if 97 in p.shape]
+    assert shapes == ["wte.weight"]
+    assert tiny.head is None
+
+
+def test_predictions_are_dot_products_with_the_rows_that_are_read(tiny, ids):
+    h = tiny.body(ids)
+    torch.testing.assert_close(tiny(ids)[1, 5, 60], h[1, 5] @ tiny.wte.weight[60])
+    torch.testing.assert_close(tiny.wte(ids)[1, 5], tiny.wte.weight[ids[1, 5]])
+
+
+def test_position_i_cannot_see_position_j_after_it(tiny, ids):
+    changed = ids.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 97
+    torch.testing.assert_close(tiny(ids)[:, :10], tiny(changed)[:, :10])
+    assert not torch.allclose(tiny(ids)[:, 10:], tiny(changed)[:, 10:])
+
+
+def test_every_earlier_position_is_seen(tiny, ids):
+    last = tiny(ids)[:, -1]
+    for j in range(24):
+        changed = ids.clone()
+        changed[:, j] = (changed[:, j] + 1) % 97
+        assert not torch.allclose(last, tiny(changed)[:, -1])
+
+
+def test_states_are_the_residual_stream_from_the_embedding_to_the_last_block(tiny, ids):
+    states = list(tiny.states(ids))
+    assert len(states) == 1 + 3
+    torch.testing.assert_close(states[0], tiny.wte(ids) + tiny.wpe.weight[:24])
+    torch.testing.assert_close(tiny.ln_f(states[-1]), tiny.body(ids))
+
+
+def test_a_head_of_its_own_predicts_and_print_says_so(tiny_config, ids):
+    import dataclasses
+
+    model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=False)).eval()
+    torch.testing.assert_close(model(ids), model.head(model.body(ids)))
+    assert "the head predicts" in str(model)
+    assert "(head): Linear" in str(model)
+
+
+def test_print_says_that_the_matrix_reads_and_predicts(tiny):
+    (line,) = (line for line in str(tiny).splitlines() if "(wte)" in line)
+    assert "reads" in line and "predicts" in line and "(97, 32)" in line
+
+
+def test_fresh_weights_have_openais_spread():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=2000, n_positions=512, n_embd=128, n_layer=8, n_head=4))
+    assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.wpe.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    block = model.h[3]
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for projection in (block.attn.c_proj, block.mlp.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+        assert not projection.bias.any()
+    assert not block.ln_1.bias.any() and (block.ln_1.weight == 1).all()
+
+
+def test_a_fresh_models_loss_is_that_of_guessing_plus_the_logits_variance():
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=5000, n_positions=128, n_embd=256, n_layer=2, n_head=4)
+    ids = torch.randint(5000, (8, 128))
+    targets = torch.randint(5000, (8, 128))
+    expected = math.log(5000) + 256 * 0.02**2 / 2
+    assert GPT(config).eval().loss(ids, targets).item() == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.slow
+def test_fresh_gpt2_starts_at_10_98_nats():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.preset("gpt2")).eval()
+    with torch.no_grad():
+        loss = model.loss(torch.randint(50257, (2, 512)), torch.randint(50257, (2, 512)))
+    assert loss.item() == pytest.approx(10.98, abs=0.05)
+
+
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 10, 7], [23, 1]])
+def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(tiny, ids, pieces):
+    cache = KVCache.allocate(tiny.config, batch_size=3)
+    parts = [tiny(part, cache) for part in ids.split(pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), tiny(ids), atol=2e-6, rtol=1e-5)
+    assert cache.lengths == [24] * 3
+
+
+def test_sequences_of_different_lengths_share_a_cache(tiny, ids):
+    lengths = [3, 11, 7]
+    caches = []
+    for row, length in enumerate(lengths):
+        caches.append(KVCache.allocate(tiny.config, batch_size=1))
+        tiny(ids[row : row + 1, :length], caches[-1])
+    joined = KVCache.join(caches)
+    for step in range(6):
+        newest = torch.stack([ids[row, n + step] for row, n in enumerate(lengths)])[:, None]
+        logits = tiny(newest, joined)
+        for row, n in enumerate(lengths):
+            alone = tiny(ids[row : row + 1, : n + step + 1])[0, -1]
+            torch.testing.assert_close(logits[row, 0], alone, atol=2e-6, rtol=1e-5)
+    kept = joined.rows([2])
+    torch.testing.assert_close(
+        tiny(ids[2:3, 13:15], kept)[0], tiny(ids[2:3, :15])[0, -2:], atol=2e-6, rtol=1e-5
+    )
+
+
+def test_gpt1_normalises_after_the_sublayers_and_has_no_final_norm(tiny_config, ids):
+    config = GPTConfig(**{**vars(tiny_config), "norm": "post"})
+    model = GPT(config).eval()
+    last = list(model.states(ids))[-1]
+    torch.testing.assert_close(last, model.body(ids))
+    torch.testing.assert_close(last.mean(-1), torch.zeros(3, 24), atol=1e-5, rtol=0)
+
+
+def test_dropout_acts_in_training_at_three_places_and_never_in_inference(tiny_config, ids):
+    model = GPT(tiny_config)
+    assert not torch.equal(model.train()(ids), model(ids))
+    assert torch.equal(model.eval()(ids), model(ids))
+    for place in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        off = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} | {place: 0.5}
+        model = GPT(GPTConfig(**{**vars(tiny_config), **off})).train()
+        assert not torch.equal(model(ids), model(ids)), place
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (torch.tensor([[0, 97]]), "0..96"),
+        (torch.tensor([[-1]]), "0..96"),
+        (torch.zeros(1, 25, dtype=torch.long), "25 tokens"),
+        (torch.zeros(1, 0, dtype=torch.long), "0 tokens"),
+        (torch.zeros(5, dtype=torch.long), "shape"),
+        (torch.zeros(1, 5), "whole numbers"),
+    ],
+)
+def test_ids_that_cannot_be_read_are_refused(tiny, wrong, says):
+    with pytest.raises(UserError, match=says):
+        tiny(wrong)
+
+
+def test_a_full_cache_is_an_error_and_not_a_wrong_answer(tiny, ids):
+    cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
+    tiny(ids[:, :10], cache)
+    with pytest.raises(UserError, match="after 10 in the cache"):
+        tiny(ids[:, :1], cache)
+    with pytest.raises(UserError, match="2 sequences for a cache of 3"):
+        tiny(ids[:2, :1], KVCache.allocate(tiny.config, batch_size=3))
+    with pytest.raises(UserError, match="a cache of 25 positions"):
+        KVCache.allocate(tiny.config, batch_size=1, capacity=25)
+
+
+def test_a_compiled_forward_needs_no_change_to_the_model(tiny, ids):
+    compiled = torch.compile(tiny, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), tiny(ids))
+
+
+def test_any_module_may_be_the_head(tiny, ids):
+    tiny.head = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 97))
+    torch.testing.assert_close(tiny(ids), tiny.head(tiny.body(ids)))
