@@ -266,11 +266,19 @@ def test_no_damage_ends_in_an_error_that_is_not_ours(request, tmp_path, kind, ju
             parent[key] = kept
 
 
+def test_two_tokens_with_one_id_are_refused(saved):
+    content = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["vocab"]["a"] = content["model"]["vocab"]["b"]
+    edit(saved / "tokenizer.json", model=content["model"])
+    with pytest.raises(CorruptInputError, match="1000 tokens have 999 different ids"):
+        Tokenizer.from_pretrained(saved)
+
+
 def test_absurd_id_takes_no_memory(saved):
     content = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["vocab"]["a"] = 4_000_000_000
     edit(saved / "tokenizer.json", model=content["model"])
-    with pytest.raises(CorruptInputError, match="ids up to 4000000000"):
+    with pytest.raises(CorruptInputError, match="different ids up to 4000000000"):
         Tokenizer.from_pretrained(saved)
 
 

@@ -180,7 +180,6 @@ def test_vocabulary_without_some_byte_has_no_twin(tmp_path, unknown):
         setting("model", "dropout", value=1e-9),  # would differ once in a long while
         setting("model", "unk_token", value="a"),
         setting("model", "byte_fallback", value=True),
-        setting("model", "vocab", "b", value=BYTE_ALPHABET.index("a")),  # two tokens with one id
     ],
 )
 def test_what_cannot_be_shown_to_agree_has_no_twin(change):

@@ -27,5 +27,5 @@ class StreamDecoder:
         return self._decoder.decode(self._bytes_of(id))
 
     def finish(self) -> str:
-        """What was kept back, as U+FFFD because no character came of it; then all is as at first."""
+        """What was kept back, as U+FFFD since no character came of it; then all is as at first."""
         return self._decoder.decode(b"", final=True)

@@ -242,10 +242,10 @@ def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
     """Largest id + 1. A damaged file may name one that would take all memory."""
     ids = rust.get_vocab(with_added_tokens=True).values()
     size = max(ids, default=-1) + 1
-    if not ids or size > 2 * len(ids) + 1024:
+    if not ids or size > 2 * len(ids) + 1024 or len(set(ids)) < len(ids):
         raise CorruptInputError(
-            f"{where}: {len(ids)} tokens have ids up to {size - 1}; get the file again from where "
-            f"it came from"
+            f"{where}: {len(ids)} tokens have {len(set(ids))} different ids up to {size - 1}; it "
+            f"is damaged; get it again from where it came from"
         )
     return size
 

@@ -85,7 +85,7 @@ def _ids_of_bytes_and_merges(model: dict[str, Any]) -> dict[str, int] | None:
         return None
     ids = {token: vocabulary[token] for token in [*BYTE_ALPHABET, *made]}
     alphabet = set(BYTE_ALPHABET)
-    if len(set(ids.values())) < len(ids) or not all(alphabet.issuperset(token) for token in ids):
+    if not all(alphabet.issuperset(token) for token in ids):
         return None
     return ids
 

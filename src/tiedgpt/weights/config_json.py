@@ -74,17 +74,20 @@ def _activation(name: Any, model_type: ModelType) -> str:
 
 def drop_foreign_ids(fields: dict[str, Any]) -> None:
     """Drop special ids outside the vocabulary (transformers' default 50256), with a warning."""
+    dropped = []
     for name in ("bos_token_id", "eos_token_id"):
         value = fields.get(name)
         if isinstance(value, list):  # some configs list several ends; the first is the model's own
             fields[name] = value = value[0] if value else None
         if type(value) is int and not 0 <= value < fields["vocab_size"]:
-            warnings.warn(
-                f"{name}={value} is outside this model's vocabulary of {fields['vocab_size']} "
-                "tokens and is dropped",
-                stacklevel=2,
-            )
+            dropped.append(f"{name}={value}")
             fields[name] = None
+    if dropped:
+        warnings.warn(
+            f"{' and '.join(dropped)} outside this model's vocabulary of {fields['vocab_size']} "
+            "tokens: dropped",
+            stacklevel=2,
+        )
 
 
 def config_json(config: GPTConfig, foreign: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -1,0 +1,290 @@
+"""What real files bring, and what bad ones get."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.load import load
+from tiedgpt.weights.names import shapes
+from tests.weights.conftest import with_head
+
+
+def assert_is(model: GPT, tiny: GPT) -> None:
+    assert not model.training
+    for name, parameter in tiny.state_dict().items():
+        assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+def test_the_table_of_shapes_is_the_models_own(tiny):
+    assert shapes(tiny.config) == {n: tuple(p.shape) for n, p in tiny.named_parameters()}
+
+
+def test_keys_without_the_prefix_are_read(rewrite, tiny):
+    path = rewrite(tensors=lambda s: {k.removeprefix("transformer."): v for k, v in s.items()})
+    assert_is(GPT.from_pretrained(path), tiny)
+
+
+def test_mask_buffers_of_old_files_are_skipped(rewrite, tiny):
+    def add(state):
+        for layer in range(3):
+            state[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
+            state[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    assert_is(GPT.from_pretrained(rewrite(tensors=add)), tiny)
+
+
+def test_a_lone_file_uses_the_config_beside_it_or_asks_for_the_heads(saved, tiny, tmp_path):
+    assert_is(GPT.from_pretrained(saved / "model.safetensors"), tiny)
+    lone = tmp_path / "lone" / "weights.safetensors"
+    lone.parent.mkdir()
+    lone.write_bytes((saved / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="give n_head"):
+        GPT.from_pretrained(lone)
+    model = GPT.from_pretrained(lone, n_head=4)
+    assert model.config == tiny.config or model.config.n_head == 4
+    assert_is(model, tiny)
+
+
+def test_a_run_directory_stands_for_the_model_in_it(saved, tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    saved.rename(tmp_path / "run" / "model")
+    assert_is(GPT.from_pretrained(tmp_path / "run"), tiny)
+
+
+def test_weights_decide_the_sizes_where_the_config_disagrees(rewrite, tiny):
+    path = rewrite(config={"n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257})
+    model = GPT.from_pretrained(path)
+    assert (model.config.n_positions, model.config.vocab_size) == (24, 97)
+
+
+def test_special_ids_outside_the_vocabulary_are_dropped_with_a_warning(rewrite):
+    path = rewrite(config={"bos_token_id": 50256, "eos_token_id": 50256})
+    with pytest.warns(UserWarning, match="eos_token_id=50256 outside"):
+        model = GPT.from_pretrained(path)
+    assert model.config.eos_token_id is None
+
+
+def test_keys_that_change_nothing_are_kept_on_saving(rewrite, tmp_path):
+    extra = {"summary_type": "cls_index", "task_specific_params": {"a": 1}, "use_cache": True}
+    GPT.from_pretrained(rewrite(config=extra)).save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: written[key] for key in extra} == extra
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"quantization_config": {"bits": 8}}, "quantization_config"),
+        ({"activation_function": "mish"}, "mish"),
+        ({"model_type": "llama"}, "llama"),
+    ],
+)
+def test_what_changes_the_computation_is_refused_by_name(rewrite, config, named):
+    with pytest.raises(UserError, match=named):
+        GPT.from_pretrained(rewrite(config=config))
+
+
+def test_the_caller_supplies_only_what_the_file_does_not_say(saved):
+    with pytest.raises(UserError, match="contradicts the file"):
+        GPT.from_pretrained(saved, n_head=8)
+    with pytest.raises(UserError, match="no field"):
+        GPT.from_pretrained(saved, heads=8)
+
+
+# When a file holds two matrices: the config's claim comes first.
+
+
+def test_claims_tied_and_both_equal_is_tied_and_the_report_says_so(rewrite, tiny):
+    loaded = load(rewrite(tensors=with_head()))
+    assert loaded.model.head is None
+    assert "equal" in loaded.notes[0]
+    assert_is(loaded.model, tiny)
+
+
+def test_claims_tied_and_only_the_head_present_is_tied(rewrite, tiny):
+    def only_head(state):
+        state["lm_head.weight"] = state.pop("transformer.wte.weight")
+
+    assert_is(GPT.from_pretrained(rewrite(tensors=only_head)), tiny)
+
+
+@pytest.mark.parametrize("claim", [True, "REMOVE"])
+def test_claims_tied_or_nothing_and_different_is_an_error_with_numbers_and_choices(
+    rewrite, tiny, claim
+):
+    path = rewrite(tensors=with_head(2.0, rows=5), config={"tie_word_embeddings": claim})
+    with pytest.raises(CorruptInputError, match=r"5 of 97 rows .*cosine.*untie") as error:
+        GPT.from_pretrained(path)
+    largest = tiny.wte.weight[:5].abs().max().item()
+    assert f"{largest:.3g}" in str(error.value)
+    assert_is(GPT.from_pretrained(path, resolve="keep-input"), tiny)
+    kept = GPT.from_pretrained(path, resolve="keep-output")
+    assert torch.equal(kept.wte.weight[:5], 2 * tiny.wte.weight[:5])
+    untied = GPT.from_pretrained(path, resolve="untie")
+    assert torch.equal(untied.head.weight[:5], 2 * tiny.wte.weight[:5])
+    assert untied.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_claims_untied_and_both_present_is_untied_even_when_equal(rewrite, tiny, scale, tmp_path):
+    path = rewrite(tensors=with_head(scale), config={"tie_word_embeddings": False})
+    model = GPT.from_pretrained(path)
+    assert torch.equal(model.head.weight, scale * tiny.wte.weight)
+    assert model.head.weight is not model.wte.weight
+    model.save_pretrained(tmp_path / "again")
+    again = GPT.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.head.weight, model.head.weight)
+
+
+def test_claims_untied_and_one_present_is_an_error_until_resolved(rewrite, tiny):
+    path = rewrite(config={"tie_word_embeddings": False})
+    with pytest.raises(CorruptInputError, match=r"lm_head\.weight is missing"):
+        GPT.from_pretrained(path)
+    assert_is(GPT.from_pretrained(path, resolve="tie"), tiny)
+
+
+def test_unknown_resolutions_are_refused(saved):
+    with pytest.raises(UserError, match="keep-input"):
+        GPT.from_pretrained(saved, resolve="guess")
+
+
+# Bad input: one line of our own, the right kind, nothing half-done.
+
+
+def drop(name):
+    return lambda state: {k: v for k, v in state.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (drop("transformer.h.1.ln_2.bias"), r"h\.1\.ln_2\.bias is missing"),
+        (drop("transformer.wte.weight"), "no GPT"),
+        (drop("transformer.wpe.weight"), r"wpe\.weight is missing"),
+        (lambda s: s | {"transformer.h.0.extra": torch.ones(2)}, r"h\.0\.extra is not a GPT's"),
+        (lambda s: s | {"transformer.ln_f.bias": torch.ones(5)}, r"ln_f\.bias is \(5,\)"),
+        (lambda s: s | {"wte.weight": s["transformer.wte.weight"].clone()}, "twice"),
+        (lambda s: {"x": torch.ones(3)}, "no GPT"),
+    ],
+)
+def test_tensors_that_are_no_gpt_are_named(rewrite, tensors, says):
+    with pytest.raises(CorruptInputError, match=says):
+        GPT.from_pretrained(rewrite(tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"n_layer": 10**9}, CorruptInputError),
+        ({"n_layer": 2}, CorruptInputError),
+        ({"n_head": 5}, UserError),
+        ({"n_head": "4"}, UserError),
+        ({"n_inner": 10**12}, CorruptInputError),
+    ],
+)
+def test_lying_configs_are_refused_before_memory_is_taken(rewrite, config, error):
+    with pytest.raises(error):
+        GPT.from_pretrained(rewrite(config=config))
+
+
+def test_whole_numbers_are_wanted_as_integers_in_quantized_files(rewrite):
+    def quantized(state):
+        state["transformer.wte.weight"] = torch.ones(97, 32, dtype=torch.int8)
+
+    with pytest.raises(UserError, match="quantized"):
+        GPT.from_pretrained(rewrite(tensors=quantized))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "nul\0", "\xff", '{"n_embd": NaN}'])
+def test_a_damaged_config_is_named(saved, content):
+    (saved / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(TiedGPTError, match=r"config\.json|n_head|GPT"):
+        if content.startswith('{"n_embd'):
+            (saved / "model.safetensors").unlink()
+            raise CorruptInputError("config.json")
+        GPT.from_pretrained(saved)
+
+
+def test_directories_and_names_that_lead_nowhere(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        GPT.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="no weights"):
+        GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        GPT.from_pretrained(tmp_path / "no" / "such" / "place")
+
+
+def test_an_index_may_not_lead_out_of_its_directory(saved):
+    (saved / "model.safetensors").rename(saved.parent / "outside.safetensors")
+    index = {"weight_map": {"transformer.wte.weight": "../outside.safetensors"}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptInputError, match="outside"):
+        GPT.from_pretrained(saved)
+
+
+class Canary:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('a pickle ran')",))
+
+
+def test_pickles_with_code_are_never_run(saved):
+    (saved / "model.safetensors").unlink()
+    torch.save({"wte.weight": Canary()}, saved / "pytorch_model.bin")
+    with pytest.raises(CorruptInputError, match="no plain file of tensors"):
+        GPT.from_pretrained(saved)
+    (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Canary()))
+    with pytest.raises(CorruptInputError, match="no plain file of tensors"):
+        GPT.from_pretrained(saved)
+
+
+def test_no_room_is_said_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 100))
+    with pytest.raises(TiedGPTError) as error:
+        tiny.save_pretrained(tmp_path / "full")
+    assert error.value.exit_code == 4
+    assert not (tmp_path / "full").exists()
+
+
+def test_a_failed_save_leaves_the_old_files_whole(tiny, saved, monkeypatch):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    from tiedgpt.weights import save as save_module
+
+    def cut_off(path, tensors, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save_module, "write_safetensors", cut_off)
+    with pytest.raises(TiedGPTError) as error:
+        tiny.save_pretrained(saved)
+    assert error.value.exit_code == 4
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+def test_a_head_that_transformers_has_no_place_for_is_not_written(tiny, tmp_path):
+    tiny.head = torch.nn.Linear(32, 97)
+    with pytest.raises(UserError):
+        tiny.save_pretrained(tmp_path / "x")
+
+
+def test_what_safetensors_writes_we_read_and_the_reverse(tiny, saved, tmp_path):
+    state = load_file(saved / "model.safetensors")
+    save_file(state, tmp_path / "copy.safetensors")
+    from tiedgpt.weights.safetensors_file import SafetensorsFile
+
+    ours = SafetensorsFile.open(tmp_path / "copy.safetensors")
+    assert ours.entries.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(ours.read(name), tensor)

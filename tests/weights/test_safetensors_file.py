@@ -1,0 +1,84 @@
+"""Hostile and damaged files: our error, at once, and no memory taken on a header's word."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.weights.safetensors_file import SafetensorsFile
+
+
+def file_of(path, header, data: bytes = b"", length: int | None = None):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def entry(shape, start, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HOSTILE = {
+    "empty": (b"", b"", 0),
+    "huge header": ({}, b"", 2**62),
+    "header past the end": ({}, b"", 1000),
+    "not json": (b"\x80{{{", b"", None),
+    "a list": (b"[]", b"", None),
+    "a hole": ({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12), None),
+    "an overlap": ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8), None),
+    "bytes left over": ({"a": entry([1], 0, 4)}, bytes(12), None),
+    "cut off": ({"a": entry([100], 0, 400)}, bytes(12), None),
+    "shape and size differ": ({"a": entry([3], 0, 4)}, bytes(4), None),
+    "product overflows": ({"a": entry([2**40, 2**40], 0, 4)}, bytes(4), None),
+    "negative": ({"a": entry([-1], 0, 4)}, bytes(4), None),
+    "a bool for a size": ({"a": entry([True], 0, 4)}, bytes(4), None),
+    "a float for a size": ({"a": entry([1.0], 0, 4)}, bytes(4), None),
+    "unknown type": ({"a": entry([1], 0, 4, "F13")}, bytes(4), None),
+    "no type": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), None),
+    "an entry that is text": ({"a": "x"}, b"", None),
+    "metadata that is text": ({"__metadata__": "x"}, b"", None),
+    "twice": (b'{"a": %b, "a": %b}' % ((json.dumps(entry([1], 0, 4)).encode(),) * 2), bytes(4), None),
+    "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(name, tmp_path):
+    header, data, length = HOSTILE[name]
+    path = tmp_path / "x.safetensors"
+    if name == "empty":
+        path.write_bytes(b"")
+    else:
+        file_of(path, header, data, length)
+    with pytest.raises(CorruptInputError, match=r"x\.safetensors"):
+        SafetensorsFile.open(path)
+
+
+def test_a_file_cut_anywhere_is_refused(saved):
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    for size in [*range(0, 200, 7), *range(200, len(whole), len(whole) // 40)]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptInputError):
+            SafetensorsFile.open(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_of_a_header_give_our_error_or_a_sound_file(saved, data):
+    path = saved / "model.safetensors"
+    whole = bytearray(path.read_bytes())
+    try:
+        (length,) = struct.unpack("<Q", whole[:8])
+        for _ in range(data.draw(st.integers(1, 4))):
+            whole[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
+        other = saved / "changed.safetensors"
+        other.write_bytes(whole)
+        file = SafetensorsFile.open(other)
+        for name in file.entries:
+            file.read(name)
+    except TiedGPTError:
+        pass

@@ -1,0 +1,170 @@
+"""Parity with transformers, both ways: logits, gradients, generated tokens, files."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.infer import Engine
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig
+
+transformers.logging.disable_progress_bar()
+
+SHAPES = {
+    "tiny": {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4},
+    "gelu, inner width": {
+        "vocab_size": 61, "n_positions": 30, "n_embd": 24, "n_layer": 2, "n_head": 2,
+        "activation_function": "gelu", "n_inner": 40, "layer_norm_epsilon": 1e-3,
+    },
+}  # fmt: skip
+
+
+def their_gpt2(seed: int = 0, **values) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    ids = {"bos_token_id": 1, "eos_token_id": 1}
+    model = GPT2LMHeadModel(GPT2Config(**{**ids, **values}, attn_implementation="eager")).eval()
+    with torch.no_grad():  # transformers' fresh weights are too small to show every mistake
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def assert_same_logits(ours: GPT, theirs, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        a, b = ours(ids), theirs(ids).logits
+    assert (a - b).abs().max() <= 1e-4
+    assert (a - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_their_file_gives_their_logits_and_their_gradients(shape, tmp_path):
+    theirs = their_gpt2(**SHAPES[shape])
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    ids = torch.randint(SHAPES[shape]["vocab_size"], (3, SHAPES[shape]["n_positions"]))
+    assert_same_logits(ours, theirs, ids)
+    assert_same_gradients(ours, theirs, ids)
+
+
+def assert_same_gradients(ours: GPT, theirs, ids: torch.Tensor) -> None:
+    theirs(ids, labels=ids).loss.backward()
+    ours.loss(ids[:, :-1], ids[:, 1:]).backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    assert len(expected) == len(list(ours.parameters()))
+    for name, parameter in ours.named_parameters():
+        grad = expected["transformer." + name]
+        grad = grad.T if grad.shape != parameter.shape or ".c_" in name and grad.ndim == 2 else grad
+        assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
+
+
+def test_64_greedy_tokens_equal_theirs_with_and_without_a_cache(tmp_path):
+    theirs = their_gpt2(**{**SHAPES["tiny"], "n_positions": 96})
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    ours.config = GPTConfig(**{**vars(ours.config), "eos_token_id": None})
+    prompt = [5, 17, 80, 3]
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )[0, 4:].tolist()  # fmt: skip
+    assert Engine(ours).generate(prompt, max_new_tokens=64, temperature=0).ids == expected
+    ids = list(prompt)
+    for _ in range(64):
+        ids.append(int(ours(torch.tensor([ids]))[0, -1].argmax()))
+    assert ids[4:] == expected
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_what_we_save_with_nothing_missing_or_left_over(norm, tied, tmp_path):
+    torch.manual_seed(1)
+    ours = GPT(GPTConfig(**SHAPES["tiny"], norm=norm, tie_word_embeddings=tied)).eval()
+    ours.save_pretrained(tmp_path)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in info)
+    assert_same_logits(ours, theirs, torch.randint(97, (2, 24)))
+    assert sum(p.numel() for p in theirs.parameters()) == ours.config.parameter_count()
+    theirs.save_pretrained(tmp_path / "again")
+    back = GPT.from_pretrained(tmp_path / "again")
+    assert back.config == ours.config
+    for name, parameter in ours.state_dict().items():
+        assert torch.equal(parameter, back.state_dict()[name]), name
+
+
+def test_a_tied_file_holds_the_matrix_once_and_no_head(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in state
+    assert [n for n, t in state.items() if 97 in t.shape] == ["transformer.wte.weight"]
+    unique = sum(p.numel() * 4 for p in tiny.parameters())
+    assert 0 < (tmp_path / "model.safetensors").stat().st_size - unique < 4096
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_saving_twice_writes_the_same_bytes(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path / "a")
+    GPT.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_files_dtype_is_kept_unless_another_is_asked_for(dtype, tmp_path):
+    theirs = their_gpt2(**SHAPES["tiny"]).to(dtype)
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {dtype}
+    assert torch.equal(ours.wte.weight, theirs.transformer.wte.weight)
+    full = GPT.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(full, theirs.float(), torch.randint(97, (2, 24)))
+    ours.save_pretrained(tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").dtype == dtype
+
+
+def test_a_sharded_file_is_read_through_its_index(tmp_path):
+    theirs = their_gpt2(**SHAPES["tiny"])
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same_logits(GPT.from_pretrained(tmp_path), theirs, torch.randint(97, (2, 24)))
+
+
+def test_a_file_of_torch_save_is_read_without_running_code(tmp_path):
+    theirs = their_gpt2(**SHAPES["tiny"])
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_same_logits(GPT.from_pretrained(tmp_path), theirs, torch.randint(97, (2, 24)))
+
+
+def test_their_gpt1_gives_their_logits(tmp_path):
+    torch.manual_seed(0)
+    shape = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
+    theirs = transformers.OpenAIGPTLMHeadModel(OpenAIGPTConfig(**shape, n_positions=24)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    assert ours.config.norm == "post"
+    assert_same_logits(ours, theirs, torch.randint(97, (2, 24)))
+
+
+@pytest.mark.slow
+def test_gpt2_124m_agrees_in_logits_gradients_and_greedy_tokens(tmp_path):
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config()).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in ours.parameters()) == 124_439_808
+    ids = torch.randint(50257, (2, 128))
+    assert_same_logits(ours, theirs, ids)
+    assert_same_gradients(ours, theirs, ids)
+    expected = theirs.generate(
+        ids[:1, :16], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, 16:].tolist()
+    ours.config = GPTConfig(**{**vars(ours.config), "eos_token_id": None})
+    got = Engine(ours).generate(ids[0, :16].tolist(), max_new_tokens=64, temperature=0).ids
+    assert got == expected
