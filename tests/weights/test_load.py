@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weights.conftest import with_head
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.load import load
 from tiedgpt.weights.names import shapes
-from tests.weights.conftest import with_head
 
 
 def assert_is(model: GPT, tiny: GPT) -> None:

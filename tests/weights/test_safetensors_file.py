@@ -21,6 +21,7 @@ def entry(shape, start, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
+ONE = json.dumps(entry([1], 0, 4)).encode()
 HOSTILE = {
     "empty": (b"", b"", 0),
     "huge header": ({}, b"", 2**62),
@@ -40,7 +41,7 @@ HOSTILE = {
     "no type": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), None),
     "an entry that is text": ({"a": "x"}, b"", None),
     "metadata that is text": ({"__metadata__": "x"}, b"", None),
-    "twice": (b'{"a": %b, "a": %b}' % ((json.dumps(entry([1], 0, 4)).encode(),) * 2), bytes(4), None),
+    "twice": (b'{"a": %b, "a": %b}' % (ONE, ONE), bytes(4), None),
     "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),
 }  # fmt: skip
 

@@ -50,6 +50,9 @@ def run(arguments: list[str]) -> int:
                 f"{out} holds a run of other options ({'; '.join(differences)}): give another "
                 "--out, or the same options to go on"
             )
+        if tables and directory.finished(recorded(tables)[1].steps):
+            display.say(f"{out} finished already; generate from it, or train in another --out")
+            return EXIT_OK
         with display.encoding() as progress:
             tokenizer, encoded, notes = prepare(directory, options, progress)
         device = training_device()

@@ -8,7 +8,6 @@ backward cost the three matrix products of the plain computation and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import no_room_is_an_error, replacing
+from tiedgpt.files import no_room_is_an_error, remove, replacing
 
 try:
     import fcntl
@@ -41,7 +41,11 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other trainings out while the block runs; `UserError` if one is in it already."""
+        """Keep other trainings out while the block runs; `UserError` if one is in it already.
+
+        What an attempt left that never came to its first step is cleared away, before the block
+        and after it.
+        """
         existed = self.path.exists()
         if existed and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; give --out a directory")
@@ -64,7 +68,32 @@ class RunDirectory:
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-            yield
+            self._clear_unless_planned()
+            try:
+                yield
+            finally:
+                if not self.record.exists():
+                    self._clear_unless_planned()
+                    (self.path / ".lock").unlink()
+                    if not existed:
+                        with contextlib.suppress(OSError):  # something else was put there
+                            self.path.rmdir()
+
+    def _clear_unless_planned(self) -> None:
+        """Without run.toml there was no first step, and data may be of other options."""
+        if not self.record.exists():
+            for path in (self.data, self.tokenizer):
+                remove(path)
+
+    def finished(self, steps: int) -> bool:
+        """Whether all steps were done and the model was written."""
+        latest = self.checkpoints / "latest"
+        return (
+            latest.exists()
+            and latest.read_text().strip() == f"step-{steps:06d}"
+            and (self.model / "config.json").exists()
+            and '"final"' in self.metrics.read_text(encoding="utf-8").rpartition("{")[2]
+        )
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""

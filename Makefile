@@ -1,0 +1,48 @@
+# `make demo` and `make test` are all a newcomer types; both set up .venv first.
+#
+#   TORCH=cpu   take PyTorch's CPU build from pytorch.org (on Linux, PyPI's brings CUDA's gigabytes)
+#   PYTHON=...  the Python to make .venv with (3.11 or later)
+
+PYTHON ?= python3
+TORCH ?= default
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
+RUN := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+
+.PHONY: demo test test-all lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(RUN)
+	$(BIN)/tiedgpt train --minutes 3
+
+test: $(DEV)
+	$(BIN)/python -m pytest
+
+test-all: $(DEV)
+	$(BIN)/python -m pytest -m ""
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiedgpt needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e .
+	touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev]'
+	touch $@ $(RUN)

@@ -1,0 +1,163 @@
+"""The command line as a user meets it, in processes of its own where that matters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiedgpt.cli.main import main
+
+QUICK = ["--steps", "4", "--context", "16", "--batch-size", "2", "--size", "tiny"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "cats.txt"
+    path.write_text("".join(f"{n} cats sat on {n % 5} mats.\n" for n in range(300)))
+    return path
+
+
+def tiedgpt(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tiedgpt", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_train_then_generate_then_train_again(text, capfd):
+    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
+    out, err = capfd.readouterr()
+    assert "validation loss" in out and "bits per byte" in out
+    assert "one matrix of 300 x 128 counted once" in out
+    assert out.count("sample") == 2
+    assert "tiedgpt generate run" in out
+    assert "no decay" in err and "W, which reads and predicts" in err
+    record = tomllib.loads(Path("run/run.toml").read_text())
+    assert record["training"]["steps"] == 4
+    assert record["model"]["vocab_size"] == 300
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["final"] and [x["step"] for x in lines if "loss" in x] == [1, 2, 3, 4]
+
+    assert main(["generate", "run", "--prompt", "7 cats", "--max-new-tokens", "9"]) == 0
+    assert capfd.readouterr().out.startswith("7 cats")
+    arguments = ["--format", "json", "--seed", "1", "--max-new-tokens", "9"]
+    assert main(["generate", "run", *arguments]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert len(answer["ids"]) <= 9 and answer["finish_reason"] in ("length", "stop")
+
+    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
+    assert "finished already" in capfd.readouterr().err
+    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "301"]) == 1
+    assert "--vocab-size 300 became 301" in capfd.readouterr().err
+
+
+def test_generate_takes_the_newest_run_and_reads_a_pipe(text):
+    assert tiedgpt("train", "cats.txt", *QUICK, "--tokenizer", "char").returncode == 0
+    done = tiedgpt("generate", "--prompt", "-", "--max-new-tokens", "5", input="7 cats")
+    assert done.returncode == 0 and done.stdout.startswith("7 cats")
+
+
+def test_data_may_come_through_a_pipe(text):
+    done = tiedgpt("train", "-", *QUICK, "--tokenizer", "char", input=text.read_text())
+    assert done.returncode == 0, done.stderr
+    assert Path("runs/stdin-tiny/model/model.safetensors").exists()
+
+
+def test_an_interrupt_saves_and_the_printed_command_goes_on(text):
+    long = ["train", "cats.txt", *QUICK[2:], "--steps", "100000", "--out", "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiedgpt", *long], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    metrics = Path("run/metrics.jsonl")
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 500):
+        time.sleep(0.05)
+    rival = tiedgpt(*long)
+    assert rival.returncode == 1 and f"process {process.pid}" in rival.stderr
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert "to go on:\n  tiedgpt train cats.txt" in err
+    (checkpoint,) = sorted(Path("run/checkpoints").glob("step-*"))[-1:]
+    assert Path("run/model/model.safetensors").exists()
+    state = json.loads((checkpoint / "state.json").read_text())
+    lines = metrics.read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == state["step"]
+
+
+def test_help_of_every_verb_is_quick_and_says_what_it_does():
+    for arguments in ([], ["--help"], ["train", "--help"], ["generate", "-h"], ["doctor", "-h"]):
+        done = tiedgpt(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "usage: tiedgpt" in done.stdout
+    assert tiedgpt("--version").stdout.startswith("tiedgpt 0.")
+
+
+def test_doctor_tells_of_this_machine(capfd):
+    assert main(["doctor", "--format", "json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["torch"].startswith(torch.__version__.split("+")[0])
+    assert found["missing"] == "nothing"
+    assert main(["doctor"]) == 0
+    assert "faster products" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["fly"], 2, "no verb 'fly'"),
+        (["train", "--fly"], 2, "fly"),
+        (["train", "missing.txt"], 1, "missing.txt"),
+        (["train", "empty.txt"], 1, "empty.txt"),
+        (["train", "latin.txt"], 3, "latin.txt"),
+        (["train", "pictures"], 1, "pictures"),
+        (["train", "short.txt", "--tokenizer", "char"], 1, "context"),
+        (["train", "one.txt", "--tokenizer", "char"], 1, "one.txt|validat|text"),
+        (["train", "lines.jsonl"], 3, "lines.jsonl"),
+        (["train", "cats.txt", "--size", "huge"], 1, "huge"),
+        (["train", "cats.txt", "--size", "gpt3-175b", "--steps", "1"], 4, "174,"),
+        (["train", "cats.txt", "--vocab-size", "100"], 1, "257"),
+        (["train", "cats.txt", "--out", "letters"], 1, "is no run"),
+        (["generate"], 1, "train first"),
+        (["generate", "no/such/model"], 1, "does not exist"),
+        (["generate", "letters"], 1, "config.json"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code, says):
+    import re
+
+    Path("empty.txt").write_text("")
+    Path("one.txt").write_text("a")
+    Path("short.txt").write_text("only a few words here")
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    Path("lines.jsonl").write_text('{"text": "fine"}\n{"txet": 1}\n')
+    Path("pictures").mkdir()
+    Path("pictures/a.png").write_bytes(b"\x89PNG\0\0")
+    Path("letters").mkdir()
+    Path("letters/dear.txt").write_text("dear")
+    before = {path for path in Path().rglob("*") if path.is_file()}
+    try:
+        got = main(arguments)
+    except SystemExit as stop:  # the argument parser's
+        got = stop.code
+    err = capfd.readouterr().err
+    assert got == code, err
+    assert re.search(says, err)
+    if code != 2:
+        assert len([line for line in err.splitlines() if line.startswith("tiedgpt ")]) == 1, err
+    left = {path for path in Path().rglob("*") if path.is_file()} - before
+    assert not [path for path in left if "model" in path.parts or ".tmp" in path.name], left
+
+
+def test_a_reader_that_goes_away_is_no_error(text):
+    done = tiedgpt("train", "cats.txt", *QUICK, "--out", "run", "--tokenizer", "char")
+    assert done.returncode == 0
+    command = f"{sys.executable} -m tiedgpt generate run --max-new-tokens 200 | head -c 1"
+    piped = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
+    assert "Traceback" not in piped.stderr

@@ -1,0 +1,95 @@
+"""Imports go strictly down, and what must be quick imports no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiedgpt
+
+SOURCE = Path(tiedgpt.__file__).parent
+LAYERS = {
+    "errors": -2, "files": -1, "core": 0, "text": 1, "weights": 2, "data": 2, "tie": 3,
+    "infer": 3, "tune": 3, "inspect": 3, "evaluate": 4, "plots": 4, "train": 5, "serve": 5,
+    "cli": 6,
+}  # fmt: skip
+DOORS = {
+    ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),
+    ("core/model.py", "save_pretrained", "tiedgpt.weights.save"),
+    ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.hub"),
+}
+"""The ways up that people expect on a class: file, method, module."""
+
+
+def imports(tree: ast.Module):
+    """Yield (module, innermost enclosing function or None) of every import of the project."""
+
+    def walk(node, function):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ImportFrom) and child.level == 0 and child.module:
+                names = [child.module] + [f"{child.module}.{a.name}" for a in child.names]
+                yield from ((name, function) for name in names[:1])
+            elif isinstance(child, ast.Import):
+                yield from ((alias.name, function) for alias in child.names)
+            inner = child.name if isinstance(child, ast.FunctionDef) else function
+            yield from walk(child, inner)
+
+    for module, function in walk(tree, None):
+        if module.split(".")[0] == "tiedgpt" and module != "tiedgpt":
+            yield module, function
+
+
+def files():
+    return [path for path in SOURCE.rglob("*.py") if len(path.relative_to(SOURCE).parts) > 1]
+
+
+def test_imports_go_strictly_down():
+    wrong, doors = [], set()
+    for path in files():
+        place = path.relative_to(SOURCE)
+        here = place.parts[0]
+        for module, function in imports(ast.parse(path.read_text())):
+            there = module.split(".")[1]
+            if there == here or LAYERS[there] < LAYERS[here]:
+                continue
+            door = (place.as_posix(), function, module)
+            doors.add(door)
+            if door not in DOORS:
+                wrong.append(f"{place} imports {module}")
+    assert not wrong
+    assert doors == DOORS, "a door that nobody uses any more should be closed"
+
+
+def test_every_folder_has_its_layer():
+    folders = {path.relative_to(SOURCE).parts[0] for path in files()}
+    assert folders <= LAYERS.keys()
+
+
+def test_no_file_is_named_for_nothing():
+    vague = {"utils", "helpers", "common", "misc"}
+    assert not [path for path in SOURCE.rglob("*.py") if path.stem in vague]
+
+
+def test_the_core_fits_in_a_readers_head():
+    lines = [line for path in (SOURCE / "core").glob("*.py") for line in path.open()]
+    assert sum(bool(line.strip()) for line in lines) < 600
+
+
+QUICK = {
+    "the package": "import tiedgpt",
+    "errors and files": "import tiedgpt.errors, tiedgpt.files",
+    "a config": "from tiedgpt import GPTConfig; GPTConfig.preset('gpt3-175b').parameter_count()",
+    "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
+    "data": "import tiedgpt.data",
+    "safetensors": "import tiedgpt.weights.safetensors_file",
+    "usage": "from tiedgpt.cli.main import main; main(['--help'])",
+    "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
+}
+
+
+@pytest.mark.parametrize("what", QUICK)
+def test_what_must_be_quick_imports_no_torch(what):
+    program = f"{QUICK[what]}\nimport sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

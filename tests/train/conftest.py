@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiedgpt.data import documents, encode_corpus, plan_split
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.run_directory import RunDirectory
+
+TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "cats.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def options(text_file) -> TrainOptions:
+    return TrainOptions(
+        data=(str(text_file),), size="tiny", steps=6, tokenizer="char", context=16, batch_size=4
+    )
+
+
+@pytest.fixture
+def config(options, text_file):
+    tokenizer = Tokenizer.characters([TEXT])
+    values = vars(
+        options.model_config(vocab_size=len(tokenizer), bos=None, eos=tokenizer.eos_token_id)
+    )
+    return type(options.model_config(vocab_size=5, bos=None, eos=None))(
+        **{**values, "n_embd": 16, "n_head": 2}
+    )
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan(
+        steps=6, batch_size=4, micro_batch=4, lr=1e-2, warmup=1, weight_decay=0.1, grad_clip=1.0,
+        dtype="fp32", seed=3, eval_every=4, eval_batches=2, save_every=2,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def new_run(tmp_path, text_file):
+    """Make a run directory with its data, under a name."""
+
+    def make(name: str = "run") -> tuple[RunDirectory, Tokenizer]:
+        run = RunDirectory(tmp_path / name)
+        tokenizer = Tokenizer.characters([TEXT])
+        encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
+        return run, tokenizer
+
+    return make
+
+
+CPU = torch.device("cpu")

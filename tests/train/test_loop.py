@@ -1,0 +1,176 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.conftest import CPU
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, DivergedError, UserError
+from tiedgpt.train import loop as loop_module
+from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.loop import Ended, Evaluated, Started, Stepped, train
+
+
+def run_all(run, config, plan, tokenizer, stop_after=None):
+    events = []
+    stop = [False]
+    for event in train(run, config, plan, tokenizer, CPU, stop_requested=lambda: stop[0]):
+        events.append(event)
+        if isinstance(event, Stepped) and event.step == stop_after:
+            stop[0] = True
+    return events
+
+
+def weights(run):
+    return GPT.from_pretrained(run.model).state_dict()
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
+    import dataclasses
+
+    run, tokenizer = new_run()
+    plan = dataclasses.replace(plan, steps=40)
+    events = run_all(run, config, plan, tokenizer)
+    losses = [event.loss for event in events if isinstance(event, Stepped)]
+    assert len(losses) == 40
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+    assert isinstance(events[0], Started) and isinstance(events[-1], Ended)
+    assert events[-1].finished and events[-1].score.nats < losses[0]
+    assert [e.step for e in events if isinstance(e, Evaluated)] == list(range(4, 40, 4))
+    from tiedgpt.infer import Engine
+
+    assert Engine(run.model).generate("line", max_new_tokens=5).text
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("stop_after", [1, 3, 5])
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
+    new_run, config, plan, stop_after, dropout
+):
+    import dataclasses
+
+    config = dataclasses.replace(
+        config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout
+    )
+    whole, tokenizer = new_run("whole")
+    run_all(whole, config, plan, tokenizer)
+    parts, _ = new_run("parts")
+    first = run_all(parts, config, plan, tokenizer, stop_after=stop_after)
+    assert not first[-1].finished and first[-1].step == stop_after
+    torch.manual_seed(999)  # whatever happened to the random stream in between
+    second = run_all(parts, config, plan, tokenizer)
+    assert second[0].step == stop_after
+    for name, parameter in weights(whole).items():
+        assert torch.equal(parameter, weights(parts)[name]), name
+    assert metrics(whole) == metrics(parts)
+    one, other = (checkpoints(r.checkpoints)[-1] / "optimizer.safetensors" for r in (whole, parts))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_without_repeated_metrics(
+    new_run, config, plan
+):
+    whole, tokenizer = new_run("whole")
+    run_all(whole, config, plan, tokenizer)
+    killed, _ = new_run("killed")
+    for event in train(killed, config, plan, tokenizer, CPU):
+        if isinstance(event, Stepped) and event.step == 5:
+            break  # as if the process had been killed: nothing more is written
+    with killed.metrics.open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert [path.name for path in checkpoints(killed.checkpoints)] == ["step-000002", "step-000004"]
+    run_all(killed, config, plan, tokenizer)
+    assert metrics(killed) == metrics(whole)
+    for name, parameter in weights(whole).items():
+        assert torch.equal(parameter, weights(killed)[name]), name
+
+
+def test_gradient_accumulation_gives_the_step_of_the_whole_batch(new_run, config, plan):
+    import dataclasses
+
+    whole, tokenizer = new_run("whole")
+    run_all(whole, config, plan, tokenizer)
+    parts, _ = new_run("parts")
+    run_all(parts, config, dataclasses.replace(plan, micro_batch=3), tokenizer)
+    for name, parameter in weights(whole).items():
+        torch.testing.assert_close(parameter, weights(parts)[name], atol=2e-4, rtol=1e-3)
+
+
+def test_checkpoints_carry_sums_and_old_ones_go(new_run, config, plan):
+    run, tokenizer = new_run()
+    run_all(run, config, plan, tokenizer)
+    kept = checkpoints(run.checkpoints)
+    assert [path.name for path in kept] == ["step-000004", "step-000006"]
+    assert (run.checkpoints / "latest").read_text() == "step-000006\n"
+    for path in kept:
+        verify(path)
+    assert not [p for p in run.checkpoints.iterdir() if "tmp" in p.name]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_note(new_run, config, plan, file):
+    run, tokenizer = new_run()
+    run_all(run, config, plan, tokenizer, stop_after=5)
+    newest = checkpoints(run.checkpoints)[-1] / file
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    newest.write_bytes(damaged)
+    events = run_all(run, config, plan, tokenizer)
+    assert events[0].step == 4
+    assert file in events[0].notes[0]
+    assert events[-1].finished
+
+
+def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new_run, config, plan):
+    run, tokenizer = new_run()
+    run_all(run, config, plan, tokenizer, stop_after=3)
+    for path in checkpoints(run.checkpoints):
+        (path / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptInputError, match="no good checkpoint"):
+        run_all(run, config, plan, tokenizer)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(new_run, config, plan, monkeypatch):
+    run, tokenizer = new_run()
+    step = loop_module.train_step
+    calls = []
+
+    def poisoned(model, optimizer, batch, plan):
+        calls.append(1)
+        if len(calls) == 4:
+            with torch.no_grad():
+                model.ln_f.weight[0] = float("nan")
+        return step(model, optimizer, batch, plan)
+
+    monkeypatch.setattr(loop_module, "train_step", poisoned)
+    with pytest.raises(DivergedError, match=r"nan.* at step 4; the state after step 2") as error:
+        run_all(run, config, plan, tokenizer)
+    assert error.value.exit_code == 5
+    assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000002"]
+
+
+def test_two_trainings_cannot_share_a_directory(new_run):
+    run, _ = new_run()
+    (run.path / ".lock").touch()
+    with run.locked(), pytest.raises(UserError, match="is in use: process"), run.locked():
+        pass
+    with run.locked():
+        pass
+
+
+def test_a_directory_of_other_things_is_not_taken_for_a_run(tmp_path):
+    from tiedgpt.train.run_directory import RunDirectory
+
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("dear")
+    with pytest.raises(UserError, match="is no run"), RunDirectory(tmp_path / "letters").locked():
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"), RunDirectory(tmp_path / "file").locked():
+        pass

@@ -1,0 +1,81 @@
+import dataclasses
+import tomllib
+
+import pytest
+
+from tests.train.conftest import CPU
+from tiedgpt import GPTConfig
+from tiedgpt.data import Counts, EncodedCorpus
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import make_plan, record, recorded, require_memory
+from tiedgpt.train.run_directory import toml
+
+
+def encoded(tmp_path, train=10_000, val=1_000):
+    return EncodedCorpus(tmp_path, Counts(tokens=train), Counts(tokens=val))
+
+
+def test_every_size_is_a_possible_model():
+    for size in SIZES:
+        config = TrainOptions(size=size).model_config(vocab_size=300, bos=None, eos=None)
+        assert config.parameter_count() > 0
+
+
+def test_minutes_become_steps_by_a_measurement(config, tmp_path):
+    options = TrainOptions(size="tiny", minutes=0.5, batch_size=2)
+    plan = make_plan(options, config, encoded(tmp_path), CPU)
+    longer = make_plan(dataclasses.replace(options, minutes=5.0), config, encoded(tmp_path), CPU)
+    assert plan.steps > 10
+    assert longer.steps > 3 * plan.steps
+
+
+def test_what_run_toml_says_is_read_back_as_it_was(options, config, tmp_path):
+    plan = make_plan(options, config, encoded(tmp_path), CPU)
+    text = toml(record(options, config, plan, encoded(tmp_path)))
+    tables = tomllib.loads(text)
+    assert recorded(tables) == (config, plan)
+    assert options.differences(tables["options"]) == []
+    changed = dataclasses.replace(options, lr=0.5, seed=9)
+    assert changed.differences(tables["options"]) == [
+        "--seed 0 became 9",
+        "--lr None became 0.5",
+    ]
+
+
+def test_toml_holds_any_text():
+    odd = 'quotes " and \\ and\nlines and \x7f and é and 日本'
+    assert tomllib.loads(toml({"t": {"a": odd, "b": [odd], "c": None, "d": True, "e": 1e-05}})) == {
+        "t": {"a": odd, "b": [odd], "d": True, "e": 1e-05}
+    }
+
+
+def test_text_shorter_than_the_context_is_refused_with_both_numbers(options, config, tmp_path):
+    with pytest.raises(UserError, match="16 tokens and the context is 16"):
+        make_plan(options, config, encoded(tmp_path, train=16), CPU)
+    with pytest.raises(UserError, match="validation text has 1"):
+        make_plan(options, config, encoded(tmp_path, val=1), CPU)
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic():
+    with pytest.raises(NoRoomError, match=r"174,604,259,328 parameters need 2,793\.7 GB"):
+        require_memory(GPTConfig.preset("gpt3-175b"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"size": "huge"}, "no size 'huge'"),
+        ({"minutes": 1.0, "steps": 5}, "not both"),
+        ({"minutes": -1.0}, "--minutes"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"steps": 0}, "--steps"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"warmup": 2.0}, "--warmup"),
+        ({"dropout": 1.0}, "--dropout"),
+        ({"seed": -1}, "--seed"),
+    ],
+)
+def test_impossible_options_are_named(wrong, says):
+    with pytest.raises(UserError, match=says):
+        TrainOptions(**wrong)
