@@ -73,7 +73,9 @@ def test_no_file_is_named_for_nothing():
 
 
 def test_the_core_fits_in_a_readers_head():
-    lines = [line for path in (SOURCE / "core").glob("*.py") for line in path.open()]
+    lines = [
+        line for path in (SOURCE / "core").glob("*.py") for line in path.read_text().split("\n")
+    ]
     assert sum(bool(line.strip()) for line in lines) < 600
 
 

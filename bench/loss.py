@@ -1,0 +1,111 @@
+"""The head's loss, forward and backward, against plain cross-entropy on the full logits.
+
+    python bench/loss.py [--positions 2048] [--rounds 7]
+
+V = 50,257, D = 768, fp32 unless told. Time: ours and the plain one in turn in one process, the
+median of the ratios. Memory: each alone in a fresh process, the peak above what weights, hidden
+states and the gradients' own accumulation take before the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiedgpt.core.loss import linear_cross_entropy
+
+VOCAB, WIDTH = 50257, 768
+
+
+def ours(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(h, w, targets)
+
+
+def plain(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w).float(), targets)
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ours": ours, "plain": plain}
+
+
+def inputs(positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    h = torch.randn(positions, WIDTH, requires_grad=True)
+    w = (0.02 * torch.randn(VOCAB, WIDTH)).requires_grad_()
+    return h, w, torch.randint(VOCAB, (positions,))
+
+
+def once(way: str, data: tuple[Tensor, Tensor, Tensor], autocast: bool) -> float:
+    h, w, _ = data
+    h.grad = w.grad = None
+    began = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = WAYS[way](*data)
+    loss.backward()
+    return time.perf_counter() - began
+
+
+def peak_megabytes(way: str, positions: int, autocast: bool) -> float:
+    """Run this file anew for one way; return its peak memory above its start in MB."""
+    command = [sys.executable, __file__, "--alone", way, "--positions", str(positions)]
+    command += ["--bf16"] if autocast else []
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def alone(way: str, positions: int, autocast: bool) -> None:
+    data = inputs(positions)
+    small = torch.randn(8, 8, requires_grad=True)
+    once_small = F.cross_entropy(small @ small, torch.zeros(8, dtype=torch.long))
+    once_small.backward()  # the thread pools and the libraries are there now
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    once(way, data, autocast)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bf16", action="store_true", help="products in bf16 under autocast")
+    parser.add_argument("--alone", choices=WAYS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.alone:
+        alone(given.alone, given.positions, given.bf16)
+        return
+    data = inputs(given.positions)
+    for way in WAYS:
+        once(way, data, given.bf16)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(given.rounds):
+        for way in WAYS:
+            seconds[way].append(once(way, data, given.bf16))
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
+    memory = {way: peak_megabytes(way, given.positions, given.bf16) for way in WAYS}
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "positions": given.positions,
+        "products": "bf16" if given.bf16 else "fp32",
+        "seconds": {way: round(statistics.median(times), 3) for way, times in seconds.items()},
+        "time ratio (median of ratios)": round(statistics.median(ratios), 3),
+        "peak MB": {way: round(value) for way, value in memory.items()},
+        "memory ratio": round(memory["ours"] / memory["plain"], 3),
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
