@@ -40,8 +40,9 @@ def config(options, text_file):
 @pytest.fixture
 def plan() -> Plan:
     return Plan(
-        steps=6, batch_size=4, micro_batch=4, lr=1e-2, warmup=1, weight_decay=0.1, grad_clip=1.0,
-        dtype="fp32", seed=3, eval_every=4, eval_batches=2, save_every=2,
+        steps=6, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1,
+        weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
+        eval_batches=2, save_every=2,
     )  # fmt: skip
 
 

@@ -1,36 +1,38 @@
 import dataclasses
 
 import pytest
-import torch
 
 from tiedgpt import GPT
-from tiedgpt.train.optim import adamw, learning_rate, parameter_groups
+from tiedgpt.train.optim import learning_rate, optimizers, parameter_groups
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_stands_in_exactly_one_group(tiny_config, tied):
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_every_parameter_stands_in_exactly_one_group(tiny_config, tied, rule):
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied))
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = parameter_groups(model, matrices=rule, weight_decay=0.1)
     grouped = [parameter for group in groups for parameter in group.parameters.values()]
     assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
-    optimizer = adamw(groups, lr=1e-3)
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(grouped)
+    made = optimizers(groups, lr=1e-3)
+    held = [p for optimizer in made for g in optimizer.param_groups for p in g["params"]]
+    assert len(held) == len(set(held)) == len(grouped)
 
 
 def test_the_shared_matrix_is_a_group_of_its_own_with_its_policy_in_words(tiny):
-    first, *others = parameter_groups(tiny, weight_decay=0.1)
+    first, *others = parameter_groups(tiny, matrices="muon", weight_decay=0.1)
     assert list(first.parameters) == ["wte.weight"]
-    assert str(first) == "W, which reads and predicts: 3,104 parameters, no decay"
-    assert {g.name: g.weight_decay for g in others} == {
-        "positions": 0.0,
-        "matrices of the blocks": 0.1,
-        "norms and biases": 0.0,
+    assert str(first) == "W, which reads and predicts: 3,104 parameters, AdamW, no decay"
+    assert {g.name: (g.rule, g.weight_decay) for g in others} == {
+        "positions": ("adamw", 0.0),
+        "matrices of the blocks": ("muon", 0.1),
+        "norms and biases": ("adamw", 0.0),
     }
 
 
 def test_frozen_parameters_are_left_out(tiny):
     tiny.wte.weight.requires_grad_(False)
-    names = [group.name for group in parameter_groups(tiny, weight_decay=0.1)]
+    groups = parameter_groups(tiny, matrices="adamw", weight_decay=0.1)
+    names = [group.name for group in groups]
     assert not any(name.startswith("W") for name in names)
 
 
@@ -44,11 +46,14 @@ def test_the_rate_rises_to_its_peak_and_falls_to_nothing():
 
 
 def test_a_step_moves_the_shared_matrix_once(tiny, ids):
-    optimizer = adamw(parameter_groups(tiny, weight_decay=0.0), lr=1e-2)
+    groups = parameter_groups(tiny, matrices="muon", weight_decay=0.0)
+    made = optimizers(groups, lr=1e-2)
     before = tiny.wte.weight.detach().clone()
     tiny.loss(ids, ids).backward()
-    optimizer.step()
+    for optimizer in made:
+        optimizer.step()
     # AdamW's first step moves each element by lr, sign of its gradient, whatever its size.
     moved = (tiny.wte.weight.detach() - before).abs()
     assert moved.max().item() == pytest.approx(1e-2, rel=1e-3)
-    assert torch.equal(optimizer.state[tiny.wte.weight]["step"], torch.tensor(1.0))
+    (holder,) = (optimizer for optimizer in made if tiny.wte.weight in optimizer.state)
+    assert holder.state[tiny.wte.weight]["step"] == 1

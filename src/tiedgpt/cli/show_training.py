@@ -73,7 +73,7 @@ class Display:
             f"{config.n_head} heads, {config.n_positions} positions\n"
             f"          {parameters(config)}\n"
             f"training  {plan.steps:,} steps of {plan.batch_size} x {config.n_positions} tokens"
-            f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), AdamW, "
+            f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
             f"peak rate {plan.lr:g}, products in {plan.dtype} on {device}{threads}"
         )
 

@@ -46,8 +46,9 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device) if autocast else h.dtype
     needs_grad = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(h, weight, targets, dtype, needs_grad)
-    return loss
+        return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            h, weight, targets, dtype, needs_grad
+        )
 
 
 def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def save_checkpoint(
     directory: Path,
     step: int,
     model: GPT,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
 ) -> Path:
     """Write the state after `step` steps under `directory`; return its path.
@@ -41,6 +42,8 @@ def save_checkpoint(
     moments = {
         f"{name}/{key}": Stored(value if value.ndim else value.reshape(1))
         for name, parameter in parameters.items()
+        for optimizer in optimizers
+        if parameter in optimizer.state
         for key, value in optimizer.state[parameter].items()
     }
     random = {f"random/{name}": Stored(value) for name, value in _random_state(model).items()}
@@ -49,7 +52,7 @@ def save_checkpoint(
         directory, sum(sizes) + sum(p.numel() * p.element_size() for p in model.parameters())
     )
     path = directory / f"step-{step:06d}"
-    remove(path)
+    remove(path)  # a damaged one that was passed over
     with replacing(path) as temporary:
         temporary.mkdir()
         weights = {name: Stored(parameter) for name, parameter in parameters.items()}
@@ -71,7 +74,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def load_newest(
-    directory: Path, model: GPT, optimizer: torch.optim.Optimizer
+    directory: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
@@ -81,7 +84,7 @@ def load_newest(
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
-            return _load(path, model, optimizer), notes
+            return _load(path, model, optimizers), notes
         except TiedGPTError as error:
             notes.append(f"passed over a damaged checkpoint: {error}")
     if notes:
@@ -100,7 +103,7 @@ def verify(path: Path) -> None:
             raise CorruptInputError(f"{file} is not what was saved")
 
 
-def _load(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _load(path: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     weights = SafetensorsFile.open(path / "model.safetensors")
     moments = SafetensorsFile.open(path / "optimizer.safetensors")
     state: dict[Tensor, dict[str, Tensor]] = {}
@@ -118,7 +121,9 @@ def _load(path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
             parameter = parameters[name]
             value = value.reshape(()) if key == "step" else value
             state[parameter][key] = value.to(parameter.device)
-    optimizer.state.update({parameter: values for parameter, values in state.items() if values})
+    for optimizer in optimizers:
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.state.update({p: state[p] for p in own if state[p]})
     return read_json(path / "state.json")
 
 

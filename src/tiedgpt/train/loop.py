@@ -21,7 +21,7 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import load_newest, save_checkpoint
-from tiedgpt.train.optim import Group, adamw, learning_rate, parameter_groups
+from tiedgpt.train.optim import Group, learning_rate, optimizers, parameter_groups
 from tiedgpt.train.plan import FINAL_EVALUATION_TOKENS, Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
@@ -89,9 +89,9 @@ def train(
     """
     torch.manual_seed(plan.seed)
     model = GPT(config).to(device).train()
-    groups = parameter_groups(model, weight_decay=plan.weight_decay)
-    optimizer = adamw(groups, lr=plan.lr)
-    state, notes = load_newest(run.checkpoints, model, optimizer)
+    groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
+    rules = optimizers(groups, lr=plan.lr)
+    state, notes = load_newest(run.checkpoints, model, rules)
     step = 0 if state is None else state["step"]
     run.cut_metrics(step)
     yield Started(model, groups, step, notes)
@@ -109,7 +109,7 @@ def train(
         return score(model, islice(windows, n_batches), byte_lengths, autocast=plan.autocast)
 
     def save() -> None:
-        save_checkpoint(run.checkpoints, step, model, optimizer, {})
+        save_checkpoint(run.checkpoints, step, model, rules, {})
 
     def publish() -> None:
         model.save_pretrained(run.model)
@@ -119,10 +119,10 @@ def train(
     while step < plan.steps and not stop_requested():
         began = time.perf_counter()
         lr = learning_rate(step, peak=plan.lr, warmup=plan.warmup, steps=plan.steps)
-        for group in optimizer.param_groups:
+        for group in (group for rule in rules for group in rule.param_groups):
             group["lr"] = lr
         try:
-            result = train_step(model, optimizer, batches.batch(step), plan)
+            result = train_step(model, rules, batches.batch(step), plan)
         except DivergedError as error:
             raise DivergedError(
                 f"{error} at step {step + 1}; the state after step {saved_at} is kept in "

@@ -6,8 +6,8 @@ once, so whatever is decided about it is decided here, by name, and shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from tiedgpt.core.model import GPT
 
 BETAS = (0.9, 0.95)
+MOMENTUM = 0.95
+Rule = Literal["adamw", "muon"]
+RULES: dict[Rule, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 
 @dataclass(frozen=True)
@@ -23,31 +26,30 @@ class Group:
 
     name: str
     parameters: dict[str, nn.Parameter]
+    rule: Rule
     weight_decay: float
 
     def __str__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters.values())
         decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
-        return f"{self.name}: {count:,} parameters, {decay}"
+        return f"{self.name}: {count:,} parameters, {RULES[self.rule]}, {decay}"
 
 
-def parameter_groups(model: GPT, *, weight_decay: float) -> list[Group]:
-    """Sort the trainable parameters into groups: W, positions, products, a head, the rest.
+def parameter_groups(model: GPT, *, matrices: Rule, weight_decay: float) -> list[Group]:
+    """Sort the trainable parameters into groups: W, a head, positions, products, the rest.
 
-    W is not decayed: the length of a row is how often its token is predicted as much as what it
+    `matrices` is the rule for the blocks' matrices. W goes by AdamW: its gradient at a step is
+    dense from predicting and a few rows from reading, not the product that Muon is made for. And
+    it is not decayed: the length of a row says how often its token is predicted as much as what it
     means when read, and decay would flatten the first to shrink the second.
     """
-    groups = {
-        name: Group(name, {}, decay)
-        for name, decay in (
-            ("W, which reads and predicts" if model.head is None else "W, which reads", 0.0),
-            ("head", weight_decay),
-            ("positions", 0.0),
-            ("matrices of the blocks", weight_decay),
-            ("norms and biases", 0.0),
-        )
-    }
-    shared, head, positions, matrices, rest = groups.values()
+    shared = Group("W, which reads and predicts", {}, "adamw", 0.0)
+    if model.head is not None:
+        shared = Group("W, which reads", {}, "adamw", 0.0)
+    head = Group("head", {}, "adamw", weight_decay)
+    positions = Group("positions", {}, "adamw", 0.0)
+    products = Group("matrices of the blocks", {}, matrices, weight_decay)
+    rest = Group("norms and biases", {}, "adamw", 0.0)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -58,22 +60,33 @@ def parameter_groups(model: GPT, *, weight_decay: float) -> list[Group]:
         elif name.startswith("wpe."):
             group = positions
         else:
-            group = matrices if parameter.ndim >= 2 else rest
+            group = products if parameter.ndim == 2 else rest
         group.parameters[name] = parameter
-    return [group for group in groups.values() if group.parameters]
+    every = (shared, head, positions, products, rest)
+    return [group for group in every if group.parameters]
 
 
-def adamw(groups: Iterable[Group], *, lr: float) -> torch.optim.AdamW:
-    """Return AdamW over the groups, fused into one pass a step."""
-    return torch.optim.AdamW(
-        [
-            {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
-            for group in groups
-        ],
-        lr=lr,
-        betas=BETAS,
-        fused=True,
-    )
+def optimizers(groups: list[Group], *, lr: float) -> list[torch.optim.Optimizer]:
+    """Return one optimizer for each rule in use, over the groups that go by it.
+
+    AdamW is fused into one pass a step. Muon (Jordan et al. 2024) makes a matrix's update
+    orthogonal; its rate is scaled to match AdamW's update in size (Liu et al. 2025,
+    arXiv 2502.16982), so that one rate serves both.
+    """
+    by_rule: dict[Rule, list[dict[str, Any]]] = {}
+    for group in groups:
+        parameters = {"params": list(group.parameters.values())}
+        by_rule.setdefault(group.rule, []).append(parameters | {"weight_decay": group.weight_decay})
+    made: list[torch.optim.Optimizer] = []
+    if "adamw" in by_rule:
+        made.append(torch.optim.AdamW(by_rule["adamw"], lr=lr, betas=BETAS, fused=True))
+    if "muon" in by_rule:
+        made.append(
+            torch.optim.Muon(
+                by_rule["muon"], lr=lr, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return made
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:

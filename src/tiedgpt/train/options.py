@@ -92,12 +92,14 @@ class TrainOptions:
     """Sequences in a step."""
     micro_batch: int | None = None
     """Sequences computed at a time; gradients of a step's parts are added up."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Of the blocks' matrices; everything else goes by AdamW."""
     lr: float | None = None
     """Peak learning rate."""
     warmup: float = 0.05
     """Share of the steps in which the rate rises to its peak; then it falls linearly to 0."""
     weight_decay: float = 0.1
-    """AdamW's decay of the blocks' matrices; the shared matrix, norms and biases have none."""
+    """Of the blocks' matrices; the shared matrix, norms and biases have none."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
     dropout: float | None = None

@@ -17,7 +17,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.data import EncodedCorpus
 from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.optim import adamw, parameter_groups
+from tiedgpt.train.optim import Rule, optimizers, parameter_groups
 from tiedgpt.train.options import DEFAULT_MINUTES, SIZES, TrainOptions
 from tiedgpt.train.step import train_step
 
@@ -35,6 +35,8 @@ class Plan:
     """Sequences in a step."""
     micro_batch: int
     """Sequences computed at a time."""
+    optimizer: Rule
+    """Of the blocks' matrices."""
     lr: float
     warmup: int
     """Steps of warm-up."""
@@ -87,6 +89,7 @@ def make_plan(
         steps=options.steps or 1,
         batch_size=batch_size,
         micro_batch=micro,
+        optimizer=options.optimizer,
         lr=options.lr or size.lr,
         warmup=0,
         weight_decay=options.weight_decay,
@@ -158,12 +161,13 @@ def measured_steps(
 ) -> int:
     """Turn minutes into steps by timing a few steps and an evaluation of a throw-away model."""
     model = GPT(config).to(device).train()
-    optimizer = adamw(parameter_groups(model, weight_decay=plan.weight_decay), lr=1e-5)
+    groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
+    optimizers_ = optimizers(groups, lr=1e-5)
     ids = torch.randint(config.vocab_size, (plan.batch_size, config.n_positions)).numpy()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < 4 and len(times) < 30):
         began = time.perf_counter()
-        train_step(model, optimizer, (ids, ids), plan)
+        train_step(model, optimizers_, (ids, ids), plan)
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)

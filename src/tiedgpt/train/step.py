@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class StepResult:
 
 def train_step(
     model: GPT,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     batch: tuple[np.ndarray, np.ndarray],
     plan: Plan,
 ) -> StepResult:
@@ -41,7 +42,7 @@ def train_step(
     ids, targets = (torch.from_numpy(part).to(device) for part in batch)
     counted = (targets != IGNORED).sum()
     loss = torch.zeros((), device=device)
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     for ids_part, targets_part in zip(
         torch.split(ids, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True
     ):
@@ -53,7 +54,8 @@ def train_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))
     if not np.isfinite([result.loss, result.grad_norm]).all():
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         raise DivergedError(f"the loss became {result.loss}, its gradient {result.grad_norm}")
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return result

@@ -1,0 +1,105 @@
+"""A GPT's head: where in it a matrix (V, D) predicts, and how W predicts from inside it.
+
+A head that is h W^T and nothing more needs no module: `model.head` is None. Within a larger head
+(a dropout before it, a bias after it) `Unembed` calls the embedding's other face; it has no
+matrix of its own, so that there, too, nothing can come untied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from tiedgpt.core.embedding import TiedEmbedding
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.tie.storages import storage_key
+
+
+class Unembed(nn.Module):
+    """Score by the rows of an embedding's matrix from inside a head: h W^T, or h W^T + b.
+
+    The embedding is not registered here: it keeps its one name in the model that owns it, and
+    copying or pickling that model copies it once.
+    """
+
+    def __init__(self, wte: TiedEmbedding, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self._owner = (wte,)  # a tuple hides it from nn.Module's bookkeeping
+        self.bias = bias
+
+    @property
+    def wte(self) -> TiedEmbedding:
+        """The module that owns W."""
+        return self._owner[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """W, (V, D), the embedding's own."""
+        return self.wte.weight
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Predict: h (..., D) -> logits (..., V)."""
+        logits = self.wte.unembed(h)
+        return logits if self.bias is None else logits + self.bias
+
+    def extra_repr(self) -> str:
+        """Say in `print(model)` whose matrix predicts."""
+        return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight"
+
+
+def require_gpt(model: object) -> GPT:
+    """Return the model if it is ours, unsharded; `UserError` says what to do with any other."""
+    if not isinstance(model, GPT):
+        raise UserError(
+            f"{type(model).__name__} is no tiedgpt.GPT; of another module only `tie` shares a matrix"
+        )
+    if type(model.wte.weight) is not nn.Parameter:
+        raise UserError(
+            f"wte.weight is a {type(model.wte.weight).__name__}: change the model before it is "
+            "sharded or wrapped"
+        )
+    return model
+
+
+def is_tied(model: GPT) -> bool:
+    """Whether W predicts: without a head, or from inside one."""
+    return model.head is None or bool(unembeds(model)) or bool(aliases(model.head, model))
+
+
+def unembeds(model: GPT) -> list[str]:
+    """Return the names in the model, `head...`, of modules that predict with its `wte`."""
+    return [
+        name
+        for name, module in _named(model.head)
+        if isinstance(module, Unembed) and module.wte is model.wte
+    ]
+
+
+def aliases(head: nn.Module | None, model: GPT) -> list[str]:
+    """Return the names of parameters of a head that are the model's W under a second name."""
+    if head is None:
+        return []
+    key = storage_key(model.wte.weight)
+    parameters = head.named_parameters("head", remove_duplicate=False)
+    return [name for name, parameter in parameters if storage_key(parameter) == key]
+
+
+def matrices(head: nn.Module | None, model: GPT) -> dict[str, nn.Linear]:
+    """Return the linear layers D -> V in a head by their names in the model, `head...`."""
+    return {
+        name: module
+        for name, module in _named(head)
+        if isinstance(module, nn.Linear) and module.weight.shape == model.wte.weight.shape
+    }
+
+
+def put(model: GPT, name: str, module: nn.Module) -> None:
+    """Replace the module of that name."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _named(head: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    return iter(()) if head is None else head.named_modules(prefix="head")

@@ -1,0 +1,192 @@
+"""A tensor where it lies: what is known without reading it, and its rows a block at a time.
+
+Every format's reader makes `StoredTensor`s; whoever compares, counts or copies them needs to know
+no format. Bytes come out as unsigned integers of the item's width ("native") and are decoded to
+floats on request, so that copying is exact and numpy needs no bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.errors import CorruptInputError, UserError
+
+Native = NDArray[Any]
+Read = Callable[[int, int, int, int], Native]
+"""(first row, end row, first column, end column) -> that block in native integers."""
+
+FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+BLOCK_BYTES = 8 << 20
+Q8_BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes [start, stop) of a place: a file, or an allocation in memory."""
+
+    place: Hashable
+    start: int
+    stop: int
+
+    def overlaps(self, other: Storage) -> bool:
+        """Whether the two have a byte in common."""
+        return (
+            self.place == other.place
+            and max(self.start, other.start) < min(self.stop, other.stop)
+        )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's name, shape, type, size in bytes, where its bytes lie, and how to read them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+    storage: Storage
+    read: Read | None
+    """None where the bytes cannot be read (a tensor on the meta device)."""
+    trainable: bool = True
+    owner: int | None = None
+    """In memory, the id of the parameter: two parameters can lie on the same bytes."""
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape as rows of the last axis."""
+        if not self.shape:
+            return 1, 1
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def is_decodable(self) -> bool:
+        """Whether its elements can be had as numbers, not only as bytes."""
+        return self.read is not None and (self.dtype in FLOATS or self.dtype == "Q8_0")
+
+    def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
+        """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
+        return decode(self.native(start, stop), self.dtype)
+
+    def columns(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
+        """Return columns [start, stop), each as a row: the same block of the transpose."""
+        rows = self.matrix_shape[0]
+        return decode(np.ascontiguousarray(self.native(0, rows, start, stop).T), self.dtype)
+
+    def native(self, start: int, stop: int, left: int = 0, right: int | None = None) -> Native:
+        """Return a block as the unsigned integers (or quantized bytes) that are stored."""
+        if self.read is None:
+            raise UserError(f"{self.name} has no data to read (it lies on the meta device)")
+        return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield bounds of blocks of rows of a few megabytes each."""
+        rows, _ = self.matrix_shape
+        step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
+        for start in range(0, rows, step):
+            yield start, min(rows, start + step)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All tensors of a checkpoint, none of them read, and what is said about them."""
+
+    source: Path | str
+    format: str
+    """safetensors, torch, GGUF, ONNX, or module."""
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json as it stands beside the tensors; {} where there is none."""
+    claim: bool | None = None
+    """Whether it is claimed that the head is tied; None where nothing says so."""
+    claim_source: str = "nothing says whether the head is tied"
+    reads: tuple[str, ...] = ()
+    """Names of matrices that are known to be looked up, by graph or by module."""
+    predicts: tuple[str, ...] = ()
+    """Names of matrices that are known to predict."""
+    files: tuple[Path, ...] = ()
+
+
+def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
+    """Return stored integers as the floats that they stand for."""
+    with np.errstate(all="ignore"):
+        if dtype == "bfloat16":
+            return (native.astype(np.uint32) << 16).view(np.float32)
+        if dtype == "float16":
+            return native.view("<f2").astype(np.float32)
+        if dtype == "Q8_0":
+            blocks = np.ascontiguousarray(native).view(Q8_BLOCK)
+            numbers = blocks["scale"].astype(np.float32)[..., None] * blocks["values"]
+            return numbers.reshape(len(native), -1)
+        if dtype in FLOATS:
+            return native.view(f"<f{FLOATS[dtype]}")
+    raise UserError(f"tensors of {dtype} are not decoded here")
+
+
+def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
+    """Return a reader of a row-major matrix that lies in a file from byte `start` on.
+
+    `columns` elements of `width` bytes make a row. What is missing is a `CorruptInputError`.
+    """
+
+    def read(first: int, end: int, left: int, right: int) -> Native:
+        if left == 0 and right == columns:
+            runs = [(first * columns, (end - first) * columns)]
+        else:
+            runs = [(row * columns + left, right - left) for row in range(first, end)]
+        block = np.empty((end - first, right - left), f"<u{width}")
+        flat, at = memoryview(block.reshape(-1).view(np.uint8)), 0
+        with path.open("rb", buffering=0) as file:
+            for offset, length in runs:
+                file.seek(start + offset * width)
+                at = _fill(file, flat, at, at + length * width, path)
+        return block
+
+    return read
+
+
+def _fill(file: Any, buffer: memoryview, at: int, end: int, path: Path) -> int:
+    while at < end:
+        n_read = file.readinto(buffer[at:end])
+        if not n_read:
+            raise CorruptInputError(f"{path} was cut off while it was read")
+        at += n_read
+    return end
+
+
+def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
+    """Return a reader of rows that are opaque bytes (quantized blocks); whole rows only."""
+    plain = plain_reader(path, start, row_bytes, 1)
+    return lambda first, end, left, right: plain(first, end, 0, row_bytes)
+
+
+def by_storage(tensors: Iterator[StoredTensor]) -> list[list[StoredTensor]]:
+    """Group tensors that have bytes in common, in the order of each group's first tensor."""
+    order = list(tensors)
+    group_of: dict[int, list[StoredTensor]] = {}
+    last: list[StoredTensor] = []
+    place: Hashable = None
+    stop = -1
+    for tensor in sorted(order, key=lambda t: (str(t.storage.place), t.storage.start)):
+        storage = tensor.storage
+        if not (last and storage.place == place and storage.start < min(stop, storage.stop)):
+            last, place, stop = [], storage.place, storage.stop
+        last.append(tensor)
+        stop = max(stop, storage.stop)
+        group_of[id(tensor)] = last
+    rank = {id(tensor): at for at, tensor in enumerate(order)}
+    groups = {id(group): group for group in group_of.values()}
+    for group in groups.values():
+        group.sort(key=lambda tensor: rank[id(tensor)])
+    return sorted(groups.values(), key=lambda group: rank[id(group[0])])
