@@ -5,6 +5,8 @@ import torch
 
 from tiedgpt import GPT, GPTConfig
 
+torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
+
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 

@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
     directory may only take a place where nothing is.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with no_room_is_an_error(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -39,7 +39,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or a directory's entries."""
+    """Have the disk hold what was written to a file, or a directory's entries, where it can."""
+    if os.name != "posix" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,18 +58,19 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def no_room_is_an_error(path: Path) -> Iterator[None]:
-    """Turn the system's complaints about writing to `path` into our own errors."""
+def writing(path: Path) -> Iterator[None]:
+    """Turn a full disk into `NoRoomError` and any other failure to write into `UserError`."""
     try:
         yield
     except TiedGPTError:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoRoomError(f"no room to write {path}: {error.strerror}; free some") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
-        raise
+            raise NoRoomError(
+                f"no room on the disk for {path}: free some space or write elsewhere"
+            ) from error
+        why = error.strerror or error
+        raise UserError(f"cannot write {path}: {why}; check the path") from error
 
 
 def require_room(directory: Path, n_bytes: int) -> None:

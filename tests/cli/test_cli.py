@@ -28,7 +28,8 @@ def text(tmp_path, monkeypatch) -> Path:
 
 def tiedgpt(*arguments: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tiedgpt", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, **options)
 
 
 def test_train_then_generate_then_train_again(text, capfd):

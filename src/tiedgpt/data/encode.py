@@ -5,8 +5,6 @@ out, in a directory that appears by one rename when everything in it is on the d
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -16,9 +14,10 @@ from typing import Any, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter, disk_errors, sync_directory
+from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter
 from tiedgpt.data.split import Side, Split
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import replacing, write_json
 
 COUNTS = "counts.json"
 
@@ -77,21 +76,10 @@ def encode_corpus(
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists already: remove it or name another directory")
-    partial = directory.parent / f".{directory.name}.{os.getpid()}.partial"
-    with disk_errors(directory):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
+    with replacing(directory) as partial:
+        partial.mkdir()
         counts = _encode(split, tokenizer, partial, tokens_per_shard, progress)
-        text = json.dumps({side: asdict(counts[side]) for side in counts}, indent=2) + "\n"
-        with disk_errors(directory):
-            (partial / COUNTS).write_text(text, encoding="utf-8")
-            sync_directory(partial)
-            os.rename(partial, directory)
-            sync_directory(directory.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_json(partial / COUNTS, {side: asdict(counts[side]) for side in counts})
     return EncodedCorpus(directory, **counts)
 
 

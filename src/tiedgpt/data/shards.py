@@ -5,7 +5,6 @@ and then the tokens as little-endian uint16. Ids go into a `ShardWriter`; `Shard
 as one long sequence of uint16, whatever the number of files.
 """
 
-import errno
 import mmap
 import os
 import weakref
@@ -20,7 +19,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import sync, writing
 
 MAGIC = 20240520
 VERSION = 1
@@ -36,23 +36,6 @@ def header(n_tokens: int) -> bytes:
     fields = np.zeros(256, dtype="<i4")
     fields[:3] = MAGIC, VERSION, n_tokens
     return fields.tobytes()
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk into NoRoomError and any other failure to write into UserError."""
-    try:
-        yield
-    except NoRoomError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoRoomError(
-                f"no room on the disk for {path}: free some space or write elsewhere"
-            ) from error
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; check the path"
-        ) from error
 
 
 class ShardWriter:
@@ -137,7 +120,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             os.rename(self._partial, self._path)
-            sync_directory(self.directory)
+            sync(self.directory)
         self.paths.append(self._path)
         self._file, self._in_shard = None, 0
 
@@ -152,7 +135,7 @@ class ShardWriter:
     @contextmanager
     def _cleaning_up(self) -> Iterator[None]:
         try:
-            with disk_errors(self._path):
+            with writing(self._path):
                 yield
         except BaseException:
             self._abandon()
@@ -252,16 +235,6 @@ class Shards:
                 f"{self.paths[shard]} changed while training: leave the file alone, or encode the "
                 f"text again and resume"
             )
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in a directory last through a power cut, where the system can."""
-    if os.name == "posix":
-        file = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
 
 
 def _state(file: int) -> tuple[int, int, bool]:

@@ -6,7 +6,6 @@ checked here, so that what is wrong with a file is said in one line that names i
 """
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import replacing, write_json
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.characters import END_OF_TEXT
 
@@ -53,9 +53,9 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 def write_tokenizer(directory: Path, rust: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, each at once or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / _WHOLE, rust.to_str(pretty=True))
-    _replace(directory / _CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    with replacing(directory / _WHOLE) as temporary:
+        temporary.write_text(rust.to_str(pretty=True), encoding="utf-8")
+    write_json(directory / _CONFIG, config)
 
 
 def special_id(
@@ -77,16 +77,6 @@ def special_id(
             f"correct or remove that key"
         )
     return id
-
-
-def _replace(file: Path, text: str) -> None:
-    # The process id keeps two writers from sharing one temporary file.
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> str:

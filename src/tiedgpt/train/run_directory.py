@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import no_room_is_an_error, remove, replacing
+from tiedgpt.files import remove, replacing, writing
 
 try:
     import fcntl
@@ -51,7 +51,7 @@ class RunDirectory:
             raise UserError(f"{self.path} is a file; give --out a directory")
         if existed and any(self.path.iterdir()) and not (self.path / ".lock").exists():
             raise UserError(f"{self.path} is not empty and is no run: give --out another directory")
-        with no_room_is_an_error(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("a+")
         with lock:
@@ -111,7 +111,7 @@ class RunDirectory:
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
-        with no_room_is_an_error(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def cut_metrics(self, step: int) -> None:
