@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.text import Tokenizer
 
 PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
