@@ -120,7 +120,7 @@ class Display:
         assert ended.score is not None
         out = Console(highlight=False, soft_wrap=True)
         engine = Engine(directory.model)
-        prompts = ["", "Return a new "]
+        prompts = ["", "Return a new"]
         if engine.tokenizer is not None and engine.tokenizer.kind == "char":
             prompts = [""]
         for number, prompt in enumerate(prompts):

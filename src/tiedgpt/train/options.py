@@ -38,7 +38,7 @@ SIZES: dict[str, Size] = {
         n_layer=2, n_embd=128, n_head=4, n_positions=128, vocab_size=1024, batch_size=16, lr=3e-3
     ),
     "mini": Size(
-        n_layer=4, n_embd=256, n_head=4, n_positions=256, vocab_size=2048, batch_size=8, lr=3e-3
+        n_layer=4, n_embd=256, n_head=4, n_positions=128, vocab_size=4096, batch_size=8, lr=3e-3
     ),
     "small": Size(
         n_layer=6, n_embd=384, n_head=6, n_positions=256, vocab_size=4096, batch_size=16, lr=2e-3

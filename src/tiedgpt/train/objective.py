@@ -1,0 +1,33 @@
+"""The loss as a module, so that it runs inside a forward.
+
+DDP and FSDP2 hook into the forward of the module that they wrap: DDP arranges there that gradients
+are averaged, FSDP2 gathers the sharded weights there. A loss called past it (`ddp.module.loss`)
+would leave gradients unsynchronised without a word, and mix shards with whole tensors.
+
+    objective = Objective(model)
+    for block in model.h: fully_shard(block)     # or: wrapped = DDP(objective)
+    fully_shard(objective)                       # W is gathered here, for both its uses
+    objective(ids, targets).backward()
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tiedgpt.core.model import GPT
+
+
+class Objective(nn.Module):
+    """Mean cross-entropy of a model: forward(ids, targets) is `model.loss(ids, targets)`."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) and (B, T) -> (): nats over the targets that are not -100; see `GPT.loss`.
+
+        Over several processes the mean of their gradients is that of the whole batch if each
+        counts as many targets; else scale each loss by its count over the mean count.
+        """
+        return self.model.loss(ids, targets)
