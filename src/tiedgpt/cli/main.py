@@ -14,6 +14,7 @@ from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, TiedGPTError
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
+    "tie": "is the head the embedding? show, audit or mend it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
 }
 USAGE = """\

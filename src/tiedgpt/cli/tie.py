@@ -1,0 +1,225 @@
+"""`tiedgpt tie show|audit|fix SOURCE`: the tie of a model or a file, counted, judged, mended."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tiedgpt.tie.accounts import Ledger, Row
+    from tiedgpt.tie.auditing import Audit
+
+LAYER = re.compile(r"\.(\d+)\.")
+USAGE = """\
+usage: tiedgpt tie show [SOURCE]         every parameter once: who shares it, what it costs
+       tiedgpt tie audit [SOURCE]        is the head the embedding, and is that what is claimed?
+       tiedgpt tie fix SOURCE DEST       write a mended copy; SOURCE is never touched
+
+SOURCE is a run, a model directory, a hub name, or a file: safetensors, .pt/.bin, GGUF, ONNX.
+`audit` exits with 0 where the tie is as claimed, 6 where it is broken or contradicts the claim.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Options of `tie show`."""
+
+    source: tyro.conf.Positional[str | None] = None
+    """A run, a model directory, a hub name or a file; default: the newest run in runs/."""
+    format: Literal["human", "json"] = "human"
+    """json: one object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(Show):
+    """Options of `tie audit`."""
+
+    input: str | None = None
+    """Name of the tensor that reads, where names do not tell."""
+    output: str | None = None
+    """Name of the tensor that predicts, where names do not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    """Options of `tie fix`."""
+
+    source: tyro.conf.Positional[str]
+    """What is to be mended; it is only read."""
+    dest: tyro.conf.Positional[str]
+    """The new directory; it must not exist."""
+    keep: Literal["input", "output", "both"] | None = None
+    """Where two matrices differ: whose values stay, or both, the model then being untied."""
+    input: str | None = None
+    """Name of the tensor that reads, where names do not tell."""
+    output: str | None = None
+    """Name of the tensor that predicts, where names do not tell."""
+    format: Literal["human", "json"] = "human"
+    """json: one object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Run one of the three; return the exit code."""
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if verb in ("-h", "--help"):
+        print(USAGE, end="")
+        return EXIT_OK
+    verbs = {"show": show, "audit": audit_, "fix": fix_}
+    if verb not in verbs:
+        print(f"tiedgpt tie: no {verb!r}; there are {', '.join(verbs)}", file=sys.stderr)
+        return EXIT_USAGE
+    return verbs[verb](rest)
+
+
+def show(arguments: list[str]) -> int:
+    """Show the ledger."""
+    given = parse(Show, "tie show", arguments, "Every parameter once, by storage.")
+    from tiedgpt.tie import ledger
+
+    found = ledger(source_or_newest(given.source))
+    if given.format == "json":
+        _print_json(found.as_dict())
+    else:
+        _show_ledger(found)
+    return EXIT_OK
+
+
+def audit_(arguments: list[str]) -> int:
+    """Show the audit; its verdict is the exit code."""
+    given = parse(AuditOptions, "tie audit", arguments, "Is the head the embedding?")
+    from tiedgpt.tie import audit
+
+    source = source_or_newest(given.source)
+    found = audit(source, input_name=given.input, output_name=given.output)
+    if given.format == "json":
+        _print_json(found.as_dict())
+    else:
+        _show_audit(found)
+    return found.exit_code
+
+
+def fix_(arguments: list[str]) -> int:
+    """Write a mended copy and show what was done."""
+    given = parse(Fix, "tie fix", arguments, "Write a mended copy.")
+    from tiedgpt.tie import fix
+
+    done = fix(
+        given.source,
+        given.dest,
+        keep=given.keep,
+        input_name=given.input,
+        output_name=given.output,
+    )
+    if given.format == "json":
+        _print_json(done.as_dict())
+    else:
+        print(done.explain)
+    return EXIT_OK
+
+
+def _show_ledger(found: Ledger) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = escape(f"{found.source} ({found.format})")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    table.add_column("parameter, and who shares it", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    for column in ("parameters", "MB", "products"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, rows in _alike(found.rows).items():
+        first = rows[0]
+        table.add_row(
+            escape(name),
+            " x ".join(map(str, first.shape))
+            + f" ({first.padded_rows} pad)" * (first.padded_rows > 0),
+            f"{sum(row.parameters for row in rows):,}" + ("" if first.trainable else " (frozen)"),
+            f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
+            f"{sum(row.multiply_adds for row in rows):,}",
+            style="bold" if first.shared else None,
+        )
+    totals = (f"{found.total:,}", f"{found.bytes / 1e6:,.2f}", f"{found.multiply_adds:,}")
+    table.add_section()
+    table.add_row("all", "", *totals, style="bold")
+    console = _console()
+    console.print(table)
+    console.print("products: multiply-adds a token with this matrix; a lookup costs none")
+    console.print(escape(found.explain))
+    if found.left_out:
+        names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")
+        console.print(escape(f"Not parameters, left out: {names}"))
+
+
+def _alike(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Put the same parameter of all layers under one name: h.0-11.ln_1.weight."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        pattern = tuple(LAYER.sub(".*.", name) for name in row.names)
+        groups.setdefault((pattern, row.shape, row.trainable), []).append(row)
+    named = {}
+    for members in groups.values():
+        first, last = members[0].names, members[-1].names
+        layers = [LAYER.search(name) for name in (first[0], last[0])]
+        span = f".{layers[0][1]}-{layers[1][1]}." if layers[0] and layers[1] else ""
+        names = [LAYER.sub(span, name) for name in first] if len(members) > 1 else first
+        named["\n= ".join(names)] = members
+    return named
+
+
+def _show_audit(found: Audit) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    claims = {True: "tied", False: "untied", None: "nothing"}
+    title = escape(f"{found.source} ({found.format})")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    for column in ("matrix", "does", "shape", "type"):
+        table.add_column(column, overflow="fold")
+    table.add_column("MB", justify="right")
+    for matrix in found.matrices:
+        table.add_row(
+            escape("\n= ".join(matrix.names)),
+            " and ".join(matrix.roles),
+            " x ".join(map(str, matrix.shape)),
+            matrix.dtype,
+            f"{matrix.n_bytes / 1e6:,.2f}",
+        )
+    console = _console()
+    console.print(table)
+    colour = "green" if found.exit_code == EXIT_OK else "red"
+    console.print(
+        f"claimed: {claims[found.claim]} ({escape(found.claim_source)})   "
+        f"verdict: [bold {colour}]{found.verdict}[/]",
+        soft_wrap=True,
+    )
+    for finding in found.findings:
+        console.print(f"\n[bold]{escape(finding.title)}[/]", soft_wrap=True)
+        console.print(escape(finding.explain))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
