@@ -81,7 +81,7 @@ def require_room(directory: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < n_bytes:
         raise NoRoomError(
-            f"{directory} needs {n_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free: free some"
+            f"{directory} needs {n_bytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free: free some"
         )
 
 

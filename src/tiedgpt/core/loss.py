@@ -21,8 +21,8 @@ from tiedgpt.errors import UserError
 IGNORED = -100
 """A target that is not counted."""
 
-CHUNK_BYTES = 64 << 20
-"""Memory for the fp32 logits held at a time: 333 rows of V = 50,257."""
+CHUNK_BYTES = 48 << 20
+"""Memory for the fp32 logits held at a time: 250 rows of V = 50,257."""
 
 MIN_CHUNK_ROWS = 128
 """Fewer rows would spend the time on adding into the (V, D) gradient once a chunk."""

@@ -123,7 +123,8 @@ class GPT(nn.Module):
 
     def __repr__(self) -> str:
         text = super().__repr__()
-        return text if self.head is None else text.replace(READS_AND_PREDICTS, READS_ONLY)
+        tied = self.head is None or self.config.tie_word_embeddings  # a head may hold on to wte
+        return text if tied else text.replace(READS_AND_PREDICTS, READS_ONLY)
 
     def _place(self, ids: Tensor, cache: KVCache | None) -> tuple[Past | None, Tensor]:
         """Check ids against the context; return what came before and their positions (B|1, T)."""

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiedgpt.tie.accounts import ledger
     from tiedgpt.tie.auditing import audit
-    from tiedgpt.tie.guarding import guard
+    from tiedgpt.tie.guarding import TieBrokenError, TieWarning, guard
     from tiedgpt.tie.repair import fix
-    from tiedgpt.tie.surgery import add_tokens, replace_head, resize_vocab, tie, untie
+    from tiedgpt.tie.surgery import add_tokens, prune, replace_head, resize_vocab, tie, untie
 
 __all__ = [
+    "TieBrokenError",
+    "TieWarning",
     "add_tokens",
     "audit",
     "fix",
     "guard",
     "ledger",
+    "prune",
     "replace_head",
     "resize_vocab",
     "tie",
@@ -27,11 +30,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "TieBrokenError": "tiedgpt.tie.guarding",
+    "TieWarning": "tiedgpt.tie.guarding",
     "add_tokens": "tiedgpt.tie.surgery",
     "audit": "tiedgpt.tie.auditing",
     "fix": "tiedgpt.tie.repair",
     "guard": "tiedgpt.tie.guarding",
     "ledger": "tiedgpt.tie.accounts",
+    "prune": "tiedgpt.tie.surgery",
     "replace_head": "tiedgpt.tie.surgery",
     "resize_vocab": "tiedgpt.tie.surgery",
     "tie": "tiedgpt.tie.surgery",

@@ -46,14 +46,15 @@ class Unembed(nn.Module):
 
     def extra_repr(self) -> str:
         """Say in `print(model)` whose matrix predicts."""
-        return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight"
+        bias = "" if self.bias is None else ", and a bias of its own"
+        return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight{bias}"
 
 
 def require_gpt(model: object) -> GPT:
     """Return the model if it is ours, unsharded; `UserError` says what to do with any other."""
     if not isinstance(model, GPT):
         raise UserError(
-            f"{type(model).__name__} is no tiedgpt.GPT; of another module only `tie` shares a matrix"
+            f"{type(model).__name__} is no tiedgpt.GPT; on any other module only `tie` works"
         )
     if type(model.wte.weight) is not nn.Parameter:
         raise UserError(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
+from torch import nn
+
+from tiedgpt.tie.storages import count, storage_key
 from tiedgpt.weights.two_matrices import Difference
 
 REMAKE_OPTIMIZER = (
@@ -17,10 +21,23 @@ class Change:
 
     parameters_before: int
     parameters_after: int
-    came_in: dict[str, int] = field(default_factory=dict)
-    """Parameters that are new, by name, and how many numbers each holds."""
-    went_out: dict[str, int] = field(default_factory=dict)
-    """Parameters that are gone, by their old names."""
+    came_in: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters that are new: their shapes by name."""
+    went_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters that are gone: their shapes by their old names."""
+
+    @classmethod
+    def since(cls, before: dict[str, nn.Parameter], module: nn.Module) -> Change:
+        """Compare the module with what `storages.named` said of it before."""
+        old, now = dict(before), dict(module.named_parameters())
+        old_keys = {storage_key(parameter) for parameter in old.values()}
+        now_keys = {storage_key(parameter) for parameter in now.values()}
+        return cls(
+            parameters_before=count(old.values()),
+            parameters_after=count(now.values()),
+            came_in={n: tuple(p.shape) for n, p in now.items() if storage_key(p) not in old_keys},
+            went_out={n: tuple(p.shape) for n, p in old.items() if storage_key(p) not in now_keys},
+        )
 
     def lines(self) -> list[str]:
         """Return the change in words."""
@@ -28,8 +45,9 @@ class Change:
             text = [f"parameters: {self.parameters_before:,}, as before"]
         else:
             text = [f"parameters: {self.parameters_before:,} -> {self.parameters_after:,}"]
-        text += [f"  came in:  {name}, {count:,}" for name, count in self.came_in.items()]
-        return text + [f"  went out: {name}, {count:,}" for name, count in self.went_out.items()]
+        for what, shapes in (("came in: ", self.came_in), ("went out:", self.went_out)):
+            text += [f"  {what} {n} {shape}, {prod(shape):,}" for n, shape in shapes.items()]
+        return text
 
 
 @dataclass(frozen=True)

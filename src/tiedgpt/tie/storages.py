@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from torch import Tensor, nn
 
@@ -20,6 +20,11 @@ def storage_key(tensor: Tensor) -> Hashable:
     return id(tensor)
 
 
-def parameter_count(module: nn.Module) -> int:
-    """Return the number of parameters, memory that several names share counted once."""
-    return sum({storage_key(p): p.numel() for p in module.parameters()}.values())
+def count(parameters: Iterable[Tensor]) -> int:
+    """Return how many numbers the parameters hold, memory that several share counted once."""
+    return sum({storage_key(parameter): parameter.numel() for parameter in parameters}.values())
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, kept alive so that they can be compared with later ones."""
+    return dict(module.named_parameters())

@@ -44,7 +44,7 @@ def parameter_groups(model: GPT, *, matrices: Rule, weight_decay: float) -> list
     means when read, and decay would flatten the first to shrink the second.
     """
     shared = Group("W, which reads and predicts", {}, "adamw", 0.0)
-    if model.head is not None:
+    if not model.config.tie_word_embeddings:
         shared = Group("W, which reads", {}, "adamw", 0.0)
     head = Group("head", {}, "adamw", weight_decay)
     positions = Group("positions", {}, "adamw", 0.0)

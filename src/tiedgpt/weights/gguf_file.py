@@ -18,7 +18,19 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, byte_reader, plain_reader
 
 MAGIC = b"GGUF"
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 8
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -85,7 +97,6 @@ def open_gguf(path: Path) -> Inventory:
         if isinstance(error, CorruptInputError):
             raise
         raise CorruptInputError(f"{path} is no GGUF file: {error}") from None
-    # The format itself claims: a head of its own is there, or it is not. Equal copies claim nothing.
     return Inventory(
         path, "GGUF", tensors, claim=None, claim_source=HEAD_RULE, files=(path,),
         config={key: value for key, value in pairs.items() if isinstance(value, (str, int, float))},

@@ -68,6 +68,7 @@ def open_onnx(path: Path) -> Inventory:
         path, "ONNX", graph.tensors, files=(path,),
         claim_source="an ONNX graph says nothing of a tie",
         reads=tuple(dict.fromkeys(graph.reads)), predicts=tuple(graph.products[-1:]),
+        products=tuple(dict.fromkeys(graph.products)),
     )  # fmt: skip
 
 
@@ -175,13 +176,14 @@ def _entry(span: Span) -> dict[str, str]:
     return {both.get(1, ""): both.get(2, "")}
 
 
-def _external(
-    path: Path, name: str, entries: dict[str, str], size: int | None
-) -> tuple[Path, int]:
+def _external(path: Path, name: str, entries: dict[str, str], size: int | None) -> tuple[Path, int]:
     """Return the file beside the graph, and the byte in it, where a tensor's data lie."""
     location = PurePosixPath(entries.get("location", ""))
-    if not location.parts or location.is_absolute() or ".." in location.parts or "\0" in str(
-        location
+    if (
+        not location.parts
+        or location.is_absolute()
+        or ".." in location.parts
+        or "\0" in str(location)
     ):
         raise CorruptInputError(
             f"{name[:80]!r} points to {str(location)[:80]!r}, which leads out of the directory"
@@ -193,11 +195,13 @@ def _external(
         raise CorruptInputError(f"{name[:80]!r}: its external offset is no number") from None
     if not file.is_file():
         raise CorruptInputError(f"{name[:80]!r} lies in {location}, which is not beside {path}")
-    if start < 0 or length < 0 or start + length > file.stat().st_size or (
-        size is not None and length != size
+    if (
+        start < 0
+        or length < 0
+        or start + length > file.stat().st_size
+        or (size is not None and length != size)
     ):
         raise CorruptInputError(
             f"{name[:80]!r}: {length:,} bytes from byte {start:,} of {location} are not its data"
         )
     return file, start
-

@@ -24,13 +24,13 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; give a directory to save the model in")
     config = model.config
-    if (model.head is None) != config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
     if model.head is not None and plain_matrix(model.head) is None:
         raise UserError(
             f"a head of {type(model.head).__name__} cannot be written: transformers' GPT-2 has a "
             "matrix (V, D) without bias"
         )
+    if (model.head is None) != config.tie_word_embeddings:
+        raise UserError("the model's head and its config's tie_word_embeddings disagree")
     parameters = dict(model.named_parameters())
     model_type = model_type_of(config)
     description = config_json(config, model.foreign_config, _dtype_name(model))

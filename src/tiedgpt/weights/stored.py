@@ -8,7 +8,7 @@ floats on request, so that copying is exact and numpy needs no bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,8 @@ class Storage:
 
     def overlaps(self, other: Storage) -> bool:
         """Whether the two have a byte in common."""
-        return (
-            self.place == other.place
-            and max(self.start, other.start) < min(self.stop, other.stop)
+        return self.place == other.place and max(self.start, other.start) < min(
+            self.stop, other.stop
         )
 
 
@@ -114,7 +113,9 @@ class Inventory:
     reads: tuple[str, ...] = ()
     """Names of matrices that are known to be looked up, by graph or by module."""
     predicts: tuple[str, ...] = ()
-    """Names of matrices that are known to predict."""
+    """Names of matrices that are known to predict, or, of a module, that may."""
+    products: tuple[str, ...] | None = None
+    """Names of all matrices that multiply, where a graph tells; else None."""
     files: tuple[Path, ...] = ()
 
 
@@ -146,7 +147,7 @@ def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
         else:
             runs = [(row * columns + left, right - left) for row in range(first, end)]
         block = np.empty((end - first, right - left), f"<u{width}")
-        flat, at = memoryview(block.reshape(-1).view(np.uint8)), 0
+        flat, at = block.reshape(-1).view(np.uint8).data, 0
         with path.open("rb", buffering=0) as file:
             for offset, length in runs:
                 file.seek(start + offset * width)
@@ -171,7 +172,7 @@ def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
     return lambda first, end, left, right: plain(first, end, 0, row_bytes)
 
 
-def by_storage(tensors: Iterator[StoredTensor]) -> list[list[StoredTensor]]:
+def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Group tensors that have bytes in common, in the order of each group's first tensor."""
     order = list(tensors)
     group_of: dict[int, list[StoredTensor]] = {}

@@ -1,0 +1,182 @@
+"""Write a mended copy of a checkpoint: one matrix where one is meant, and a claim that is true.
+
+    fix("broken-model", "mended-model", keep="input")
+
+The source is only read. The copy is a model directory that appears whole or not at all; it is
+audited before it appears.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.files import replacing, require_room
+from tiedgpt.tie.auditing import Audit, examine
+from tiedgpt.tie.candidates import Roles, find_roles
+from tiedgpt.tie.explanations import megabytes
+from tiedgpt.tie.repair_plan import Plan, plan_repair
+from tiedgpt.weights.opening import CLAIM, WEIGHT_SUFFIXES, open_inventory
+from tiedgpt.weights.stored import Inventory
+from tiedgpt.weights.tensor_copy import Copy, format_name, write_copies
+
+Keep = Literal["input", "output", "both"]
+INSTEAD = {
+    "GGUF": "mend the checkpoint that it was converted from, and convert that again",
+    "ONNX": "mend the model that it was exported from, and export that again on one initializer",
+}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was done, and the audits before and after."""
+
+    source: str
+    dest: str
+    actions: tuple[str, ...]
+    before: Audit
+    after: Audit
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def explain(self) -> str:
+        """What was done, in plain words."""
+        return (
+            f"{self.source} was {self.before.verdict}; {'; '.join(self.actions)}. "
+            f"{self.dest} is {self.after.verdict}, {megabytes(self.bytes_after)} of weights where "
+            f"there were {megabytes(self.bytes_before)}. The source is untouched."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "source": self.source,
+            "dest": self.dest,
+            "actions": list(self.actions),
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "explain": self.explain,
+        }
+
+
+def fix(
+    source: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    keep: Keep | None = None,
+    input_name: str | None = None,
+    output_name: str | None = None,
+) -> Repair:
+    """Write a mended copy of a safetensors or torch checkpoint as a new model directory.
+
+    Equal copies become one matrix, a transposed head is put right, padding of one side is cut, and
+    config.json's claim becomes what is there. Where the two matrices differ, `keep` says whose
+    numbers both ends get, or "both": they stay two and the config says so. Raises `UserError` where
+    a choice is missing, nothing is to be mended, `dest` exists, or the format is only read here.
+    """
+    if keep is not None and keep not in get_args(Keep):
+        raise UserError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
+    dest = Path(dest)
+    inventory = open_inventory(source)
+    if inventory.format in INSTEAD:
+        raise UserError(
+            f"{inventory.source} is {inventory.format}, which is audited but not written here: "
+            f"{INSTEAD[inventory.format]}"
+        )
+    home = _home(inventory)
+    _check_dest(dest, Path(inventory.source))
+    roles = find_roles(inventory, input_name=input_name, output_name=output_name)
+    before = examine(inventory, input_name=input_name, output_name=output_name)
+    plan = plan_repair(inventory, roles, before, keep)
+    copies = _copies(inventory, roles, plan)
+    n_bytes = sum(copy.n_bytes for copy in copies.values())
+    for copy in copies.values():
+        format_name(copy.tensor)
+    require_room(dest.parent, n_bytes)
+    with replacing(dest) as temporary:
+        temporary.mkdir()
+        write_copies(temporary / "model.safetensors", copies)
+        _write_config(temporary / "config.json", inventory, plan)
+        if home is not None:
+            _copy_rest(home, temporary, inventory)
+        after = _check(temporary, dest, plan, input_name=input_name, output_name=output_name)
+    return Repair(
+        source=str(inventory.source),
+        dest=str(dest),
+        actions=plan.actions,
+        before=before,
+        after=after,
+        bytes_before=sum(file.stat().st_size for file in inventory.files if file.suffix != ".json"),
+        bytes_after=(dest / "model.safetensors").stat().st_size,
+    )
+
+
+def _home(inventory: Inventory) -> Path | None:
+    """Return the model directory that the weights lie in, or None for a lone file."""
+    path = Path(inventory.source)
+    if path.is_dir():
+        return path
+    return path.parent if (path.parent / "config.json").is_file() else None
+
+
+def _check_dest(dest: Path, source: Path) -> None:
+    if dest.exists() or dest.is_symlink():
+        raise UserError(f"{dest} exists: a mended copy is written to a new place, never over one")
+    if source.is_dir() and dest.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{dest} lies inside {source}: the source is left untouched")
+
+
+def _copies(inventory: Inventory, roles: Roles, plan: Plan) -> dict[str, Copy]:
+    """Return what the new file holds, in the order of the old one."""
+    dropped = {tensor.name for tensor in (roles.input, roles.output, *roles.others) if tensor}
+    copies: dict[str, Copy] = {}
+    for name, tensor in inventory.tensors.items():
+        if name in dropped:
+            copies |= {new: copy for new, copy in plan.matrices.items() if new == name}
+        else:
+            copies[name] = Copy(tensor)
+    return {**{new: copy for new, copy in plan.matrices.items() if new not in copies}, **copies}
+
+
+def _write_config(path: Path, inventory: Inventory, plan: Plan) -> None:
+    config = dict(inventory.config)
+    inner = config.get("text_config")
+    if CLAIM not in config and isinstance(inner, dict) and CLAIM in inner:
+        config["text_config"] = inner | {CLAIM: plan.tied}
+    else:
+        config[CLAIM] = plan.tied
+    if "vocab_size" in config and plan.rows is not None:
+        config["vocab_size"] = plan.rows
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy_rest(home: Path, directory: Path, inventory: Inventory) -> None:
+    """Copy what else a model directory holds: tokenizer, generation config, card."""
+    weights = {file.name for file in inventory.files} | {"config.json"}
+    for file in sorted(home.iterdir()):
+        unwanted = file.name in weights or file.name.startswith(".")
+        if unwanted or file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json"):
+            continue
+        if file.is_file():
+            shutil.copyfile(file, directory / file.name)
+
+
+def _check(directory: Path, dest: Path, plan: Plan, **names: str | None) -> Audit:
+    """Audit what was written; what is not sound never appears."""
+    opened = open_inventory(directory)
+    known = {key: name for key, name in names.items() if name in opened.tensors}
+    after = examine(opened, **known)
+    wanted = "tied" if plan.tied else "untied as claimed"
+    if after.verdict != wanted:
+        raise CheckFailedError(
+            f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
+        )
+    return Audit(**(vars(after) | {"source": str(dest)}))

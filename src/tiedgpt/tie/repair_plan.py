@@ -1,0 +1,164 @@
+"""What mending a checkpoint takes: which matrix is written under which name, and the true claim."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiedgpt.errors import UserError
+from tiedgpt.tie.auditing import Audit
+from tiedgpt.tie.candidates import Roles
+from tiedgpt.tie.explanations import size
+from tiedgpt.tie.findings import Layout, is_one
+from tiedgpt.weights.opening import CLAIM
+from tiedgpt.weights.stored import Inventory, StoredTensor
+from tiedgpt.weights.tensor_copy import Copy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the mended copy holds for the matrices over the vocabulary."""
+
+    matrices: Mapping[str, Copy]
+    tied: bool
+    rows: int | None
+    """V in the mended copy, where config.json should say it."""
+    actions: tuple[str, ...]
+
+
+def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
+    """Decide what to write; `UserError` where nothing is to be mended or a choice is missing."""
+    reads, predicts = roles.input, roles.output
+    if reads is None or predicts is None or is_one(reads, predicts):
+        return _of_one(inventory, roles, audit, keep)
+    layout = Layout(reads, predicts, transposed=audit.transposed)
+    if not layout.fits:
+        if keep != "input":
+            raise UserError(
+                f"{predicts.name} {size(predicts.shape)} does not fit {reads.name} "
+                f'{size(reads.shape)} and cannot be its tie: keep="input" drops it'
+            )
+        return _tied(inventory, reads, predicts, Copy(reads), "input", audit)
+    if inventory.claim is False and keep in (None, "both") and audit.verdict == "untied as claimed":
+        raise UserError(
+            f"{inventory.source} is untied as claimed: nothing to mend; "
+            'keep="input" or keep="output" makes one matrix of the two'
+        )
+    if keep == "both" or (inventory.claim is False and keep is None):
+        return _untied(inventory, reads, predicts, layout)
+    chosen = keep or _lossless(inventory, layout, audit)
+    if chosen is None:
+        raise UserError(_ask(inventory, reads, predicts, audit))
+    copy = Copy(reads) if chosen == "input" else Copy(predicts, transposed=layout.transposed)
+    vocabulary = inventory.config.get("vocab_size")
+    if layout.extra and type(vocabulary) is int and 0 < vocabulary < copy.shape[0]:
+        copy = Copy(copy.tensor, transposed=copy.transposed, rows=vocabulary)
+    return _tied(inventory, reads, predicts, copy, chosen, audit)
+
+
+def _of_one(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
+    """Keep the one matrix, under the embedding's name, and make the claim true."""
+    matrix = roles.input or roles.output
+    assert matrix is not None
+    if keep == "both":
+        raise UserError(
+            f"{inventory.source} holds one matrix, {matrix.name}: there is no head to keep beside "
+            "it, and none is made up"
+        )
+    actions = []
+    name = matrix.name
+    if roles.input is None:
+        name = _embedding_name(inventory, matrix.name)
+        actions.append(f"the one matrix, {matrix.name}, is called {name}, where loaders look")
+    if inventory.claim is False:
+        actions.append(f"config.json says {CLAIM}: true, since there is one matrix")
+    if audit.verdict == "broken":
+        assert roles.output is not None
+        actions.append(f"{roles.output.name}, a second name of {name}, is dropped")
+    if not actions:
+        raise UserError(f"{inventory.source} is {audit.verdict}: nothing to mend")
+    return Plan({name: Copy(matrix)}, True, None, tuple(actions))
+
+
+def _lossless(inventory: Inventory, layout: Layout, audit: Audit) -> str | None:
+    """Return whose numbers to keep where no number that means a token is lost, else None."""
+    if audit.comparison is None or not audit.comparison.equal:
+        return None
+    vocabulary = inventory.config.get("vocab_size")
+    return "output" if layout.extra > 0 and vocabulary == layout.head_rows else "input"
+
+
+def _tied(
+    inventory: Inventory,
+    reads: StoredTensor,
+    predicts: StoredTensor,
+    copy: Copy,
+    chosen: str,
+    audit: Audit,
+) -> Plan:
+    equal = audit.comparison is not None and audit.comparison.equal
+    actions = []
+    if equal:
+        actions.append(f"{predicts.name}, a copy of {reads.name}, is dropped")
+    elif chosen == "input":
+        actions.append(f"{predicts.name} is dropped; {reads.name} predicts as well")
+    else:
+        actions.append(f"{reads.name} has the numbers of {predicts.name}, which is dropped")
+    if copy.transposed:
+        actions.append(f"it is put from {size(copy.tensor.shape)} to {size(copy.shape)}")
+    if copy.rows is not None:
+        cut = (copy.tensor.shape[1] if copy.transposed else copy.tensor.shape[0]) - copy.rows
+        actions.append(f"{cut:,} rows of padding are cut")
+    if inventory.claim is not True:
+        actions.append(f"config.json says {CLAIM}: true")
+    vocabulary = inventory.config.get("vocab_size")
+    changed = audit.comparison is not None and copy.shape[0] != vocabulary
+    if changed and vocabulary is not None and reads.shape != predicts.shape:
+        actions.append(f"config.json says vocab_size: {copy.shape[0]}, not {vocabulary}")
+        return Plan({reads.name: copy}, True, copy.shape[0], tuple(actions))
+    return Plan({reads.name: copy}, True, None, tuple(actions))
+
+
+def _untied(
+    inventory: Inventory, reads: StoredTensor, predicts: StoredTensor, layout: Layout
+) -> Plan:
+    if layout.extra:
+        raise UserError(
+            f"{reads.name} {size(reads.shape)} and {predicts.name} {size(predicts.shape)} have "
+            'different rows: two matrices of one vocabulary cannot; keep="input" or keep="output"'
+        )
+    actions = []
+    if layout.transposed:
+        actions.append(f"{predicts.name} is put from {size(predicts.shape)} to {size(reads.shape)}")
+    if inventory.claim is not False:
+        actions.append(f"both matrices stay, and config.json says {CLAIM}: false")
+    head = Copy(predicts, transposed=layout.transposed)
+    return Plan({reads.name: Copy(reads), predicts.name: head}, False, None, tuple(actions))
+
+
+def _ask(inventory: Inventory, reads: StoredTensor, predicts: StoredTensor, audit: Audit) -> str:
+    c = audit.comparison
+    apart = "could not be compared"
+    if c is not None:
+        apart = f"differ in {c.differing_rows:,} of {c.rows_compared:,} rows"
+        if c.largest is not None:
+            apart += f" (largest difference {c.largest:.3g}"
+            apart += ")" if c.cosine is None else f", cosine {c.cosine:.4f})"
+    return (
+        f"{inventory.source}: {reads.name} and {predicts.name} {apart}: choose whose numbers stay, "
+        'keep="input" or keep="output", or keep="both" to declare them untied'
+    )
+
+
+def _embedding_name(inventory: Inventory, head: str) -> str:
+    """Return the name that the family's loaders look for, by the names of the other tensors."""
+    names = [name for name in inventory.tensors if name != head]
+    prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
+    if any(re.match(r"(transformer\.)?h\.\d+\.", name) for name in names):
+        openai = any("positions_embed" in name for name in names)
+        return prefix + ("tokens_embed.weight" if openai else "wte.weight")
+    raise UserError(
+        f"{inventory.source} holds only {head} and is of no family whose embedding's name is known "
+        "here: rename it yourself"
+    )

@@ -1,0 +1,169 @@
+"""Any checkpoint as an inventory of its tensors: recognised by content, headers only.
+
+SOURCE: a file of safetensors, torch.save, GGUF or ONNX; a sharded index; a Hugging Face directory;
+a run directory, which stands for the model in it; or a hub name. What config.json beside the
+weights claims is taken along.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json
+from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
+from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
+
+PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
+WEIGHT_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.onnx",
+    "onnx/model.onnx",
+)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
+CLAIM = "tie_word_embeddings"
+
+
+def open_inventory(source: str | os.PathLike[str]) -> Inventory:
+    """Return what a checkpoint holds, without reading its tensors.
+
+    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
+    there is nothing at `source` or it is unclear what is meant.
+    """
+    path = local_directory(Path(source) if isinstance(source, os.PathLike) else source, PATTERNS)
+    if not path.is_dir():
+        return _with_claim(_open_file(path), path.parent / "config.json")
+    weights = _weights_in(path)
+    return _with_claim(replace(_open_file(weights), source=path), path / "config.json")
+
+
+def _weights_in(directory: Path) -> Path:
+    """Return the file of a directory that holds, or lists, its weights."""
+    for name in WEIGHT_NAMES:
+        if (directory / name).is_file():
+            return directory / name
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
+    files = sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES)
+    files = [file for file in files if file.is_file()]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:6])
+        raise UserError(f"{directory} holds {len(files)} files of weights ({names}): name one")
+    raise UserError(f"{directory} has no weights: no safetensors, .bin, .pt, .gguf or .onnx file")
+
+
+def _open_file(path: Path) -> Inventory:
+    """Recognise a file by its first bytes and open it."""
+    if not path.is_file():
+        raise UserError(f"{path} is neither a file nor a directory")
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    if not head:
+        raise CorruptInputError(f"{path} is empty")
+    return _opener(path, head)(path)
+
+
+def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
+    if head[:4] == b"GGUF":
+        from tiedgpt.weights.gguf_file import open_gguf
+
+        return open_gguf
+    if head[8:9] == b"{" or path.suffix == ".safetensors":
+        return _open_safetensors
+    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04") or path.suffix in (".pt", ".pth", ".bin"):
+        from tiedgpt.weights.torch_file import open_torch
+
+        return open_torch
+    if path.suffix == ".gguf":
+        raise CorruptInputError(f"{path} is no GGUF file: it does not begin with GGUF")
+    if path.suffix == ".onnx" or (head[0] & 7 in (0, 2) and 1 <= head[0] >> 3 <= 25):
+        from tiedgpt.weights.onnx_file import open_onnx
+
+        return open_onnx
+    raise CorruptInputError(
+        f"{path} is of no known format: safetensors, torch.save, GGUF and ONNX are read"
+    )
+
+
+def _open_safetensors(path: Path) -> Inventory:
+    file = SafetensorsFile.open(path)
+    tensors = {}
+    for name, entry in file.entries.items():
+        columns = entry.shape[-1] if entry.shape else 1
+        tensors[name] = StoredTensor(
+            name,
+            entry.shape,
+            TORCH_NAMES.get(entry.dtype, entry.dtype.lower()),
+            entry.size,
+            Storage(str(path), entry.start, entry.start + entry.size),
+            plain_reader(path, entry.start, columns, ITEM_BYTES[entry.dtype]),
+        )
+    return Inventory(path, "safetensors", tensors, files=(path,))
+
+
+def _open_index(path: Path) -> Inventory:
+    """Open the shards that an index lists; they lie beside it."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptInputError(f"{path} has no weight_map")
+    tensors: dict[str, StoredTensor] = {}
+    files: list[Path] = []
+    kind = ""
+    for shard in sorted({str(shard) for shard in weight_map.values()}):
+        file = path.parent / shard
+        if Path(shard).name != shard or "\0" in shard or not file.is_file():
+            raise CorruptInputError(
+                f"{path} names the shard {shard[:80]!r}, which is not beside it"
+            )
+        if shard.endswith(".index.json"):
+            raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
+        opened = _open_file(file)
+        kind = opened.format
+        if twice := tensors.keys() & opened.tensors.keys():
+            raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")
+        tensors |= opened.tensors
+        files.append(file)
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise CorruptInputError(f"{path} promises {missing[0]!r}, and no shard holds it")
+    return Inventory(path, kind, tensors, files=(*files, path))
+
+
+def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
+    """Add what config.json says, where there is one."""
+    if not config_path.is_file():
+        return inventory
+    config = read_json(config_path)
+    claim = claim_of(config)
+    if claim is not None and not isinstance(claim, bool):
+        raise CorruptInputError(f"{config_path}: {CLAIM} is {claim!r}, neither true nor false")
+    source = f"config.json says {CLAIM}: {str(claim).lower()}"
+    if claim is None:
+        source = f"config.json does not say {CLAIM}"
+        if inventory.format == "GGUF":
+            source = inventory.claim_source
+    if inventory.format == "GGUF":
+        config = dict(inventory.config) | config
+    return replace(inventory, config=config, claim=claim, claim_source=source)
+
+
+def claim_of(config: Mapping[str, Any]) -> Any:
+    """Return what a config says of the tie; a config of several models says it of the text's."""
+    inner = config.get("text_config")
+    if CLAIM not in config and isinstance(inner, dict):
+        return inner.get(CLAIM)
+    return config.get(CLAIM)

@@ -1,0 +1,94 @@
+"""Copy stored tensors into a safetensors file, as a stream: exact bytes, a block in memory.
+
+A copy may take fewer rows than there are, or the transpose; its bytes are never decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import UserError
+from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES
+from tiedgpt.weights.stored import BLOCK_BYTES, Native, StoredTensor
+
+NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()} | {
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor to be copied: all of it; of a matrix, its transpose or its first `rows` rows."""
+
+    tensor: StoredTensor
+    transposed: bool = False
+    rows: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the new file."""
+        shape = self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+        return shape if self.rows is None else (self.rows, *shape[1:])
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes it takes in the new file."""
+        whole = self.tensor.n_bytes
+        if self.rows is None or not self.tensor.count:
+            return whole
+        all_rows = self.tensor.shape[1] if self.transposed else self.tensor.shape[0]
+        return whole // all_rows * self.rows
+
+    def blocks(self) -> Iterator[Native]:
+        """Yield the bytes in order, a few megabytes at a time."""
+        if not self.tensor.count:
+            return
+        rows, columns = self.tensor.matrix_shape
+        if self.transposed:
+            rows, columns = columns, rows
+        end = rows if self.rows is None else self.rows
+        step = max(1, BLOCK_BYTES * rows // self.tensor.n_bytes)
+        for start in range(0, end, step):
+            stop = min(end, start + step)
+            if self.transposed:
+                yield self.tensor.native(0, columns, start, stop).T
+            else:
+                yield self.tensor.native(start, stop)
+
+
+def format_name(tensor: StoredTensor) -> str:
+    """Return safetensors' name of a tensor's type; `UserError` where it has none."""
+    name = NAMES.get(tensor.dtype, tensor.dtype.upper())
+    if name not in ITEM_BYTES:
+        raise UserError(f"{tensor.name} is {tensor.dtype}, which safetensors does not hold")
+    return name
+
+
+def write_copies(path: Path, copies: Mapping[str, Copy]) -> None:
+    """Write the copies under the names given.
+
+    `path` is written in place: give a temporary one (`files.replacing`).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, copy in copies.items():
+        end = at + copy.n_bytes
+        header[name] = {
+            "dtype": format_name(copy.tensor),
+            "shape": list(copy.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for copy in copies.values():
+            for block in copy.blocks():
+                file.write(block.tobytes())

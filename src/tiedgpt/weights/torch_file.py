@@ -1,0 +1,147 @@
+"""torch.save's files as an inventory: mapped, weights only, no code in them ever runs.
+
+The state dict may lie under "model" or "state_dict", and its names may carry what a compiled or
+wrapped module puts before them. Two names on one storage stay one storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NESTED = ("state_dict", "model", "model_state_dict", "module")
+WRAPPERS = ("_orig_mod.", "module.")
+
+
+def open_torch(path: Path) -> Inventory:
+    """Open a file of torch.save; anything but tensors in it is a `CorruptInputError`."""
+    state = _state_dict(path, _load(path))
+    size = path.stat().st_size
+    tensors: dict[str, StoredTensor] = {}
+    for their_name, tensor in state.items():
+        name = _unwrapped(their_name)
+        if name in tensors:
+            raise CorruptInputError(f"{path} holds {name} twice, with and without a prefix")
+        _check(path, name, tensor, size)
+        tensors[name] = stored_tensor(name, tensor)
+    return Inventory(path, "torch", tensors, files=(path,))
+
+
+def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
+    """Return a tensor in memory as one that can be read by blocks."""
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    whole = local.shape == tensor.shape and local.device.type != "meta"
+    return StoredTensor(
+        name,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        tensor.numel() * tensor.element_size(),
+        _storage(local),
+        _reader(local) if whole else None,
+        trainable=tensor.requires_grad,
+        owner=owner,
+    )
+
+
+def _storage(tensor: Tensor) -> Storage:
+    """Return the bytes that a tensor spans; on the meta device the storage object is the place."""
+    held: object = tensor
+    try:
+        held = tensor.untyped_storage()
+        base = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sharded and wrapped tensors may have none
+        base = 0
+    width = tensor.element_size()
+    if tensor.numel() == 0:
+        return Storage(("empty", id(tensor)), 0, 0)
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = int(tensor.storage_offset()) * width
+    stop = start + int(reach) * width
+    if base == 0:
+        return Storage(("no address", id(held)), start, stop)
+    return Storage(str(tensor.device), base + start, base + stop)
+
+
+def _reader(tensor: Tensor) -> Read:
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
+
+    def read(first: int, end: int, left: int, right: int) -> Native:
+        import torch
+
+        with torch.no_grad():
+            matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
+            flat = matrix.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        native: Native = flat.view(np.dtype(f"<u{tensor.element_size()}"))
+        return native.reshape(end - first, right - left)
+
+    return read
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    try:
+        if _is_zip(path):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)  # legacy: read whole
+    except MemoryError:
+        raise CorruptInputError(f"{path} claims more than the memory there is") from None
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, OSError, KeyError, ...
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
+            why = "it holds more than tensors, and code in a pickle is never run"
+        raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
+    """Return the dict of tensors in what was saved, by their names in it."""
+    import torch
+
+    for _ in range(4):
+        if isinstance(value, torch.Tensor):
+            raise CorruptInputError(f"{path} holds one tensor, not a state dict of named ones")
+        if not isinstance(value, Mapping):
+            break
+        tensors = {str(key): item for key, item in value.items() if isinstance(item, torch.Tensor)}
+        nested = [key for key in NESTED if isinstance(value.get(key), Mapping)]
+        if not nested and tensors:
+            return tensors
+        if not nested:
+            break
+        value = value[nested[0]]
+    raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def _check(path: Path, name: str, tensor: Tensor, file_size: int) -> None:
+    """Refuse what is no dense tensor within the file's bytes."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise UserError(f"{path}: {name} is {tensor.layout} on {tensor.device}: not read here")
+    held = tensor.untyped_storage().nbytes()
+    if held > file_size or tensor.numel() * tensor.element_size() > held:
+        raise CorruptInputError(
+            f"{path} lies: {name} of shape {tuple(tensor.shape)} does not fit a storage of "
+            f"{held:,} bytes in a file of {file_size:,}"
+        )

@@ -1,0 +1,241 @@
+"""`fix` writes a sound copy in a new place, or nothing; the source is never touched."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tie.checkpoints import (
+    HEAD,
+    WTE,
+    D,
+    GPT2LMHeadModel,
+    V,
+    fresh_head,
+    matrix,
+    rewrite,
+    save,
+    their_gpt2,
+    write_gguf,
+    write_onnx,
+)
+from tiedgpt import GPT
+from tiedgpt.errors import CheckFailedError, NoRoomError, UserError
+from tiedgpt.tie import audit, fix, repair
+
+
+def digest(directory: Path) -> dict[str, str]:
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def with_head(tmp_path: Path, change, **config) -> Path:
+    """A saved model with a second matrix, `change` of the first."""
+
+    def add(state):
+        state[HEAD] = change(state[WTE]).clone()
+
+    path = rewrite(save(their_gpt2(), tmp_path / "m"), add, **config)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def mended(source: Path, dest: Path, verdict: str = "tied", **choice):
+    """Fix, and check that the source is as it was and that both libraries load the copy."""
+    before = digest(source)
+    report = fix(source, dest, **choice)
+    assert digest(source) == before
+    assert audit(dest).verdict == report.after.verdict == verdict
+    assert report.actions and str(dest) in report.explain
+    json.dumps(report.as_dict(), allow_nan=False)
+    assert [path.name for path in dest.parent.iterdir() if path.name.startswith(".")] == []
+    ours, theirs = GPT.from_pretrained(dest), GPT2LMHeadModel.from_pretrained(dest).eval()
+    ids = torch.randint(V, (2, 9))
+    with torch.no_grad():
+        assert (ours.float()(ids) - theirs.float()(ids).logits).abs().max() < 1e-4
+    return report, load_file(dest / "model.safetensors")
+
+
+def test_equal_copies_become_one(tmp_path):
+    source = with_head(tmp_path, torch.clone)
+    report, state = mended(source, tmp_path / "new")
+    original = load_file(source / "model.safetensors")
+    assert set(original) - set(state) == {HEAD}
+    assert all(torch.equal(state[name], original[name]) for name in state)
+    assert report.bytes_before - report.bytes_after == pytest.approx(V * D * 4, abs=200)
+    assert (tmp_path / "new" / "tokenizer.json").exists()
+
+
+def test_drifted_matrices_need_a_choice(tmp_path):
+    source = with_head(tmp_path, lambda w: w + 1)
+    with pytest.raises(UserError, match=r'97 of 97 rows \(largest difference 1.*keep="both"'):
+        fix(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    original = load_file(source / "model.safetensors")
+    _, state = mended(source, tmp_path / "in", keep="input")
+    assert torch.equal(state[WTE], original[WTE]) and HEAD not in state
+    _, state = mended(source, tmp_path / "out", keep="output")
+    assert torch.equal(state[WTE], original[HEAD]) and HEAD not in state
+    _, state = mended(source, tmp_path / "both", "untied as claimed", keep="both")
+    assert all(torch.equal(state[name], original[name]) for name in original)
+    config = json.loads((tmp_path / "both" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
+def test_a_transposed_head_is_put_right(tmp_path):
+    source = with_head(tmp_path, lambda w: w.T)
+    _, state = mended(source, tmp_path / "new")
+    assert HEAD not in state
+    source = with_head(tmp_path, lambda w: w.T * 2, tie_word_embeddings=False)
+    original = load_file(source / "model.safetensors")
+    _, state = mended(source, tmp_path / "untied", "untied as claimed")
+    assert torch.equal(state[HEAD], original[HEAD].T)
+    _, state = mended(source, tmp_path / "out", keep="output")
+    assert torch.equal(state[WTE], original[HEAD].T)
+
+
+def test_padding_is_cut(tmp_path):
+    source = with_head(tmp_path, lambda w: torch.cat([w, torch.zeros(31, D)]))
+    _, state = mended(source, tmp_path / "new")
+    assert state[WTE].shape == (V, D) and HEAD not in state
+    source = with_head(tmp_path, lambda w: torch.cat([w + 1, torch.zeros(31, D)]).T)
+    report, state = mended(source, tmp_path / "out", keep="output")
+    assert state[WTE].shape == (V, D) and "31 rows of padding" in report.explain
+    original = load_file(source / "model.safetensors")
+    assert torch.equal(state[WTE], original[HEAD].T[:V])
+
+
+def test_tokens_added_on_one_side_are_kept(tmp_path):
+    source = with_head(tmp_path, lambda w: w[:90])
+    _, state = mended(source, tmp_path / "new")
+    assert state[WTE].shape == (V, D)
+    source = with_head(tmp_path, lambda w: torch.cat([w, w[:3]]), vocab_size=V + 3)
+    _, state = mended(source, tmp_path / "new2")
+    assert state[WTE].shape == (V + 3, D)
+
+
+def test_the_claim_is_made_true(tmp_path):
+    source = rewrite(save(their_gpt2(), tmp_path / "m"), tie_word_embeddings=False)
+    report, _ = mended(source, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert report.before.verdict == "contradicts the claim"
+
+
+def test_a_lone_head_is_called_what_loaders_look_for(tmp_path):
+    def move(state):
+        state[HEAD] = state.pop(WTE)
+
+    source = rewrite(save(their_gpt2(), tmp_path / "m"), move)
+    _, state = mended(source, tmp_path / "new")
+    assert WTE in state and HEAD not in state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_files_become_a_directory(tmp_path, dtype):
+    model = their_gpt2()
+    save(model, tmp_path / "m")
+    model.lm_head = fresh_head()
+    state = {f"_orig_mod.{name}": t.to(dtype) for name, t in model.state_dict().items()}
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save({"model": state}, tmp_path / "m" / "pytorch_model.bin")
+    report, new = mended(tmp_path / "m", tmp_path / "new", keep="output")
+    assert report.before.format == "torch"
+    assert torch.equal(new[WTE], state["_orig_mod." + HEAD])
+    assert all(torch.equal(new[n], state["_orig_mod." + n]) for n in new if n != WTE)
+    assert not (tmp_path / "new" / "pytorch_model.bin").exists()
+
+
+def test_shards_become_one_file(tmp_path):
+    model = their_gpt2()
+    model.lm_head = fresh_head()
+    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    _, state = mended(tmp_path / "m", tmp_path / "new", keep="input")
+    assert torch.equal(state[WTE], model.transformer.wte.weight)
+    assert not (tmp_path / "new" / "model.safetensors.index.json").exists()
+
+
+def test_a_file_without_a_config_gets_one_that_holds_the_claim(tmp_path):
+    source = with_head(tmp_path, lambda w: w + 1)
+    (source / "config.json").unlink()
+    file = source / "model.safetensors"
+    fix(file, tmp_path / "new", keep="both")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config == {"tie_word_embeddings": False}
+    assert audit(tmp_path / "new").verdict == "untied as claimed"
+
+
+def test_what_needs_no_mending_is_refused(tmp_path):
+    source = save(their_gpt2(), tmp_path / "m")
+    with pytest.raises(UserError, match="nothing to mend"):
+        fix(source, tmp_path / "new")
+    with pytest.raises(UserError, match="none is made up"):
+        fix(source, tmp_path / "new", keep="both")
+    source = with_head(tmp_path, lambda w: w + 1, tie_word_embeddings=False)
+    with pytest.raises(UserError, match="untied as claimed: nothing to mend"):
+        fix(source, tmp_path / "new")
+    mended(source, tmp_path / "tied", keep="input")
+
+
+def test_heads_that_cannot_be_mended(tmp_path):
+    source = with_head(tmp_path, lambda w: torch.randn(V, D + 1))
+    with pytest.raises(UserError, match=r'keep="input" drops it'):
+        fix(source, tmp_path / "new", keep="output")
+    mended(source, tmp_path / "in", keep="input")
+    source = with_head(tmp_path, lambda w: torch.cat([w + 1, w[:3]]))
+    with pytest.raises(UserError, match="different rows"):
+        fix(source, tmp_path / "new", keep="both")
+
+
+@pytest.mark.parametrize("dest", ["exists", "m/inside", "m"])
+def test_nothing_is_written_over_or_into_anything(tmp_path, dest):
+    source = with_head(tmp_path, torch.clone)
+    (tmp_path / "exists").mkdir()
+    before = digest(tmp_path)
+    with pytest.raises(UserError, match=r"exists: a mended copy|lies inside"):
+        fix(source, tmp_path / dest)
+    assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, NoRoomError, OSError(28, "full")])
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, failure):
+    source = with_head(tmp_path, torch.clone)
+
+    def fail(path, copies):
+        path.write_bytes(b"half")
+        raise failure
+
+    monkeypatch.setattr(repair, "write_copies", fail)
+    with pytest.raises((KeyboardInterrupt, NoRoomError)):
+        fix(source, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_copy_that_would_not_be_sound_never_appears(tmp_path, monkeypatch):
+    source = with_head(tmp_path, torch.clone)
+    whole = repair._write_config
+
+    def lie(path, inventory, plan):
+        whole(path, inventory, plan)
+        path.write_text(path.read_text().replace("true", "false"))
+
+    monkeypatch.setattr(repair, "_write_config", lie)
+    with pytest.raises(CheckFailedError, match="was not written"):
+        fix(source, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_gguf_and_onnx_say_what_to_do_instead(tmp_path):
+    write_gguf(tmp_path / "a.gguf", {"token_embd.weight": matrix()})
+    with pytest.raises(UserError, match="converted from"):
+        fix(tmp_path / "a.gguf", tmp_path / "new")
+    write_onnx(tmp_path / "a.onnx", "copy")
+    with pytest.raises(UserError, match="exported from"):
+        fix(tmp_path / "a.onnx", tmp_path / "new")
+
+
+def test_an_unknown_choice(tmp_path):
+    with pytest.raises(UserError, match="keep='mean'"):
+        fix(tmp_path, tmp_path / "new", keep="mean")

@@ -1,0 +1,545 @@
+"""The guard names the line of user code, exactly, whatever the code around it looks like."""
+
+import contextlib
+import copy
+import inspect
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import TINY
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.tie.guarding import TieBrokenError, TieWarning, guard
+from tiedgpt.tie.surgery import replace_head, resize_vocab, tie, untie
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 1}
+LM_HEAD, WTE = "lm_head.weight", "transformer.wte.weight"
+
+
+@pytest.fixture
+def theirs() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(**TINY, **SPECIAL)).eval()
+
+
+@pytest.fixture
+def empty_theirs() -> GPT2LMHeadModel:
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**TINY, **SPECIAL)).eval()
+
+
+@pytest.fixture(autouse=True)
+def no_trace_is_left():
+    before = sys.gettrace()
+    yield
+    assert sys.gettrace() is before
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def marked(function, mark: str = "# HERE") -> list[tuple[str, int]]:
+    """Return where in a function's source the mark stands."""
+    lines, start = inspect.getsourcelines(function)
+    return [(__file__, start + i) for i, line in enumerate(lines) if line.rstrip().endswith(mark)]
+
+
+def run(body, *arguments) -> list[tuple[str, str, int]]:
+    """Run a body that guards and returns the watch; return its events, warned of at their lines."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TieWarning)
+        watch = body(*arguments)
+    caught = [w for w in caught if w.category is TieWarning]
+    assert [(w.filename, w.lineno) for w in caught] == [(e.file, e.line) for e in watch.events]
+    return watch.events
+
+
+def assert_blames_the_marks(body, *arguments):
+    events = run(body, *arguments)
+    assert [(event.file, event.line) for event in events] == marked(body)
+    assert all("# HERE" in event.code for event in events)
+    return events
+
+
+# What is noticed
+
+
+def test_a_load_that_assigns_makes_two_parameters_over_one_memory(theirs):
+    def body():
+        with guard(theirs) as watch:
+            state = theirs.state_dict()
+            theirs.load_state_dict(state, assign=True)  # HERE
+            theirs.eval()
+        return watch
+
+    (event,) = assert_blames_the_marks(body)
+    assert event.change.kind == "aliased" and set(event.change.names) == {LM_HEAD, WTE}
+    assert "step it twice" in event.change.advice and "tie(model)" in event.change.advice
+    assert str(event).startswith(f"{__file__}:{event.line}: `theirs.load_state_dict(")
+
+
+def test_a_load_that_assigns_two_tensors_makes_two_matrices(empty_theirs, theirs):
+    def body():
+        state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+        with guard(empty_theirs) as watch:
+            empty_theirs.load_state_dict(state, assign=True)  # HERE
+        return watch
+
+    assert [e.change.kind for e in assert_blames_the_marks(body)] == ["split"]
+
+
+def test_to_empty_from_the_meta_device_gives_every_name_its_own(empty_theirs):
+    def body():
+        with guard(empty_theirs) as watch:
+            empty_theirs.to_empty(device="cpu")  # HERE
+        return watch
+
+    (event,) = assert_blames_the_marks(body)
+    assert event.change.kind == "split" and "to_empty" in event.change.advice
+
+
+def test_replaced_modules_and_the_parameter_shared_again_are_both_noticed(theirs):
+    def body():
+        with guard(theirs) as watch:
+            theirs.lm_head = nn.Linear(32, 97, bias=False)  # HERE
+            theirs.lm_head.weight = theirs.transformer.wte.weight  # HERE
+            theirs.lm_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97))  # HERE
+            tie(theirs)
+            theirs.lm_head[1].weight.data = theirs.lm_head[1].weight.data.clone()
+        return watch
+
+    events = run(body)
+    assert [(e.file, e.line) for e in events][:3] == marked(body)
+    assert [e.change.kind for e in events] == ["split", "joined", "split", "joined"]
+    assert "lm_head.1.weight (97, 32)" in events[2].change.text
+
+
+def test_a_head_of_another_shape_or_none_at_all_is_noticed(theirs):
+    def body():
+        with guard(theirs) as watch:
+            theirs.lm_head = nn.Sequential(nn.Linear(32, 2))  # HERE
+        return watch
+
+    (event,) = assert_blames_the_marks(body)
+    assert "lm_head.weight is gone" in event.change.text
+    assert "nothing of that shape predicts now" in event.change.advice
+
+
+def test_an_embedding_resized_alone_is_noticed_and_both_together_are_fine(theirs):
+    def body():
+        with guard(theirs) as watch:
+            theirs.resize_token_embeddings(101, mean_resizing=False)
+            theirs.transformer.wte = nn.Embedding(99, 32)  # HERE
+        return watch
+
+    (event,) = assert_blames_the_marks(body)
+    assert "(101, 32) were one matrix" in event.change.text and "(99, 32)" in event.change.text
+    assert "only one of them was resized" in event.change.advice
+
+
+def test_deep_copies_put_in_place_are_noticed(theirs):
+    def body():
+        with guard(theirs) as watch:
+            twin = copy.deepcopy(theirs)
+            theirs.transformer = copy.deepcopy(theirs.transformer)  # HERE
+            twin.eval()
+        return watch
+
+    assert [e.change.kind for e in assert_blames_the_marks(body)] == ["split"]
+
+
+def test_an_adapter_that_trains_a_copy_is_noticed_and_a_tied_one_is_fine(theirs):
+    def body():
+        config = LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
+        with guard(theirs) as watch:
+            adapted = get_peft_model(theirs, config)  # HERE
+            adapted.train()
+        return watch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (event,) = assert_blames_the_marks(body)
+        assert event.change.kind == "split"
+        assert "ensure_weight_tying=True" in event.change.advice
+        assert "lm_head.modules_to_save.default.weight" in event.change.text
+        for values in ({}, {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}):
+            fresh = GPT2LMHeadModel(theirs.config)
+            with guard(fresh) as watch:
+                get_peft_model(fresh, LoraConfig(target_modules=["c_attn"], **values))
+            assert not watch.events
+
+
+def test_our_model_is_noticed_where_something_else_predicts(tiny):
+    def body():
+        with guard(tiny) as watch:
+            tiny.to(torch.bfloat16)
+            resize_vocab(tiny, 99)
+            tiny.load_state_dict(tiny.state_dict(), assign=True)
+            untie(tiny)  # HERE
+            tie(tiny)  # HERE
+            replace_head(tiny, nn.Sequential(nn.Linear(32, 99)).bfloat16())  # HERE
+            tie(tiny)  # HERE
+            tiny.head = nn.Linear(32, 99)  # HERE
+        return watch
+
+    events = assert_blames_the_marks(body)
+    assert [e.change.kind for e in events] == ["split", "joined", "split", "joined", "split"]
+    assert "head and wte.weight (99, 32) were one matrix" in events[0].change.text
+
+
+def test_nothing_is_said_where_nothing_comes_apart(theirs, tiny, ids):
+    with guard(theirs) as first, guard(tiny) as second:
+        for model in (theirs, tiny):
+            model.train().half().float().eval()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            logits = model(ids)
+            getattr(logits, "logits", logits).sum().backward()
+            optimizer.step()
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+            copy.deepcopy(model)
+    assert first.events == second.events == []
+
+
+def test_any_two_parameters_are_watched_not_only_embeddings():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+
+    def body():
+        with guard(model) as watch:
+            model[2].weight = model[0].weight  # HERE
+            model[1] = nn.Linear(4, 4)  # HERE
+        return watch
+
+    assert [e.change.kind for e in assert_blames_the_marks(body)] == ["joined", "split"]
+
+
+# Whose line it is
+
+
+def test_the_line_inside_a_function_that_the_body_calls(theirs):
+    def body():
+        with guard(theirs) as watch:
+            helper_that_splits(theirs)
+            theirs.eval()
+        return watch
+
+    events = run(body)
+    assert [(e.file, e.line) for e in events] == marked(helper_that_splits)
+
+
+def helper_that_splits(model):
+    x = 1 + 1
+    model.lm_head = nn.Linear(32, 97)  # HERE
+    return x
+
+
+def test_the_line_of_the_caller_where_the_change_is_in_its_own_expression(theirs):
+    def innocent(x):
+        y = x
+        return y
+
+    def body():
+        with guard(theirs) as watch:
+            innocent(3)
+            setattr(theirs, innocent("lm_head"), nn.Linear(innocent(32), 97))  # HERE
+            innocent(4)
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_the_last_line_of_a_function_and_the_last_line_of_the_body(theirs):
+    def last(model):
+        assign(model)
+
+    def body():
+        with guard(theirs) as watch:
+            last(theirs)
+            tie(theirs)  # HERE
+        return watch
+
+    events = run(body)
+    assert [(e.file, e.line) for e in events] == [*marked_line(assign, 1), *marked(body)]
+
+
+def marked_line(function, offset: int) -> list[tuple[str, int]]:
+    return [(__file__, inspect.getsourcelines(function)[1] + offset)]
+
+
+def test_the_pass_of_a_loop_and_the_statement_over_several_lines(theirs):
+    def body():
+        with guard(theirs) as watch:
+            for step in range(5):
+                if step == 3:
+                    theirs.load_state_dict(  # HERE
+                        theirs.state_dict(),
+                        assign=True,
+                    )
+                torch.zeros(step)
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_comprehensions_lambdas_and_generators(theirs):
+    def body():
+        with guard(theirs) as watch:
+            [assign(theirs) for _ in range(1)]
+            tie(theirs)  # HERE
+            change = lambda: setattr(theirs, "lm_head", nn.Linear(32, 97))  # noqa: E731
+            list(change() for _ in range(1))
+        return watch
+
+    events = run(body)
+    first = marked(body)[0][1]
+    assert [e.line for e in events] == [marked_line(assign, 1)[0][1], first, first + 1]
+
+
+def test_a_hook_of_the_user_that_torch_calls(theirs, ids):
+    def hook(module, inputs, output):
+        theirs.lm_head = nn.Linear(32, 97)  # HERE
+
+    def body():
+        theirs.transformer.ln_f.register_forward_hook(hook)
+        with guard(theirs) as watch, torch.no_grad():
+            theirs(ids)
+        return watch
+
+    assert [(e.file, e.line) for e in run(body)] == marked(hook)
+
+
+def test_an_exception_in_the_body_goes_through_and_the_change_is_still_told(theirs):
+    watches = []
+
+    def body():
+        with guard(theirs) as watch:
+            watches.append(watch)
+            assign(theirs) or print(1 / 0)  # HERE
+        return watch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TieWarning)
+        with pytest.raises(ZeroDivisionError):
+            body()
+    (event,) = watches[0].events
+    assert event.line == marked_line(assign, 1)[0][1]
+
+
+def test_an_exception_caught_in_the_body_does_not_end_the_watch(theirs):
+    def body():
+        with guard(theirs) as watch:
+            try:
+                theirs.lm_head = nn.Linear(32, 97)  # HERE
+                raise ValueError("ours")
+            except ValueError:
+                theirs.eval()
+            tie(theirs)  # HERE
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_a_body_left_by_return(theirs):
+    def body():
+        with guard(theirs) as watch:
+            if theirs is not None:
+                return assign(theirs) or watch
+
+    (event,) = run(body)
+    assert event.line == marked_line(assign, 1)[0][1]
+
+
+def test_a_guard_entered_through_an_exit_stack(theirs):
+    def body():
+        with contextlib.ExitStack() as stack:
+            watch = stack.enter_context(guard(theirs))
+            x = 1
+            theirs.lm_head = nn.Linear(32 * x, 97)  # HERE
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_nested_guards_each_see_their_own_module(theirs, tiny):
+    def body():
+        with guard(theirs) as outer:
+            with guard(tiny) as inner:
+                theirs.lm_head = nn.Linear(32, 97)  # OUTER
+                untie(tiny)  # INNER
+            tie(theirs)  # OUTER
+        return outer, inner
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TieWarning)
+        outer, inner = body()
+    assert [(e.file, e.line) for e in outer.events] == marked(body, "# OUTER")
+    assert [(e.file, e.line) for e in inner.events] == marked(body, "# INNER")
+    assert len(caught) == 3
+
+
+def test_only_the_thread_that_entered_is_traced(theirs):
+    def trace_of_another_thread():
+        traces = []
+        thread = threading.Thread(target=lambda: traces.append(sys.gettrace()))
+        thread.start()
+        thread.join()
+        return traces[0]
+
+    outside = trace_of_another_thread()
+    with guard(theirs):
+        assert type(trace_of_another_thread()) is type(outside)
+
+
+# Other trace functions
+
+
+def test_a_tracer_that_was_there_sees_every_line_and_is_put_back(theirs):
+    def body():
+        with guard(theirs) as watch:
+            x = 1
+            helper_that_splits(theirs)
+            x += 1
+        return watch
+
+    def lines_seen(guarded: bool) -> list[int]:
+        seen = []
+
+        def tracer(frame, event, arg):
+            if event == "line" and frame.f_code.co_filename == __file__:
+                seen.append(frame.f_lineno)
+            return tracer
+
+        def unguarded():
+            with contextlib.nullcontext():
+                x = 1
+                helper_that_splits(theirs)
+                x += 1
+
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            (body if guarded else unguarded)()
+            assert sys.gettrace() is tracer
+        finally:
+            sys.settrace(before)
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TieWarning)
+        seen = lines_seen(guarded=True)
+    helper = marked_line(helper_that_splits, 1)[0][1]
+    start = marked_line(body, 0)[0][1]
+    inside = [line for line in seen if line in range(start, start + 7)]
+    assert inside == [start + n for n in (1, 2, 3, 4, 1, 5)]
+    assert [line for line in seen if line in range(helper, helper + 3)] == [
+        helper, helper + 1, helper + 2,
+    ]  # fmt: skip
+
+
+def test_a_tracer_that_puts_itself_back_on_each_call_does_not_end_the_watch(theirs):
+    """As the C tracer of coverage does."""
+
+    def tracer(frame, event, arg):
+        if event == "call":
+            sys.settrace(tracer)
+        return None
+
+    def body():
+        with guard(theirs) as watch:
+            helper_that_splits(theirs)
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        events = run(body)
+    finally:
+        sys.settrace(before)
+    assert [(e.file, e.line) for e in events] == marked(helper_that_splits)
+
+
+# Raising
+
+
+def test_asked_to_raise_it_stops_before_the_next_line(theirs):
+    reached = []
+    with pytest.raises(TieBrokenError, match=r"test_guard\.py:\d+.*were one Parameter") as error:
+        with guard(theirs, action="raise"):
+            reached.append(1)
+            assign(theirs)
+            reached.append(2)
+    assert reached == [1]
+    assert isinstance(error.value, CheckFailedError) and error.value.exit_code == 6
+
+
+def test_asked_to_raise_it_raises_for_the_last_line_too(theirs):
+    for model in (theirs, copy.deepcopy(theirs)):
+        with pytest.raises(TieBrokenError), guard(model, action="raise"):
+            model.lm_head = nn.Linear(32, 97)
+
+
+def test_an_error_of_the_body_is_not_replaced(theirs):
+    with pytest.warns(TieWarning), pytest.raises(ZeroDivisionError):
+        with guard(theirs, action="raise"):
+            setattr(theirs, "lm_head", nn.Linear(32, 97)) or print(1 / 0)
+
+
+def test_a_warning_turned_into_an_error_stops_there(theirs):
+    with pytest.raises(TieWarning), warnings.catch_warnings():
+        warnings.simplefilter("error", TieWarning)
+        with guard(theirs) as watch:
+            assign(theirs)
+            raise AssertionError("not reached")
+    assert len(watch.events) == 1
+
+
+def test_an_outer_guard_goes_on_after_an_inner_one_has_raised(theirs, tiny):
+    def body():
+        with guard(theirs) as watch:
+            with contextlib.suppress(TieBrokenError):
+                with guard(tiny, action="raise"):
+                    untie(tiny)
+                    raise AssertionError("not reached")
+            theirs.lm_head = nn.Linear(32, 97)  # HERE
+            theirs.eval()
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_what_cannot_be_guarded_is_refused(tiny):
+    with pytest.raises(UserError, match=r"watches a torch\.nn\.Module"):
+        guard("gpt2")
+    with pytest.raises(UserError, match="action='shout'"):
+        guard(tiny, action="shout")
+    watch = guard(tiny)
+    with watch, pytest.raises(UserError, match="in use"):
+        watch.__enter__()
+
+
+def test_the_source_of_a_script_is_named(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "def main(guard, model, nn):\n"
+        "    with guard(model) as watch:\n"
+        "        model.head = nn.Linear(32, 97)\n"
+        "        model.eval()\n"
+        "    return watch\n"
+    )
+    names: dict[str, object] = {}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    events = run(lambda: names["main"](guard, GPT(GPTConfig(**TINY)), nn))
+    assert [(e.file, e.line, e.code) for e in events] == [
+        (str(script), 3, "model.head = nn.Linear(32, 97)")
+    ]

@@ -1,0 +1,188 @@
+"""The ledger counts by storage: in memory, and in files without building a model."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tie.checkpoints import (
+    HEAD,
+    SHAPE,
+    WTE,
+    D,
+    V,
+    fresh_head,
+    matrix,
+    rewrite,
+    save,
+    their_gpt2,
+    write_gguf,
+    write_onnx,
+)
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.tie import ledger
+
+TINY_TOTAL = GPTConfig(**SHAPE).parameter_count()
+
+
+def full_size(**values):
+    from tests.tie.checkpoints import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**values))
+
+
+def test_124439808_and_163037184_and_why():
+    model = full_size()
+    before = ledger(model)
+    assert before.total == before.trainable == 124_439_808
+    assert before.bytes == 4 * 124_439_808
+    shared = [row for row in before.rows if row.shared]
+    assert [(row.names, row.shape, row.parameters) for row in shared] == [
+        ((WTE, HEAD), (50257, 768), 38_597_376)
+    ]
+    assert "lm_head.weight are one matrix of 50,257 x 768" in before.explain
+    model.lm_head = nn.Linear(768, 50257, bias=False, device="meta")
+    after = ledger(model)
+    assert after.total == 163_037_184
+    moved = before.difference(after)
+    assert [(row.names, row.parameters) for row in moved.came_in] == [((HEAD,), 38_597_376)]
+    assert (moved.went_out, moved.total, moved.multiply_adds) == ((), 38_597_376, 0)
+    assert moved.explain.startswith("+38,597,376 parameters. lm_head.weight (50,257 x 768) came in")
+    assert f"same storage as {WTE}" in moved.explain
+    back = after.difference(before)
+    assert back.total == -38_597_376 and [row.names for row in back.went_out] == [(HEAD,)]
+    assert f"now the same storage as {WTE}" in back.explain
+
+
+def test_the_product_of_the_shared_matrix_is_counted_and_the_lookup_is_not():
+    blocks = 12 * (768 * 3 * 768 + 768 * 768 + 2 * 4 * 768 * 768)
+    assert ledger(full_size()).multiply_adds == blocks + 50257 * 768
+    rows = {row.names[0]: row.multiply_adds for row in ledger(full_size()).rows}
+    assert rows[WTE] == 50257 * 768 and rows["transformer.wpe.weight"] == 0
+    assert rows["transformer.h.0.ln_1.weight"] == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_our_model_costs_the_same_tied_and_untied(tied):
+    model = GPT(GPTConfig(**SHAPE, tie_word_embeddings=tied))
+    found = ledger(model)
+    assert found.total == model.config.parameter_count()
+    assert found.multiply_adds == 2 * 12 * D * D + V * D
+    rows = {row.names[0]: row.multiply_adds for row in found.rows}
+    assert rows["wte.weight"] == (V * D if tied else 0)
+
+
+def test_files_count_as_their_models_do(tmp_path):
+    model = their_gpt2()
+    path = save(model, tmp_path / "m")
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    for source in (path, tmp_path / "m.pt", model):
+        found = ledger(source)
+        assert found.total == TINY_TOTAL, source
+        assert found.bytes == 4 * TINY_TOTAL
+        assert found.multiply_adds == 2 * 12 * D * D + V * D
+        json.dumps(found.as_dict(), allow_nan=False)
+    assert ledger(tmp_path / "m.pt").rows[0].names == (WTE, HEAD)
+
+
+def test_a_file_with_two_copies_says_what_came_in(tmp_path):
+    one = ledger(save(their_gpt2(), tmp_path / "one"))
+    model = their_gpt2()
+    model.lm_head = fresh_head()
+    moved = one.difference(ledger(save(model, tmp_path / "two")))
+    assert moved.total == V * D
+    assert "in the shape of transformer.wte.weight" in moved.explain
+
+
+def test_the_same_model_under_other_names_moves_nothing(tmp_path):
+    theirs = save(their_gpt2(), tmp_path / "m")
+    moved = ledger(theirs).difference(ledger(GPT.from_pretrained(theirs)))
+    assert (moved.came_in, moved.went_out, moved.reasons) == ((), (), ())
+    assert moved.explain.startswith("Nothing came in")
+
+
+def test_a_resize_is_told():
+    model = their_gpt2()
+    before = ledger(model)
+    model.resize_token_embeddings(V + 7, mean_resizing=False)
+    moved = before.difference(ledger(model))
+    assert moved.total == 7 * D and moved.came_in == ()
+    assert f"went from {V} x {D} to {V + 7} x {D}: +{7 * D}" in moved.explain
+
+
+def test_masks_of_old_files_are_no_parameters(tmp_path):
+    state = their_gpt2().state_dict()
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    torch.save(state, tmp_path / "m.bin")
+    found = ledger(tmp_path / "m.bin")
+    assert found.total == TINY_TOTAL
+    assert len(found.left_out) == 2
+
+
+def test_views_of_one_storage_are_one_row():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randn(128, D)
+            self.whole = nn.Parameter(whole)
+            self.top = nn.Parameter(whole[:V])
+            self.across = nn.Parameter(whole.T)
+            self.apart = nn.Parameter(torch.randn(3))
+
+    found = ledger(Views())
+    assert [row.names for row in found.rows] == [("whole", "top", "across"), ("apart",)]
+    assert found.total == 128 * D + 3
+
+
+def test_slices_of_one_buffer_that_do_not_overlap_are_apart():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(100)
+            self.a, self.b = nn.Parameter(flat[:60]), nn.Parameter(flat[60:])
+
+    assert [row.parameters for row in ledger(Flat()).rows] == [60, 40]
+
+
+def test_frozen_and_padded_rows_are_told(tmp_path):
+    model = their_gpt2()
+    model.transformer.wte.weight.requires_grad_(False)
+    found = ledger(model)
+    assert (found.total - found.trainable, found.rows[0].trainable) == (V * D, False)
+
+    def pad(state):
+        state[WTE] = torch.cat([state[WTE], torch.zeros(128 - V, D)])
+
+    found = ledger(rewrite(save(model, tmp_path / "m"), pad))
+    assert {row.names[0]: row.padded_rows for row in found.rows}[WTE] == 128 - V
+
+
+def test_any_module_has_a_ledger():
+    linear = nn.Linear(3, 4)
+    net = nn.Sequential(linear, nn.LayerNorm(4), linear)
+    found = ledger(net)
+    assert (found.total, found.multiply_adds) == (12 + 4 + 8, 24)  # used twice, paid twice
+    assert found.rows[0].names == ("0.weight", "2.weight")
+    assert ledger(copy.deepcopy(net)).total == found.total
+    assert ledger(nn.Identity()).total == 0
+
+
+def test_gguf_and_onnx(tmp_path):
+    w = matrix()
+    tensors = {
+        "token_embd.weight": w, "position_embd.weight": w[:24], "blk.0.attn_output.weight": w[:D],
+        "output_norm.weight": w[0],
+    }  # fmt: skip
+    for kind, each in (("F32", 4), ("Q8_0", 34 / 32)):
+        found = ledger(write_gguf(tmp_path / f"{kind}.gguf", tensors, kind=kind))
+        assert found.total == (V + 24 + D + 1) * D
+        assert found.bytes == (V + 24 + D) * D * each + 4 * D
+        assert found.multiply_adds == D * D + V * D
+    one = ledger(write_onnx(tmp_path / "one.onnx", "one"))
+    two = ledger(write_onnx(tmp_path / "two.onnx", "copy"))
+    assert two.total - one.total == V * D
+    assert one.multiply_adds == two.multiply_adds == D * D + V * D

@@ -1,0 +1,526 @@
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.conftest import TINY
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.tie.heads import Unembed, is_tied
+from tiedgpt.tie.surgery import add_tokens, prune, replace_head, resize_vocab, tie, untie
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+MATRIX = 97 * 32
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 1}
+
+
+def total(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def wrapped(bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97, bias=bias))
+
+
+@pytest.fixture
+def theirs() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**TINY, **SPECIAL)).eval()
+
+
+# untie and tie, ours
+
+
+def test_an_untied_head_is_a_copy_with_the_same_logits_and_v_d_more_parameters(tiny, ids):
+    before, matrix = tiny(ids), tiny.wte.weight
+    report = untie(tiny)
+    assert torch.equal(tiny(ids), before)
+    assert tiny.wte.weight is matrix
+    assert tiny.head.weight.data_ptr() != matrix.data_ptr()
+    assert not tiny.config.tie_word_embeddings
+    assert total(tiny) == tiny.config.parameter_count() == report.change.parameters_after
+    assert report.change.parameters_after - report.change.parameters_before == MATRIX
+    assert report.change.came_in == {"head.weight": (97, 32)}
+    assert not report.tied and "NOT tied" in str(report) and "tie(model)" in str(report)
+    with pytest.raises(UserError, match="untied already"):
+        untie(tiny)
+
+
+@pytest.mark.parametrize("keep", ["input", "output", "mean"])
+def test_tying_keeps_the_values_asked_for_and_reports_how_far_apart_they_were(tiny, ids, keep):
+    untie(tiny)
+    with torch.no_grad():
+        tiny.head.weight[3] += 0.5
+        tiny.head.weight[60, 7] -= 2.0
+    a, b = tiny.wte.weight.detach().clone(), tiny.head.weight.detach().clone()
+    matrix, predicted = tiny.wte.weight, tiny(ids)
+    report = tie(tiny, keep)
+    expected = {"input": a, "output": b, "mean": (a + b) / 2}[keep]
+    torch.testing.assert_close(tiny.wte.weight.detach(), expected)
+    assert tiny.wte.weight is matrix and tiny.head is None and tiny.config.tie_word_embeddings
+    assert report.apart.rows == 2 and report.apart.largest == pytest.approx(2.0)
+    cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
+    assert report.apart.cosine == pytest.approx(cosine, rel=1e-5)
+    assert report.change.went_out == {"head.weight": (97, 32)}
+    assert total(tiny) == tiny.config.parameter_count()
+    assert "2 of 97 rows" in str(report)
+    if keep == "output":
+        assert torch.equal(tiny.logits(torch.eye(32)), torch.eye(32) @ b.T)
+    assert tiny(ids).shape == predicted.shape
+
+
+def test_a_layer_inside_a_larger_head_predicts_with_w_and_nothing_unties_it(tiny, ids):
+    tiny.head = wrapped().eval()
+    tiny.config = dataclasses.replace(tiny.config, tie_word_embeddings=False)
+    bias = tiny.head[1].bias
+    report = tie(tiny)
+    assert report.outputs == ("head.1.weight",)
+    assert isinstance(tiny.head[1], Unembed) and tiny.head[1].bias is bias
+    expected = tiny.wte.unembed(tiny.body(ids)) + bias
+    torch.testing.assert_close(tiny(ids), expected)
+    assert total(tiny) == GPTConfig(**TINY).parameter_count() + 97
+    assert [n for n, p in tiny.named_parameters() if p.shape == (97, 32)] == ["wte.weight"]
+    twin = copy.deepcopy(tiny)
+    assert twin.head[1].wte is twin.wte and is_tied(twin)
+    with torch.device("meta"):
+        fresh = GPT(GPTConfig(**TINY))
+        fresh.head = wrapped()
+        tie(fresh)
+    fresh.to_empty(device="cpu")
+    fresh.load_state_dict(tiny.state_dict(), assign=True)
+    torch.testing.assert_close(fresh.eval()(ids), expected)
+    assert "predicts with the rows of wte.weight" in str(fresh.head)
+    with pytest.raises(UserError, match="tied already"):
+        tie(fresh)
+
+
+def test_a_layer_inside_a_larger_head_is_untied_to_a_copy(tiny, ids):
+    replace_head(tiny, wrapped().eval())
+    tie(tiny)
+    before = tiny(ids)
+    untie(tiny)
+    assert type(tiny.head[1]) is nn.Linear and torch.equal(tiny(ids), before)
+    assert tiny.head[1].weight is not tiny.wte.weight
+
+
+def test_gradients_through_a_wrapped_tied_head_reach_w_from_both_its_uses(tiny, ids):
+    twin = copy.deepcopy(tiny)
+    tiny.head = nn.Sequential(nn.Identity(), nn.Linear(32, 97, bias=False))
+    tie(tiny)
+    for model in (tiny, twin):
+        model.loss(ids, ids.roll(-1, 1)).backward()
+    torch.testing.assert_close(tiny.wte.weight.grad, twin.wte.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (None, "tied already"),
+        (nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 97)), r"no linear layer.*\(97, 32\)"),
+        (nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)]), "output='head.0' or 'head.1'"),
+        (nn.Linear(32, 97, bias=False, dtype=torch.float64), "dtype"),
+    ],
+)
+def test_what_cannot_be_tied_is_refused_and_left_alone(tiny, head, says):
+    tiny.head = head
+    with pytest.raises(UserError, match=says):
+        tie(tiny)
+    assert tiny.head is head
+
+
+def test_the_layer_to_tie_can_be_named(tiny):
+    tiny.head = nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)])
+    assert tie(tiny, output="head.1").outputs == ("head.1.weight",)
+    with pytest.raises(UserError, match=r"no linear layer D -> V.*head\.0"):
+        tiny.head = nn.ModuleList([nn.Linear(32, 97)])
+        tie(tiny, output="head.7")
+    with pytest.raises(UserError, match="none of 'input'"):
+        tie(tiny, keep="both")
+
+
+@pytest.mark.parametrize(("keep", "trains"), [("input", False), ("output", True), ("mean", True)])
+def test_whether_w_trains_goes_with_the_values(tiny, keep, trains):
+    untie(tiny)
+    tiny.wte.weight.requires_grad_(False)
+    tie(tiny, keep)
+    assert tiny.wte.weight.requires_grad is trains
+
+
+# replace_head
+
+
+def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
+    report = replace_head(tiny, wrapped())
+    assert not report.tied and not tiny.config.tie_word_embeddings and report.n_outputs == 97
+    assert report.change.came_in == {"head.1.weight": (97, 32), "head.1.bias": (97,)}
+    assert report.change.parameters_after == total(tiny)
+    assert "Sequential(Dropout, Linear 32 -> 97 with bias)" in str(report)
+    assert "tie(model) lets wte.weight take the place of head.1.weight" in str(report)
+    tie(tiny)
+    assert total(tiny) == report.change.parameters_before + 97
+
+
+def test_gpt2_with_a_head_of_its_own_counts_163_037_184():
+    with torch.device("meta"):
+        model = GPT(GPTConfig.preset("gpt2"))
+        report = replace_head(model, nn.Linear(768, 50257, bias=False))
+    assert "124,439,808 -> 163,037,184" in str(report)
+    assert "head.weight (50257, 768), 38,597,376" in str(report)
+    assert tie(model).change.parameters_after == 124_439_808 == total(model)
+
+
+def test_a_head_that_holds_w_itself_is_recognised_as_tied(tiny, ids):
+    before = tiny(ids)
+    for head in (nn.Linear(32, 97, bias=False), wrapped(bias=False).eval()):
+        layer = head if isinstance(head, nn.Linear) else head[1]
+        layer.weight = tiny.wte.weight
+        report = replace_head(tiny, head)
+        assert report.tied and tiny.config.tie_word_embeddings and not report.change.came_in
+        assert torch.equal(tiny(ids), before)
+        assert [n for n in tiny.state_dict() if "head" in n] == []
+    assert replace_head(tiny, None).tied and tiny.head is None
+
+
+def test_a_second_name_outside_a_linear_layer_is_tied_and_warned_of(tiny):
+    class Own(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.table = weight
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return h @ self.table.T
+
+    report = replace_head(tiny, Own(tiny.wte.weight))
+    assert report.tied and "head.table is wte.weight under a second name" in str(report)
+    for operation in (untie, lambda model: resize_vocab(model, 99)):
+        with pytest.raises(UserError, match=r"head\.table is wte\.weight"):
+            operation(tiny)
+
+
+def test_a_head_without_a_matrix_v_by_d_is_said_not_to_be_tieable(tiny):
+    report = replace_head(tiny, nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 97)))
+    assert not report.tied and "nothing in it can be wte.weight" in str(report)
+    assert replace_head(tiny, None).change.parameters_after == tiny.config.parameter_count()
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (nn.Linear(32, 100), r"scores 100 tokens and the vocabulary has 97.*resize_vocab"),
+        (nn.Linear(31, 97), "cannot read h"),
+        (nn.Linear(32, 97, dtype=torch.float64), "cannot read h"),
+        (nn.Flatten(0), "one score a token"),
+        (nn.LSTM(32, 97), "into tuple"),
+        ("lm_head", "is a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_score_the_vocabulary_is_refused_and_nothing_changes(tiny, head, says):
+    with pytest.raises(UserError, match=says):
+        replace_head(tiny, head)
+    assert tiny.head is None and tiny.config.tie_word_embeddings
+    assert not isinstance(head, nn.Module) or head.training
+
+
+def test_the_models_own_parts_are_no_head(tiny):
+    for part in (tiny, tiny.wte):
+        with pytest.raises(UserError, match="own parts"):
+            replace_head(tiny, part)
+
+
+def test_only_our_models_are_changed_otherwise(theirs):
+    for operation in (untie, lambda m: resize_vocab(m, 9), lambda m: replace_head(m, None)):
+        with pytest.raises(UserError, match=r"is no tiedgpt\.GPT"):
+            operation(theirs)
+
+
+# tie, any module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(theirs, ids, bias, wrap):
+    count = total(theirs)
+    head = nn.Linear(32, 97, bias=bias)
+    theirs.lm_head = nn.Sequential(nn.Dropout(0.1), head).eval() if wrap else head
+    theirs.config.tie_word_embeddings = False
+    report = tie(theirs)
+    assert head.weight is theirs.transformer.wte.weight
+    assert total(theirs) == count + 97 * bias
+    assert report.change.parameters_before == count + MATRIX + 97 * bias
+    assert theirs.config.tie_word_embeddings is True and "was False" in str(report)
+    assert ("bias stays" in str(report)) is bias
+    assert ("save_pretrained refuses" in str(report)) is wrap
+    hidden = theirs.transformer(ids).last_hidden_state
+    torch.testing.assert_close(theirs(ids).logits, head(hidden))
+    with pytest.raises(UserError, match="tied already"):
+        tie(theirs)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_transformers_gpt2_is_back_at_124_439_808(wrap):
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+        head = nn.Linear(768, 50257, bias=False)
+        model.lm_head = nn.Sequential(nn.Dropout(0.1), head) if wrap else head
+    assert total(model) == 163_037_184
+    report = tie(model)
+    assert total(model) == report.change.parameters_after == 124_439_808
+    assert "163,037,184 -> 124,439,808" in str(report) and report.apart is None
+
+
+@pytest.mark.parametrize("keep", ["input", "output", "mean"])
+def test_any_modules_two_matrices_become_one_with_the_values_asked_for(theirs, keep):
+    theirs.lm_head = nn.Linear(32, 97, bias=False)
+    a, b = (w.detach().clone() for w in (theirs.transformer.wte.weight, theirs.lm_head.weight))
+    report = tie(theirs, keep)
+    assert report.apart.rows == 97
+    expected = {"input": a, "output": b, "mean": (a + b) / 2}[keep]
+    torch.testing.assert_close(theirs.lm_head.weight.detach(), expected)
+
+
+def test_two_parameters_over_one_memory_become_one(theirs):
+    theirs.load_state_dict(theirs.state_dict(), assign=True)
+    n_seen_by_an_optimizer = len(list(theirs.parameters()))
+    assert theirs.lm_head.weight is not theirs.transformer.wte.weight
+    assert tie(theirs).apart.rows == 0
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    assert len(list(theirs.parameters())) == n_seen_by_an_optimizer - 1
+
+
+def test_a_peft_copy_of_the_head_is_tied_again(theirs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(
+            theirs, LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
+        )
+    report = tie(adapted)
+    assert report.outputs == ("base_model.model.lm_head.modules_to_save.default.weight",)
+
+
+class Bare(nn.Module):
+    """A model that says nothing of itself."""
+
+    def __init__(self, tables: int = 1, heads: int = 1) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(24, 32)
+        self.tables = nn.ModuleList(nn.Embedding(97, 32) for _ in range(tables))
+        self.heads = nn.ModuleList(nn.Linear(32, 97) for _ in range(heads))
+
+
+def test_without_a_word_from_the_module_shapes_decide():
+    model = Bare()
+    assert tie(model).input == "tables.0.weight"
+    assert model.heads[0].weight is model.tables[0].weight
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "says"),
+    [
+        (Bare(heads=2), {}, r"heads\.0\.weight, heads\.1\.weight.*output="),
+        (Bare(tables=2), {}, r"tables\.0\.weight, tables\.1\.weight.*input="),
+        (Bare(heads=0), {}, "nothing to tie"),
+        (Bare(), {"output": "nose"}, "output='nose' names no matrix"),
+        (Bare(), {"input": "positions"}, r"could be the output|nothing to tie"),
+        (Bare(), {"input": "positions", "output": "heads"}, "shape"),
+        (nn.LayerNorm(3), {}, "nothing to tie"),
+    ],
+)
+def test_where_there_is_doubt_the_candidates_are_listed(model, names, says):
+    with pytest.raises(UserError, match=says):
+        tie(model, **names)
+
+
+def test_the_names_asked_for_settle_it():
+    model = Bare(tables=2, heads=2)
+    report = tie(model, input="tables.1", output="heads.0.weight")
+    assert (report.input, report.outputs) == ("tables.1.weight", ("heads.0.weight",))
+    assert model.heads[0].weight is model.tables[1].weight
+    assert model.heads[1].weight is not model.tables[0].weight
+
+
+def test_heads_of_another_size_are_told_apart_from_no_head(theirs):
+    theirs.lm_head = nn.Linear(32, 99)
+    with pytest.raises(UserError, match=r"lm_head\.weight \(99, 32\).*resize"):
+        tie(theirs)
+
+
+def test_our_model_inside_another_module_is_pointed_at(tiny):
+    with pytest.raises(UserError, match="the GPT is '1' inside Sequential"):
+        tie(nn.Sequential(nn.Identity(), tiny))
+
+
+# resize_vocab, add_tokens, prune
+
+
+@settings(deadline=None, max_examples=20)
+@given(n_new=st.integers(1, 60), untied=st.booleans(), seed=st.integers(0, 99))
+def test_old_rows_keep_their_bits_and_old_logits_their_values(n_new, untied, seed):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**TINY, tie_word_embeddings=not untied)).eval()
+    ids = torch.randint(97, (2, 9))
+    before = model(ids)
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = add_tokens(model, n_new, seed=seed)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter[: len(old[name])], old[name]), name
+    torch.testing.assert_close(model(ids)[..., :97], before, atol=2e-6, rtol=1e-5)
+    assert model(ids).shape[-1] == 97 + n_new == model.config.vocab_size
+    assert report.change.parameters_after == total(model) == model.config.parameter_count()
+    assert report.matrices == (("wte.weight", "head.weight") if untied else ("wte.weight",))
+    assert report.mass.largest <= 2 * report.mass.share
+
+
+def test_new_tokens_do_not_win_where_rows_drawn_at_random_would(tiny):
+    """The rows of `tiny` are large, as a trained model's are: 0.2 instead of 0.02."""
+    sample = torch.randint(97, (16, 24), generator=torch.Generator().manual_seed(1))
+    random = copy.deepcopy(tiny)
+    grown = nn.Parameter(torch.cat([tiny.wte.weight.detach(), torch.randn(4, 32)]))
+    random.wte.weight = grown
+    states = tiny.body(sample).flatten(0, 1)
+    assert random.logits(states).softmax(-1)[:, 97:].sum(-1).max() > 0.9
+    report = add_tokens(tiny, 4, sample=sample)
+    taken = tiny.logits(states).softmax(-1)[:, 97:].sum(-1)
+    assert taken.max() <= 2 * 4 / 101
+    assert report.mass.largest == pytest.approx(taken.max().item(), rel=1e-5)
+    assert report.mass.mean == pytest.approx(taken.mean().item(), rel=1e-5)
+    assert report.mass.share == pytest.approx(4 / 101) and report.mass.n_states == 16 * 24
+    assert "probability of the new tokens at 384 states" in str(report)
+
+
+def test_new_rows_have_the_mean_and_the_shape_of_the_old_ones_spread():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=500, n_positions=8, n_embd=16, n_layer=1, n_head=2)).eval()
+    stretch = torch.linspace(0.1, 1.0, 16)
+    with torch.no_grad():
+        model.wte.weight.copy_(torch.randn(500, 16) * stretch + 0.3)
+        model.ln_f.weight.mul_(0.1)
+    report = add_tokens(model, 20_000)
+    old, new = model.wte.weight[:500].double(), model.wte.weight[500:].double()
+    assert report.mass.spread == 0.1
+    torch.testing.assert_close(new.mean(0), old.mean(0), atol=0.005, rtol=0)
+    torch.testing.assert_close(new.T.cov() / 0.1**2, old.T.cov(), atol=0.03, rtol=0.05)
+
+
+def test_where_an_outlier_makes_the_spread_large_new_rows_are_drawn_closer_to_the_mean(tiny):
+    with torch.no_grad():
+        tiny.wte.weight[5] *= 500
+    report = add_tokens(tiny, 30)
+    assert report.mass.spread < 0.1 and report.mass.largest <= 2 * 30 / 127
+
+
+def test_the_seed_alone_decides_the_draw(tiny_config):
+    models = [GPT(tiny_config) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    state = torch.get_rng_state()
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        add_tokens(model, 3, seed=seed)
+        assert model.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(models[0].wte.weight, models[1].wte.weight)
+    assert not torch.equal(models[0].wte.weight, models[2].wte.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtype_and_whether_it_trains_are_kept(tiny, dtype):
+    tiny.to(dtype).wte.weight.requires_grad_(False)
+    add_tokens(tiny, 3)
+    assert tiny.wte.weight.dtype == dtype and not tiny.wte.weight.requires_grad
+    resize_vocab(tiny, 50)
+    assert tiny.wte.weight.dtype == dtype and not tiny.wte.weight.requires_grad
+
+
+def test_on_the_meta_device_only_shapes_change():
+    with torch.device("meta"):
+        model = GPT(GPTConfig.preset("gpt2"))
+    report = resize_vocab(model, 50304)
+    assert model.wte.weight.is_meta and report.mass is None
+    assert total(model) == 124_439_808 + 47 * 768 == model.config.parameter_count()
+
+
+def test_shrinking_keeps_the_first_rows(tiny, ids):
+    old, before = tiny.wte.weight.detach().clone(), tiny(ids % 40)[..., :40]
+    report = resize_vocab(tiny, 40)
+    assert torch.equal(tiny.wte.weight, old[:40]) and report.mass is None
+    torch.testing.assert_close(tiny(ids % 40), before)
+    assert tiny.config.parameter_count() == total(tiny)
+
+
+def test_a_head_of_its_own_and_its_bias_grow_and_shrink_too(tiny, ids):
+    tiny.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97)).eval()
+    before = tiny(ids)
+    report = add_tokens(tiny, 3)
+    assert report.matrices == ("wte.weight", "head.1.weight", "head.1.bias")
+    torch.testing.assert_close(tiny(ids)[..., :97], before)
+    assert tiny.head[1].out_features == 100
+    torch.testing.assert_close(tiny.head[1].bias[97:], tiny.head[1].bias[:97].mean().expand(3))
+    prune(tiny, range(97))
+    torch.testing.assert_close(tiny(ids), before)
+    tie(tiny)
+    assert add_tokens(tiny, 2).matrices == ("wte.weight", "head.1.bias")
+
+
+def test_other_parts_of_a_head_with_an_entry_a_token_are_refused_before_anything_changes(tiny):
+    tiny.head = nn.Sequential(nn.Linear(32, 97), nn.LayerNorm(97))
+    with pytest.raises(UserError, match=r"head\.1\.weight \(97,\)"):
+        add_tokens(tiny, 3)
+    assert tiny.wte.weight.shape == (97, 32) and tiny.head[0].weight.shape == (97, 32)
+
+
+def test_a_special_id_that_would_be_lost_is_named_before_anything_changes(tiny):
+    tiny.config = dataclasses.replace(tiny.config, bos_token_id=3, eos_token_id=96)
+    tiny.foreign_config["pad_token_id"] = 90
+    for shrink in (lambda: resize_vocab(tiny, 40), lambda: prune(tiny, [1, 2, 3])):
+        with pytest.raises(UserError, match=r"eos_token_id=96 and pad_token_id=90 would be lost"):
+            shrink()
+    assert tiny.wte.weight.shape == (97, 32) and tiny.config.vocab_size == 97
+
+
+def test_pruning_keeps_rows_in_the_order_given_and_moves_special_ids(tiny):
+    tiny.config = dataclasses.replace(tiny.config, eos_token_id=96)
+    tiny.foreign_config["pad_token_id"] = 4
+    old = tiny.wte.weight.detach().clone()
+    report = prune(tiny, torch.tensor([50, 4, 96]))
+    assert torch.equal(tiny.wte.weight, old[[50, 4, 96]])
+    assert report.old_ids == (50, 4, 96)
+    assert tiny.config.eos_token_id == 2 and tiny.foreign_config["pad_token_id"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"),
+    [
+        ([], "empty"),
+        ([1, 97], "has 97"),
+        ([0, -1], "has -1"),
+        ([5, 6, 5], "5 twice"),
+        ([0.5], "whole numbers"),
+    ],
+)
+def test_ids_that_cannot_be_kept_are_refused(tiny, keep, says):
+    with pytest.raises(UserError, match=says):
+        prune(tiny, keep)
+
+
+def test_sizes_that_are_none_are_refused_and_the_same_size_changes_nothing(tiny):
+    matrix = tiny.wte.weight
+    assert "as before" in str(resize_vocab(tiny, 97)) and tiny.wte.weight is matrix
+    for wrong in (0, -3, 2.5, True):
+        with pytest.raises(UserError, match="whole number"):
+            resize_vocab(tiny, wrong)
+        with pytest.raises(UserError, match="whole number"):
+            add_tokens(tiny, wrong)
+
+
+def test_rows_that_do_not_fit_in_memory_change_nothing(tiny):
+    with pytest.raises(NoRoomError, match="no memory for"):
+        add_tokens(tiny, 10**13)
+    assert tiny.wte.weight.shape == (97, 32)

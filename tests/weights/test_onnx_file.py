@@ -1,0 +1,159 @@
+"""ONNX: initializers and their uses, read without onnx; hostile files are refused."""
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tie.checkpoints import matrix, write_onnx
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.weights.onnx_file import TYPES, open_onnx
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import onnx
+    from onnx import TensorProto, external_data_helper, helper, numpy_helper
+
+
+def graph_of(*tensors, nodes=()):
+    return helper.make_model(helper.make_graph(list(nodes), "g", [], [], list(tensors)))
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_initializers_are_what_onnx_reads(tmp_path, external):
+    path = write_onnx(tmp_path / "a.onnx", "other", external=external)
+    inventory = open_onnx(path)
+    theirs = {
+        t.name: numpy_helper.to_array(t, str(tmp_path)) for t in onnx.load(path).graph.initializer
+    }
+    assert set(inventory.tensors) == set(theirs)
+    for name, expected in theirs.items():
+        ours = inventory.tensors[name]
+        assert ours.shape == expected.shape
+        assert np.array_equal(ours.rows(0, len(expected)), expected)
+        assert np.array_equal(ours.columns(2, 7), expected.T[2:7])
+    assert inventory.reads == ("W", "wpe")
+    assert inventory.predicts == ("H",)
+    assert inventory.products == ("block", "H")
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"])
+def test_raw_data_of_every_float(tmp_path, kind):
+    import ml_dtypes
+
+    dtype = {"FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "DOUBLE": np.float64}.get(
+        kind, np.float32
+    )
+    w = matrix().astype(dtype)
+    tensor = helper.make_tensor("w", getattr(TensorProto, kind), w.shape, w.tobytes(), raw=True)
+    onnx.save(graph_of(tensor), tmp_path / "a.onnx")
+    ours = open_onnx(tmp_path / "a.onnx").tensors["w"]
+    assert np.array_equal(ours.rows(0, 97), w.astype(np.float64))
+
+
+def test_float_data_and_constants(tmp_path):
+    w = matrix(rows=4)
+    listed = helper.make_tensor("w", TensorProto.FLOAT, w.shape, w.flatten())
+    constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(w * 2, "x"))
+    onnx.save(graph_of(listed, nodes=[constant]), tmp_path / "a.onnx")
+    tensors = open_onnx(tmp_path / "a.onnx").tensors
+    assert np.array_equal(tensors["w"].rows(0, 4), w)
+    assert np.array_equal(tensors["c"].rows(0, 4), w * 2)
+
+
+def test_values_that_are_not_raw_are_listed_and_not_read(tmp_path):
+    odd = helper.make_tensor("w", TensorProto.FLOAT16, [4], np.ones(4, np.float16))
+    onnx.save(graph_of(odd), tmp_path / "a.onnx")
+    found = open_onnx(tmp_path / "a.onnx").tensors["w"]
+    assert (found.shape, found.is_decodable) == ((4,), False)
+
+
+def test_the_table_of_types_is_theirs():
+    for number, (_, width) in TYPES.items():
+        assert helper.tensor_dtype_to_np_dtype(number).itemsize == width
+
+
+def external(location="data.bin", offset=0, length=64, shape=(4, 4)):
+    tensor = TensorProto(name="w", data_type=1, dims=shape)
+    tensor.raw_data = bytes(64)
+    external_data_helper.set_external_data(tensor, location, offset=offset, length=length)
+    tensor.ClearField("raw_data")
+    return graph_of(tensor).SerializeToString()
+
+
+def raw(shape=(4, 4), n_bytes=64) -> bytes:
+    tensor = TensorProto(name="w", data_type=1, dims=shape, raw_data=bytes(n_bytes))
+    return graph_of(tensor).SerializeToString()
+
+
+def deep() -> bytes:
+    model = graph_of()
+    graph = model.graph
+    for _ in range(40):
+        node = graph.node.add(op_type="If")
+        graph = node.attribute.add(name="then").g
+    return model.SerializeToString()
+
+
+HOSTILE = {
+    "out of the directory": external("../secret"),
+    "out by a roundabout way": external("sub/../../secret"),
+    "an absolute place": external("/etc/passwd"),
+    "no place": external(""),
+    "a file that is not there": external("missing.bin"),
+    "bytes past the end": external(offset=1000),
+    "a negative offset": external(offset=-4),
+    "another length": external(length=32),
+    "a huge shape": external(shape=(2**40, 2**40), length=64),
+    "raw data too short": raw(n_bytes=60),
+    "raw data of a huge shape": raw(shape=(2**40, 2**20)),
+    "a negative size": raw(shape=(-4, -4)),
+    "a name twice": graph_of(*[TensorProto(name="w", data_type=1)] * 2).SerializeToString(),
+    "graphs without end": deep(),
+    "no graph": b"\x08\x08",
+    "a length past the end": b"\x3a\xff\xff\xff\xff\x0f" + bytes(30),
+    "a number without end": b"\x08" + b"\xff" * 30,
+    "field nought": b"\x00\x00",
+    "an unknown wire type": b"\x0b\x00",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (tmp_path / "in" / "data.bin").write_bytes(bytes(64))
+    path = tmp_path / "in" / "x.onnx"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(CorruptInputError, match=r"x\.onnx"):
+        open_onnx(path)
+
+
+def test_the_sound_ones_of_these_are_read(tmp_path):
+    (tmp_path / "data.bin").write_bytes(bytes(64))
+    for data in (external(), raw()):
+        (tmp_path / "x.onnx").write_bytes(data)
+        assert not open_onnx(tmp_path / "x.onnx").tensors["w"].rows(0, 4).any()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
+    path = tmp_path / "a.onnx"
+    if not path.exists():
+        write_onnx(path, "other", external=True)
+    whole = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        whole = whole[: data.draw(st.integers(0, len(whole)))]
+    (tmp_path / "b.onnx").write_bytes(whole)
+    try:
+        for found in open_onnx(tmp_path / "b.onnx").tensors.values():
+            if found.is_decodable:
+                found.rows(0, found.matrix_shape[0])
+    except TiedGPTError:
+        pass

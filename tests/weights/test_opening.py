@@ -1,0 +1,164 @@
+"""Any checkpoint opens as the same inventory; no code in a pickle runs; lying files are refused."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.tie.checkpoints import matrix, write_gguf, write_onnx
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.tie import audit, ledger
+from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.stored import by_storage
+
+
+def test_every_format_is_recognised_by_its_content(tmp_path):
+    w = torch.from_numpy(matrix())
+    save_file({"wte.weight": w}, tmp_path / "a")
+    torch.save({"wte.weight": w}, tmp_path / "b")
+    torch.save({"wte.weight": w}, tmp_path / "c", _use_new_zipfile_serialization=False)
+    write_gguf(tmp_path / "d", {"token_embd.weight": matrix()})
+    write_onnx(tmp_path / "e", "one", names=("wte.weight", ""))
+    formats = ["safetensors", "torch", "torch", "GGUF", "ONNX"]
+    for name, kind in zip("abcde", formats, strict=True):
+        inventory = open_inventory(tmp_path / name)
+        assert inventory.format == kind
+        tensor = next(
+            t for n, t in inventory.tensors.items() if n in ("wte.weight", "token_embd.weight")
+        )
+        assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((97, 32), "float32", 97 * 32 * 4)
+        assert np.array_equal(tensor.rows(90, 97), matrix()[90:])
+        assert np.array_equal(tensor.columns(3, 9), matrix().T[3:9])
+
+
+def test_views_in_a_torch_file_are_one_storage(tmp_path):
+    w = torch.randn(10, 4)
+    torch.save({"a": w, "b": w.T, "c": w[2:], "d": w.clone()}, tmp_path / "x.pt")
+    inventory = open_inventory(tmp_path / "x.pt")
+    groups = by_storage(inventory.tensors.values())
+    assert [[tensor.name for tensor in group] for group in groups] == [["a", "b", "c"], ["d"]]
+    assert np.array_equal(inventory.tensors["b"].rows(0, 4), w.T.numpy())
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_pickle_never_runs(tmp_path, legacy):
+    state = {"wte.weight": torch.ones(4, 2), "x": Canary(tmp_path / "dead")}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    (tmp_path / "b.bin").write_bytes(pickle.dumps(Canary(tmp_path / "dead")))
+    for name in ("a.pt", "b.bin"):
+        for look in (audit, ledger):
+            with pytest.raises(CorruptInputError, match=name) as caught:
+                look(tmp_path / name)
+            assert "\n" not in str(caught.value)
+    assert not (tmp_path / "dead").exists()
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path):
+    for value in (torch.ones(3), [torch.ones(3)], {"a": 1}, {}, {"model": {"model": {}}}):
+        torch.save(value, tmp_path / "a.pt")
+        with pytest.raises(CorruptInputError, match=r"a\.pt holds"):
+            open_inventory(tmp_path / "a.pt")
+    torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match="not read here"):
+        open_inventory(tmp_path / "a.pt")
+
+
+def test_a_tensor_that_claims_more_than_its_storage_is_refused(tmp_path):
+    huge = torch.ones(1).expand(2**40, 2**20)
+    torch.save({"wte.weight": huge}, tmp_path / "a.pt")
+    with pytest.raises(CorruptInputError, match="lies"):
+        open_inventory(tmp_path / "a.pt")
+
+
+def test_torch_files_cut_or_changed_give_our_error(tmp_path):
+    torch.save({"wte.weight": torch.randn(40, 8)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    path = tmp_path / "cut.pt"
+    for size in range(0, len(whole), len(whole) // 30):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptInputError, match=r"cut\.pt"):
+            open_inventory(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_of_a_torch_file(tmp_path, data):
+    buffer = io.BytesIO()
+    torch.save({"wte.weight": torch.ones(4, 2)}, buffer)
+    whole = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(2, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "a.pt").write_bytes(whole)
+    try:
+        for tensor in open_inventory(tmp_path / "a.pt").tensors.values():
+            tensor.native(0, tensor.matrix_shape[0])
+    except TiedGPTError:
+        pass
+
+
+def test_another_zip_is_no_checkpoint(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("hello.txt", "hello")
+    with pytest.raises(CorruptInputError, match=r"a\.pt is no plain file of tensors"):
+        open_inventory(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "shard", ["../a.safetensors", "/etc/passwd", "gone.safetensors", "", "x.index.json", "a\0b"]
+)
+def test_shards_may_not_lead_out_of_the_directory(tmp_path, shard):
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    inside = tmp_path / "in"
+    inside.mkdir()
+    (inside / "x.index.json").write_text("{}")
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.raises(CorruptInputError, match="shard"):
+        open_inventory(inside)
+
+
+def test_indexes_that_lie(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for weight_map, why in (
+        ({"w": "a.safetensors", "v": "b.safetensors"}, "two shards hold 'w'"),
+        ({"w": "a.safetensors", "v": "a.safetensors"}, "promises 'v'"),
+        ({}, "no weight_map"),
+        ([], "no weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CorruptInputError, match=why):
+            open_inventory(tmp_path)
+
+
+def test_a_directory_of_several_files_is_asked_about(tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(tmp_path / name, {"token_embd.weight": matrix()})
+    with pytest.raises(UserError, match=r"2 files of weights \(a\.gguf, b\.gguf\): name one"):
+        open_inventory(tmp_path)
+    (tmp_path / "b.gguf").unlink()
+    assert open_inventory(tmp_path).format == "GGUF"
+
+
+def test_empty_and_unknown_files(tmp_path):
+    for name, data in (("a", b""), ("b", b"hello world"), ("c.gguf", b"PE\0\0"), ("d", bytes(50))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(CorruptInputError, match=name):
+            open_inventory(tmp_path / name)
