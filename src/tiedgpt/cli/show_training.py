@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tiedgpt.cli.program import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import EncodedCorpus
 from tiedgpt.infer import Engine
@@ -141,9 +142,9 @@ class Display:
         out.print(parameters(config))
         out.print(
             f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
-            f'  tiedgpt generate {self.out} --prompt "Return a new"\n'
-            f"  tiedgpt train your.txt --size small --minutes 10\n"
-            f"  tiedgpt doctor"
+            f'  {program()} generate {self.out} --prompt "Return a new"\n'
+            f"  {program()} tie show {self.out}\n"
+            f"  {program()} train your.txt --size small --minutes 10"
         )
 
     def _bar(self, last_column: str) -> Progress:

@@ -11,6 +11,7 @@ from types import FrameType
 import tyro
 
 from tiedgpt.cli.options import parse
+from tiedgpt.cli.program import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from tiedgpt.train.options import TrainOptions
 
@@ -43,7 +44,7 @@ def run(arguments: list[str]) -> int:
     from tiedgpt.train.run_directory import RunDirectory
 
     directory = RunDirectory(out)
-    display = Display(out, command=shlex.join(["tiedgpt", "train", *arguments]))
+    display = Display(out, command=f"{program()} train {shlex.join(arguments)}".rstrip())
     if options.tokenizer not in ("bpe", "char") and not Path(options.tokenizer).exists():
         display.say(f"tokenizer {options.tokenizer}: looked for on the Hugging Face hub")
     with directory.locked():
