@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,6 +184,8 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ([0] * 49, {}, "49 tokens and the model's context 48"),
         ([0, 100_000], {}, "100000 is no id"),
         ([0, -1], {}, "-1 is no id"),
+        ([0, True], {}, "True is no id"),
+        ([0, 1.5], {}, "1.5 is no id"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens=0"),
         ("x", {"max_new_tokens": True}, "max_new_tokens"),
         ("x", {"temperature": -1}, "temperature"),
@@ -208,6 +211,13 @@ def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
         Engine(small).generate([[]])
     with pytest.raises(UserError, match="precision"):
         Engine(small, "int3")
+
+
+def test_ids_may_come_as_arrays_and_tensors(engine):
+    expected = engine.generate([5, 6, 7], max_new_tokens=3, temperature=0)
+    for ids in (np.array([5, 6, 7]), torch.tensor([5, 6, 7])):
+        assert engine.generate(ids, max_new_tokens=3, temperature=0) == expected
+        assert engine.generate([ids], max_new_tokens=3, temperature=0) == [expected]
 
 
 def test_no_prompts_give_no_completions(engine):

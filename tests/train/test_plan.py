@@ -8,7 +8,8 @@ from tiedgpt import GPTConfig
 from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import make_plan, record, recorded, require_memory
+from tiedgpt.train.plan import record, recorded
+from tiedgpt.train.planning import make_plan, require_memory
 from tiedgpt.train.run_directory import toml
 
 

@@ -43,7 +43,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from tiedgpt.core.config import GPTConfig
-    from tiedgpt.train.plan import faster_dtype
+    from tiedgpt.train.planning import faster_dtype
 
     missing = []
     found: dict[str, Any] = {"tiedgpt": metadata.version("tiedgpt")}

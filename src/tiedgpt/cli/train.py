@@ -39,7 +39,8 @@ def run(arguments: list[str]) -> int:
 
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.loop import Ended, train
-    from tiedgpt.train.plan import make_plan, record, recorded, tokenizer_config, training_device
+    from tiedgpt.train.plan import record, recorded
+    from tiedgpt.train.planning import make_plan, tokenizer_config, training_device
     from tiedgpt.train.prepare import prepare
     from tiedgpt.train.run_directory import RunDirectory
 

@@ -8,10 +8,11 @@ the batch.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Literal, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ from torch import Tensor
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.infer.sampling import Sampling
+from tiedgpt.infer.request import Options, Request, require_positive
 from tiedgpt.infer.stopping import StopWatch
 from tiedgpt.text import StreamDecoder, Tokenizer
 
 PRECISIONS = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ContextEnd = Literal["stop", "slide"]
 FinishReason = Literal["stop", "length", "context"]
 Prompt = str | Sequence[int]
 
@@ -102,122 +102,90 @@ class Engine:
         self.tokenizer = tokenizer
 
     @overload
-    def generate(self, prompts: str, **options: object) -> Completion: ...  # type: ignore[overload-overlap]
-    @overload
-    def generate(self, prompts: Sequence[int], **options: object) -> Completion: ...
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str, *, batch_size: int = 8, **options: Unpack[Options]
+    ) -> Completion: ...
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: object
+        self, prompts: Sequence[int], *, batch_size: int = 8, **options: Unpack[Options]
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        batch_size: int = 8,
+        **options: Unpack[Options],
     ) -> list[Completion]: ...
 
-    def generate(  # type: ignore[misc]
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        context_end: ContextEnd = "stop",
-        batch_size: int = 8,
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, batch_size: int = 8, **options: Unpack[Options]
     ) -> Completion | list[Completion]:
         """Complete one prompt (text or ids), or a list of them.
 
+        Options, as in `Request`: max_new_tokens=128, temperature=1.0 (0: greedy), top_k, top_p,
+        min_p, repetition_penalty=1.0, seed, stop, context_end="stop" or "slide".
+
         With a seed the draw for a prompt does not depend on the prompts beside it; the same prompt
         given again draws anew. An empty prompt starts from the beginning-of-text token. At the end
-        of the context generation stops, or with "slide" goes on from the later half of what the
-        model saw; the completion says which. At most `batch_size` prompts are decoded at a time.
+        of the context generation stops, or slides on; the completion says which. At most
+        `batch_size` prompts are decoded at a time.
         """
-        sampling = Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        )
-        many = not isinstance(prompts, str) and (not prompts or not isinstance(prompts[0], int))
-        each: Sequence[Prompt] = prompts if many else [prompts]  # type: ignore[list-item,assignment]
-        if isinstance(prompts, (list, tuple)) and not prompts:
-            return []
-        _require_positive("max_new_tokens", max_new_tokens)
-        _require_positive("batch_size", batch_size)
-        sequences = self._sequences(each, seed, stop, context_end)
+        request = Request(**options)
+        require_positive("batch_size", batch_size)
+        if isinstance(prompts, str) or (len(prompts) and _is_id(prompts[0])):
+            each, many = [cast(Prompt, prompts)], False
+        else:
+            each, many = list(cast(Sequence[Prompt], prompts)), True
+        sequences = self._sequences(each, request)
         for first in range(0, len(sequences), batch_size):
-            group = sequences[first : first + batch_size]
-            for _ in self._run(group, sampling, max_new_tokens, context_end):
+            for _ in self._run(sequences[first : first + batch_size], request):
                 pass
         completions = [sequence.completion() for sequence in sequences]
         return completions if many else completions[0]
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        context_end: ContextEnd = "stop",
+        self, prompt: Prompt, **options: Unpack[Options]
     ) -> Generator[str, None, Completion]:
         """Yield the completion's text in pieces as it grows; return the whole `Completion`.
 
-        Pieces never split a character and never show the start of a stop string.
+        Options as in `generate`. Pieces never split a character and never show the start of a
+        stop string.
         """
-        sampling = Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        )
-        _require_positive("max_new_tokens", max_new_tokens)
-        sequences = self._sequences([prompt], seed, stop, context_end)
-        for _, piece in self._run(sequences, sampling, max_new_tokens, context_end):
+        request = Request(**options)
+        sequences = self._sequences([prompt], request)
+        return self._stream(sequences, request)
+
+    def _stream(
+        self, sequences: list[_Sequence], request: Request
+    ) -> Generator[str, None, Completion]:
+        for _, piece in self._run(sequences, request):
             if piece:
                 yield piece
         return sequences[0].completion()
 
-    def _sequences(
-        self,
-        prompts: Sequence[Prompt],
-        seed: int | None,
-        stop: str | Sequence[str],
-        context_end: ContextEnd,
-    ) -> list[_Sequence]:
-        """Check everything that was asked for before anything is computed."""
-        if context_end not in ("stop", "slide"):
-            raise UserError(f"context_end={context_end!r} is neither 'stop' nor 'slide'")
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-            raise UserError(f"seed={seed!r} is not a whole number from 0 to 2^63 - 1")
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if stops and self.tokenizer is None:
+    def _sequences(self, prompts: Sequence[Prompt], request: Request) -> list[_Sequence]:
+        """Check all prompts before anything is computed."""
+        if request.stops and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer")
         times_seen: dict[tuple[int, ...], int] = {}
         sequences = []
         for prompt in prompts:
             ids = self._ids(prompt)
             n_positions = self.model.config.n_positions
-            if len(ids) > n_positions and context_end == "stop":
+            if len(ids) > n_positions and request.context_end == "stop":
                 raise UserError(
                     f"the prompt has {len(ids)} tokens and the model's context {n_positions}: "
                     "shorten it, or let the context slide"
                 )
             copies = times_seen[tuple(ids)] = times_seen.get(tuple(ids), -1) + 1
             generator = torch.Generator(device=self.model.wte.weight.device)
-            if seed is None:
+            if request.seed is None:
                 generator.seed()
             else:
-                generator.manual_seed((seed + copies * 0x9E3779B97F4A7C15) % 2**63)
+                generator.manual_seed((request.seed + copies * 0x9E3779B97F4A7C15) % 2**63)
             decoder = self.tokenizer.stream() if self.tokenizer else None
-            sequences.append(_Sequence(ids, len(ids), generator, StopWatch(stops), decoder))
+            sequences.append(_Sequence(ids, len(ids), generator, StopWatch(request.stops), decoder))
         return sequences
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -228,7 +196,7 @@ class Engine:
                 raise UserError("a prompt of text needs a tokenizer; give ids")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = list(prompt)
+            ids = [operator.index(token) if _is_id(token) else token for token in prompt]
         if not ids:
             start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
             if start is None:
@@ -239,28 +207,22 @@ class Engine:
                 raise UserError(f"{token!r} is no id of a vocabulary of {config.vocab_size} tokens")
         return ids
 
-    def _run(
-        self,
-        sequences: list[_Sequence],
-        sampling: Sampling,
-        max_new_tokens: int,
-        context_end: ContextEnd,
-    ) -> Iterator[tuple[_Sequence, str]]:
+    def _run(self, sequences: list[_Sequence], request: Request) -> Iterator[tuple[_Sequence, str]]:
         """Prefill each sequence, then decode all until each has ended; yield text as it comes."""
         training = self.model.training
         self.model.eval()
         try:
             n_positions = self.model.config.n_positions
             longest = max(len(sequence.ids) for sequence in sequences)
-            capacity = min(n_positions, longest + max_new_tokens)
+            capacity = min(n_positions, longest + request.max_new_tokens)
             filled = [self._prefill(sequence, capacity) for sequence in sequences]
             cache = KVCache.join([cache for cache, _ in filled])
             logits = torch.cat([last for _, last in filled])
             while sequences:
                 for sequence, row in zip(sequences, logits, strict=True):
-                    yield sequence, self._take(sequence, row, sampling, max_new_tokens)
+                    yield sequence, self._take(sequence, row, request)
                     full = len(sequence.ids) - sequence.start > n_positions
-                    if full and sequence.finish_reason is None and context_end == "stop":
+                    if full and sequence.finish_reason is None and request.context_end == "stop":
                         sequence.finish_reason = "context"
                         yield sequence, self._finish(sequence)
                 going = [i for i, s in enumerate(sequences) if s.finish_reason is None]
@@ -312,11 +274,9 @@ class Engine:
         h = self.model.body(torch.tensor(newest, device=cache.keys.device), cache)
         return self.model.logits(h[:, -1])
 
-    def _take(
-        self, sequence: _Sequence, logits: Tensor, sampling: Sampling, max_new_tokens: int
-    ) -> str:
+    def _take(self, sequence: _Sequence, logits: Tensor, request: Request) -> str:
         """Choose the next token, note it, and return the text that it completes."""
-        token = sampling.choose(logits, sequence.ids, sequence.generator)
+        token = request.choose(logits, sequence.ids, sequence.generator)
         sequence.logprobs.append(float(logits.float().log_softmax(0)[token]))
         sequence.ids.append(token)
         if token == self.model.config.eos_token_id:
@@ -326,7 +286,7 @@ class Engine:
         sequence.text.append(piece)
         if sequence.watch.stopped:
             sequence.finish_reason = "stop"
-        elif len(sequence.new_ids) >= max_new_tokens:
+        elif len(sequence.new_ids) >= request.max_new_tokens:
             sequence.finish_reason = "length"
             return piece + self._finish(sequence)
         return piece
@@ -340,6 +300,10 @@ class Engine:
         return rest
 
 
-def _require_positive(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise UserError(f"{name}={value!r} is not a positive whole number")
+def _is_id(value: object) -> bool:
+    """Whether it is a whole number of any library's, and no bool."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -22,7 +22,8 @@ from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import load_newest, save_checkpoint
 from tiedgpt.train.optim import Group, learning_rate, optimizers, parameter_groups
-from tiedgpt.train.plan import FINAL_EVALUATION_TOKENS, Plan
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import FINAL_EVALUATION_TOKENS
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +11,7 @@ import torch
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import DivergedError
-
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
+from tiedgpt.train.plan import Plan
 
 
 @dataclass(frozen=True)
