@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError
-from tiedgpt.tie.candidates import MAY_READ, READS, find_roles, is_position, role_word
+from tiedgpt.tie.candidates import MAY_READ, READS, Roles, find_roles, is_position, role_word
 from tiedgpt.tie.explanations import megabytes, size
 from tiedgpt.tie.movements import Movement, compare_ledgers
 from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, by_storage
@@ -64,6 +64,8 @@ class Ledger:
     rows: tuple[Row, ...]
     left_out: tuple[str, ...] = ()
     """Tensors that are no parameters: masks, index tables, constants of a graph."""
+    reads_and_predicts: str | None = None
+    """Name of the matrix that does both without a second name; None where there is none."""
 
     @property
     def total(self) -> int:
@@ -93,6 +95,12 @@ class Ledger:
             f"{self.multiply_adds:,} multiply-adds a token."
         )
         for row in self.rows:
+            if self.reads_and_predicts in row.names:
+                text += (
+                    f" {self.reads_and_predicts} reads and predicts: one matrix of "
+                    f"{size(row.shape)}, {row.parameters:,} parameters counted once; reading a "
+                    "token looks up a row, predicting one is the product that is counted."
+                )
             if row.shared:
                 text += (
                     f" {' and '.join(row.names)} are one matrix of {size(row.shape)}: "
@@ -136,14 +144,19 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
 def _account(inventory: Inventory, costs: Mapping[str, int]) -> Ledger:
     counted = [t for t in inventory.tensors.values() if _is_parameter(inventory, t)]
     names = {tensor.name for tensor in counted}
+    roles = _roles(inventory)
     vocabulary = inventory.config.get("vocab_size")
     vocabulary = vocabulary if type(vocabulary) is int else None
-    tables = _tables(inventory) if vocabulary is not None else set()
+    tables = {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
+    rows = tuple(_row(group, costs, tables, vocabulary) for group in by_storage(counted))
+    alone = roles.input.name if roles.input is not None and roles.output is None else None
+    both = (row for row in rows if alone in row.names and row.multiply_adds and not row.shared)
     return Ledger(
         str(inventory.source),
         inventory.format,
-        tuple(_row(group, costs, tables, vocabulary) for group in by_storage(counted)),
+        rows,
         tuple(name for name in inventory.tensors if name not in names),
+        alone if any(both) else None,
     )
 
 
@@ -188,13 +201,12 @@ def _is_parameter(inventory: Inventory, tensor: StoredTensor) -> bool:
     return tensor.dtype not in NOT_PARAMETERS
 
 
-def _tables(inventory: Inventory) -> set[str]:
-    """Return the names of the matrices over the vocabulary."""
+def _roles(inventory: Inventory) -> Roles:
+    """Return which tensors read and predict, as far as names and shapes tell."""
     try:
-        roles = find_roles(inventory)
+        return find_roles(inventory)
     except TiedGPTError:
-        return set()
-    return {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
+        return Roles(None, None)
 
 
 def _costs(inventory: Inventory) -> dict[str, int]:
@@ -205,10 +217,7 @@ def _costs(inventory: Inventory) -> dict[str, int]:
         tensor.name: tensor.count if len(tensor.shape) >= 2 and not _is_lookup(tensor.name) else 0
         for tensor in inventory.tensors.values()
     }
-    try:
-        roles = find_roles(inventory)
-    except TiedGPTError:
-        return costs
+    roles = _roles(inventory)
     for matrix in (roles.input, *roles.others):
         if matrix is not None:
             costs[matrix.name] = 0
