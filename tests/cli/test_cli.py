@@ -128,7 +128,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["train", "cats.txt", "--out", "letters"], 1, "is no run"),
         (["generate"], 1, "train first"),
         (["generate", "no/such/model"], 1, "does not exist"),
-        (["generate", "letters"], 1, "config.json"),
+        (["generate", "letters"], 1, "no weights"),
     ],
 )
 def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code, says):

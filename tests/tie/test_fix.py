@@ -203,11 +203,11 @@ def test_nothing_is_written_over_or_into_anything(tmp_path, dest):
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, failure):
     source = with_head(tmp_path, torch.clone)
 
-    def fail(path, copies):
+    def fail(path, copies, metadata):
         path.write_bytes(b"half")
         raise failure
 
-    monkeypatch.setattr(repair, "write_copies", fail)
+    monkeypatch.setattr(repair, "write_safetensors", fail)
     with pytest.raises((KeyboardInterrupt, NoRoomError)):
         fix(source, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]

@@ -214,11 +214,10 @@ def test_a_damaged_config_is_named(saved, content):
 
 
 def test_directories_and_names_that_lead_nowhere(tmp_path):
-    with pytest.raises(UserError, match=r"no config\.json"):
-        GPT.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="no weights"):
-        GPT.from_pretrained(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no weights"):
+            GPT.from_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="does not exist"):
         GPT.from_pretrained(tmp_path / "no" / "such" / "place")
 

@@ -22,8 +22,9 @@ from tiedgpt.tie.candidates import Roles, find_roles
 from tiedgpt.tie.explanations import megabytes
 from tiedgpt.tie.repair_plan import Plan, plan_repair
 from tiedgpt.weights.opening import CLAIM, WEIGHT_SUFFIXES, open_inventory
+from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.stored import Inventory
-from tiedgpt.weights.tensor_copy import Copy, format_name, write_copies
+from tiedgpt.weights.tensor_copy import Copy
 
 Keep = Literal["input", "output", "both"]
 INSTEAD = {
@@ -99,11 +100,11 @@ def fix(
     copies = _copies(inventory, roles, plan)
     n_bytes = sum(copy.n_bytes for copy in copies.values())
     for copy in copies.values():
-        format_name(copy.tensor)
+        _ = copy.format_name  # refuses a type that cannot be written, before anything is
     require_room(dest.parent, n_bytes)
     with replacing(dest) as temporary:
         temporary.mkdir()
-        write_copies(temporary / "model.safetensors", copies)
+        write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
         _write_config(temporary / "config.json", inventory, plan)
         if home is not None:
             _copy_rest(home, temporary, inventory)

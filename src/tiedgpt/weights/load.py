@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
 from tiedgpt.weights.config_json import (
     FILE_FIELDS,
     TRANSFORMERS_DEFAULTS,
@@ -27,21 +26,13 @@ from tiedgpt.weights.config_json import (
     drop_foreign_ids,
     model_type_from,
 )
-from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.names import EMBEDDING, HEAD, ModelType, from_file, is_transposed, shapes
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.stored import StoredTensor
+from tiedgpt.weights.torch_file import FileTensor
 from tiedgpt.weights.two_matrices import settle
 
-PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor that can be read: its shape in the file, and how to get it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
 
 
 @dataclass
@@ -72,9 +63,14 @@ def load(
     **config: Any,
 ) -> Loaded:
     """Load a model and say what was found; see `GPT.from_pretrained`."""
-    path = local_directory(Path(source) if isinstance(source, os.PathLike) else source, PATTERNS)
-    claims = _read_claims(path)
-    files = _rename(path, _open_tensors(path), model_type_from(claims))
+    inventory = open_inventory(source)
+    if inventory.format not in ("safetensors", "torch"):
+        raise UserError(
+            f"{source} is {inventory.format}: `tie` looks into it, and it is not loaded as a model"
+        )
+    path = Path(inventory.source)
+    claims = inventory.config
+    files = _rename(path, inventory.tensors, model_type_from(claims))
     fields, foreign = config_fields(claims)
     supplied = _supply(fields, config)
     loaded = Loaded(model=None, path=path)  # type: ignore[arg-type]
@@ -98,16 +94,6 @@ def load(
     return loaded
 
 
-def _read_claims(path: Path) -> dict[str, Any]:
-    """Return config.json as it stands, or {} where a lone file of weights has none beside it."""
-    config_path = (path if path.is_dir() else path.parent) / "config.json"
-    if config_path.exists():
-        return read_json(config_path)
-    if path.is_dir():
-        raise UserError(f"{path} has no config.json: it is no model directory")
-    return {}
-
-
 def _supply(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Add what the caller gives to what the file says; they must not disagree."""
     for name, value in given.items():
@@ -118,65 +104,8 @@ def _supply(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return fields | dict(given)
 
 
-def _open_tensors(path: Path) -> dict[str, FileTensor]:
-    """Return all tensors of a directory or file by the file's names, none of them read yet."""
-    if path.is_file():
-        return _open_bin(path) if path.suffix in (".bin", ".pt", ".pth") else _open_safe(path)
-    if (path / "model.safetensors").exists():
-        return _open_safe(path / "model.safetensors")
-    for index_name, opener in (
-        ("model.safetensors.index.json", _open_safe),
-        ("pytorch_model.bin.index.json", _open_bin),
-    ):
-        if (path / index_name).exists():
-            return _open_shards(path / index_name, opener)
-    if (path / "pytorch_model.bin").exists():
-        return _open_bin(path / "pytorch_model.bin")
-    raise UserError(f"{path} has no weights: neither model.safetensors nor pytorch_model.bin")
-
-
-def _open_shards(
-    index: Path, opener: Callable[[Path], dict[str, FileTensor]]
-) -> dict[str, FileTensor]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptInputError(f"{index} has no weight_map")
-    shard_names = sorted({str(shard) for shard in weight_map.values()})
-    tensors: dict[str, FileTensor] = {}
-    for shard in shard_names:
-        if Path(shard).name != shard or not (index.parent / shard).is_file():
-            raise CorruptInputError(f"{index} names the shard {shard!r}, which is not beside it")
-        tensors |= opener(index.parent / shard)
-    if missing := sorted(weight_map.keys() - tensors.keys()):
-        raise CorruptInputError(f"{index} promises {missing[0]!r}, and no shard holds it")
-    return tensors
-
-
-def _open_safe(path: Path) -> dict[str, FileTensor]:
-    file = SafetensorsFile.open(path)
-    return {
-        name: FileTensor(entry.shape, lambda name=name: file.read(name))  # type: ignore[misc]
-        for name, entry in file.entries.items()
-    }
-
-
-def _open_bin(path: Path) -> dict[str, FileTensor]:
-    """Open a file of torch.save; only tensors are unpickled, code in it never runs."""
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, OSError, KeyError, ...
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
-    return {
-        str(name): FileTensor(tuple(t.shape), lambda t=t: t.clone())  # type: ignore[misc]
-        for name, t in state.items()
-    }
-
-
 def _rename(
-    path: Path, tensors: dict[str, FileTensor], model_type: ModelType
+    path: Path, tensors: Mapping[str, StoredTensor], model_type: ModelType
 ) -> dict[str, FileTensor]:
     """Return the tensors by our names and in our layout, mask buffers left out."""
     renamed: dict[str, FileTensor] = {}
@@ -186,16 +115,10 @@ def _rename(
             continue
         if name in renamed:
             raise CorruptInputError(f"{path} holds {name} twice, with and without its prefix")
-        if is_transposed(name) and len(tensor.shape) == 2:
-            tensor = FileTensor(tensor.shape[::-1], _transposing(tensor.read))
-        renamed[name] = tensor
+        renamed[name] = FileTensor(tensor, transposed=is_transposed(name))
     if EMBEDDING not in renamed and HEAD not in renamed:
         raise CorruptInputError(f"{path} holds no GPT: there is no {EMBEDDING} among its tensors")
     return renamed
-
-
-def _transposing(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return lambda: read().T.contiguous()
 
 
 def _config(

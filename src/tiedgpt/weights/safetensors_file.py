@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
 
@@ -148,44 +151,79 @@ def _check_cover(path: Path, entries: dict[str, Entry], data_start: int, file_si
         )
 
 
+class Writable(Protocol):
+    """What can be written: it knows its bytes beforehand and gives them in blocks."""
+
+    @property
+    def format_name(self) -> str:
+        """The format's name of its type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes it takes in the file."""
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield its bytes in order, as arrays of any type."""
+
+
 @dataclass(frozen=True)
 class Stored:
-    """A tensor to be written, and whether its last two axes change places on the way."""
+    """A torch tensor to be written, and whether its two axes change places on the way."""
 
     tensor: Tensor
     transposed: bool = False
+
+    @property
+    def format_name(self) -> str:
+        """The format's name of its type."""
+        return safetensors_name(self.tensor.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         return tuple(self.tensor.shape[::-1] if self.transposed else self.tensor.shape)
 
+    @property
+    def n_bytes(self) -> int:
+        """The bytes it takes in the file."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield its bytes, all at once."""
+        import torch
+
+        tensor = self.tensor.detach().cpu()
+        tensor = (tensor.T if self.transposed else tensor).contiguous()
+        yield tensor.flatten().view(torch.uint8).numpy()
+
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str]
+    path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors in the order given; besides them, one tensor's bytes are in memory at a time.
+    """Write tensors in the order given; besides them, a block of bytes is in memory at a time.
 
     `path` is written in place: give a temporary one (`files.replacing`).
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, stored in tensors.items():
-        size = stored.tensor.numel() * stored.tensor.element_size()
+    for name, tensor in tensors.items():
         header[name] = {
-            "dtype": safetensors_name(stored.tensor.dtype),
-            "shape": list(stored.shape),
-            "data_offsets": [at, at + size],
+            "dtype": tensor.format_name,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.n_bytes],
         }
-        at += size
+        at += tensor.n_bytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
-        for stored in tensors.values():
-            tensor = stored.tensor.detach().cpu()
-            tensor = (tensor.T if stored.transposed else tensor).contiguous()
-            file.write(tensor.flatten().view(_uint8()).numpy().data)
+        for tensor in tensors.values():
+            for block in tensor.blocks():
+                file.write(np.ascontiguousarray(block).data)
 
 
 def safetensors_name(torch_dtype: dtype) -> str:
@@ -195,9 +233,3 @@ def safetensors_name(torch_dtype: dtype) -> str:
         if torch_name == bare:
             return name
     raise UserError(f"tensors of {torch_dtype} are not written to safetensors here")
-
-
-def _uint8() -> dtype:
-    import torch
-
-    return torch.uint8

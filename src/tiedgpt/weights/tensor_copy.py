@@ -1,16 +1,12 @@
-"""Copy stored tensors into a safetensors file, as a stream: exact bytes, a block in memory.
+"""A stored tensor on its way into a safetensors file: exact bytes, a block in memory at a time.
 
 A copy may take fewer rows than there are, or the transpose; its bytes are never decoded.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES
@@ -29,6 +25,16 @@ class Copy:
     tensor: StoredTensor
     transposed: bool = False
     rows: int | None = None
+
+    @property
+    def format_name(self) -> str:
+        """Safetensors' name of its type; `UserError` where it has none."""
+        name = NAMES.get(self.tensor.dtype, self.tensor.dtype.upper())
+        if name not in ITEM_BYTES:
+            raise UserError(
+                f"{self.tensor.name} is {self.tensor.dtype}, which safetensors does not hold"
+            )
+        return name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,35 +66,3 @@ class Copy:
                 yield self.tensor.native(0, columns, start, stop).T
             else:
                 yield self.tensor.native(start, stop)
-
-
-def format_name(tensor: StoredTensor) -> str:
-    """Return safetensors' name of a tensor's type; `UserError` where it has none."""
-    name = NAMES.get(tensor.dtype, tensor.dtype.upper())
-    if name not in ITEM_BYTES:
-        raise UserError(f"{tensor.name} is {tensor.dtype}, which safetensors does not hold")
-    return name
-
-
-def write_copies(path: Path, copies: Mapping[str, Copy]) -> None:
-    """Write the copies under the names given.
-
-    `path` is written in place: give a temporary one (`files.replacing`).
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, copy in copies.items():
-        end = at + copy.n_bytes
-        header[name] = {
-            "dtype": format_name(copy.tensor),
-            "shape": list(copy.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        for copy in copies.values():
-            for block in copy.blocks():
-                file.write(block.tobytes())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.stored import FLOATS, Inventory, Native, Read, Storage, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,33 @@ def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> Sto
         trainable=tensor.requires_grad,
         owner=owner,
     )
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A stored tensor as one of ours: as it lies, or a matrix with its axes changed over."""
+
+    stored: StoredTensor
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in our layout."""
+        turned = self.transposed and len(self.stored.shape) == 2
+        return self.stored.shape[::-1] if turned else self.stored.shape
+
+    def read(self) -> Tensor:
+        """Return it in memory of its own; `UserError` for a type that is not read here."""
+        import torch
+
+        if self.stored.dtype not in FLOATS:
+            raise UserError(
+                f"{self.stored.name} is {self.stored.dtype}: quantized weights are not read here"
+            )
+        native = self.stored.native(0, self.stored.matrix_shape[0])
+        flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
+        tensor = flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
+        return tensor.T.contiguous() if self.transposed and tensor.ndim == 2 else tensor
 
 
 def _storage(tensor: Tensor) -> Storage:
