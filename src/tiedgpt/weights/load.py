@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
@@ -168,9 +169,20 @@ def _check_tensors(
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
 
 
+class _NoDraws(TorchFunctionMode):
+    """Leaves random draws out: on the meta device they are nothing, and cost seconds of imports."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _build(config: GPTConfig, tensors: dict[str, FileTensor], dtype: torch.dtype | None) -> GPT:
     """Fill a model with the tensors, each read once; the embedding's dtype holds for all."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoDraws():
         model = GPT(config)
     state: dict[str, Tensor] = {}
     for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
