@@ -9,7 +9,13 @@ import os
 import sys
 from importlib import import_module
 
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, TiedGPTError
+from tiedgpt.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    NoRoomError,
+    TiedGPTError,
+)
 
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
@@ -53,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"tiedgpt {verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except MemoryError:
+        print(f"tiedgpt {verb}: out of memory; nothing was left half-written", file=sys.stderr)
+        return NoRoomError.exit_code
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiedgpt.tie.accounts import Ledger, Row
     from tiedgpt.tie.auditing import Audit
 
-LAYER = re.compile(r"\.(\d+)\.")
+LAYER = re.compile(r"\.(\d+)(?=\.)")
 USAGE = """\
 usage: tiedgpt tie show [SOURCE]         every parameter once: who shares it, what it costs
        tiedgpt tie audit [SOURCE]        is the head the embedding, and is that what is claimed?
@@ -138,11 +138,13 @@ def _show_ledger(found: Ledger) -> None:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
     )
-    table.add_column("parameter, and who shares it", overflow="fold")
+    groups = _alike(found.rows)
+    longest = max((len(line) for name, _ in groups for line in name.split("\n")), default=0)
+    table.add_column("parameter, and who shares it", overflow="fold", min_width=min(longest, 44))
     table.add_column("shape", no_wrap=True)
     for column in ("parameters", "MB", "products"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, rows in _alike(found.rows).items():
+    for name, rows in groups:
         first = rows[0]
         table.add_row(
             escape(name),
@@ -165,20 +167,23 @@ def _show_ledger(found: Ledger) -> None:
         console.print(escape(f"Not parameters, left out: {names}"))
 
 
-def _alike(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _alike(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Put the same parameter of all layers under one name: h.0-11.ln_1.weight."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        pattern = tuple(LAYER.sub(".*.", name) for name in row.names)
+        pattern = tuple(LAYER.sub(".*", name) for name in row.names)
         groups.setdefault((pattern, row.shape, row.trainable), []).append(row)
-    named = {}
-    for members in groups.values():
-        first, last = members[0].names, members[-1].names
-        layers = [LAYER.search(name) for name in (first[0], last[0])]
-        span = f".{layers[0][1]}-{layers[1][1]}." if layers[0] and layers[1] else ""
-        names = [LAYER.sub(span, name) for name in first] if len(members) > 1 else first
-        named["\n= ".join(names)] = members
-    return named
+    return [("\n= ".join(_spans(members)), members) for members in groups.values()]
+
+
+def _spans(rows: Sequence[Row]) -> list[str]:
+    """Return the names of alike rows as one, each number in them a span."""
+    spanned = []
+    for names in zip(*(row.names for row in rows), strict=True):
+        numbers = iter(zip(*(map(int, LAYER.findall(name)) for name in names), strict=True))
+        spans = (f".{min(n)}-{max(n)}" if min(n) < max(n) else f".{n[0]}" for n in numbers)
+        spanned.append(LAYER.sub(lambda _, spans=spans: next(spans), names[0]))  # type: ignore[misc]
+    return spanned
 
 
 def _show_audit(found: Audit) -> None:

@@ -18,13 +18,16 @@ def local_directory(source: str | Path, patterns: Sequence[str]) -> Path:
     repository only files that match `patterns` are fetched. Raises `UserError` where there is
     neither.
     """
-    path = Path(source).expanduser()
-    if path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir():
-        return path / "model"
-    if path.exists():
-        return path
     name = str(source)
-    if not HUB_NAME.fullmatch(name) or name in (".", ".."):
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir():
+            return path / "model"
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
+        raise UserError(f"{name[:80]!r} is no path: {error}") from None
+    if not HUB_NAME.fullmatch(name) or name in (".", "..") or len(name) > 96:
         raise UserError(f"{name} does not exist")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -1,0 +1,76 @@
+"""`tiedgpt tie` as a user meets it: tables, JSON, exit codes."""
+
+import json
+
+import pytest
+import torch
+
+from tiedgpt.cli.main import main
+from tiedgpt.cli.tie import _alike
+from tiedgpt.tie.accounts import Row
+
+
+@pytest.fixture
+def saved(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.save_pretrained("sound")
+    tiny.head = torch.nn.Linear(32, 97, bias=False)
+    tiny.config = type(tiny.config)(**{**vars(tiny.config), "tie_word_embeddings": False})
+    tiny.save_pretrained("broken")
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_show_counts_every_parameter_once_with_layers_put_together(saved, capfd):
+    assert main(["tie", "show", "sound"]) == 0
+    out = capfd.readouterr().out
+    assert "42,048" in out and "reads and predicts" in out
+    assert "transformer.h.0-2.ln_1.weight" in out
+    assert main(["tie", "show", "sound", "--format", "json"]) == 0
+    assert json.loads(capfd.readouterr().out)["total"] == 42_048
+
+
+def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
+    assert main(["tie", "audit", "sound"]) == 0
+    assert main(["tie", "audit", "broken"]) == 6
+    out = capfd.readouterr().out
+    assert "verdict: broken" in out and "97 of 97 rows" in out
+    assert main(["tie", "audit", "broken", "--format", "json"]) == 6
+    assert json.loads(capfd.readouterr().out)["verdict"] == "broken"
+    assert main(["tie", "fix", "broken", "mended"]) == 1
+    assert main(["tie", "fix", "broken", "mended", "--keep", "input"]) == 0
+    assert main(["tie", "audit", "mended"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["tie", "dance"], 2, "show, audit, fix"),
+        (["tie", "audit", "nowhere/at/all"], 1, "does not exist"),
+        (["tie", "audit", "a" * 300], 1, "is no path"),
+        (["tie", "audit", "noise.safetensors"], 3, "noise.safetensors"),
+        (["tie", "fix", "sound", "sound"], 1, "sound"),
+    ],
+)
+def test_bad_requests_get_one_line(saved, capfd, arguments, code, says):
+    (saved / "noise.safetensors").write_bytes(bytes(range(200)))
+    assert main(arguments) == code
+    err = capfd.readouterr().err
+    assert says in err and len(err.splitlines()) == 1
+
+
+def test_names_with_several_numbers_keep_all_their_rows():
+    def row(name, n):
+        return Row((name,), (n, n), "float32", 4 * n * n, n * n, True, 0, n * n)
+
+    rows = [row(f"down.{i}.block.{j}.weight", 4 + 4 * i) for i in range(2) for j in range(3)]
+    rows.append(row("top.weight", 2))
+    shown = _alike(rows)
+    assert [name for name, _ in shown] == [
+        "down.0.block.0-2.weight",
+        "down.1.block.0-2.weight",
+        "top.weight",
+    ]
+    assert sum(len(members) for _, members in shown) == 7
