@@ -60,9 +60,10 @@ def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     def chunk_loss(rows: Tensor, answers: Tensor) -> Tensor:
         logits = head(rows)
         _check_targets(answers, logits.shape[-1])
-        return F.cross_entropy(logits.float(), answers, ignore_index=IGNORED, reduction="sum")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, answers.long(), ignore_index=IGNORED, reduction="sum")
 
-    total = h.new_zeros((), dtype=torch.float32)
+    total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
     for rows, answers in zip(
         torch.split(h, MIN_CHUNK_ROWS), torch.split(targets, MIN_CHUNK_ROWS), strict=True
     ):
@@ -80,17 +81,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h) if needs_grad and ctx.needs_input_grad[0] else None
         grad_w = None
         if needs_grad and ctx.needs_input_grad[1]:
-            grad_w = torch.zeros_like(weight, dtype=torch.float32)
+            grad_w = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
         w = weight.to(dtype)
         counted = targets != IGNORED
-        scale = counted.sum().float().reciprocal()
-        total = torch.zeros((), dtype=torch.float32, device=h.device)
+        answers = targets.long().masked_fill(~counted, 0)
+        sums_in = torch.promote_types(dtype, torch.float32)
+        n_counted = counted.sum().to(sums_in)
+        scale = n_counted.clamp(min=1).reciprocal()
+        total = torch.zeros((), dtype=sums_in, device=h.device)
         n_rows = chunk_rows(weight.shape[0])
         for start in range(0, h.shape[0], n_rows):
             rows = slice(start, start + n_rows)
             h_c, keep = h[rows].to(dtype), counted[rows, None]
-            answer = targets[rows, None].clamp(min=0)
-            z = (h_c @ w.T).float()  # (R, V), the only large tensor
+            answer = answers[rows, None]
+            z = (h_c @ w.T).to(sums_in)  # (R, V), the only large tensor
             z -= z.amax(1, keepdim=True)
             z_answer = z.gather(1, answer)
             sums = z.exp_().sum(1, keepdim=True)
@@ -106,9 +110,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_w is not None and dtype == grad_w.dtype:
                 grad_w.addmm_(dz.T, h_c)
             elif grad_w is not None:
-                grad_w += dz.T @ h_c
+                for some, dz_some in zip(grad_w.split(8192), dz.split(8192, 1), strict=True):
+                    some += dz_some.T @ h_c
         ctx.gradients = (grad_h, None if grad_w is None else grad_w.to(weight.dtype))
-        return total * scale
+        return total / n_counted  # nan where nothing is counted, as in torch
 
     @staticmethod
     @once_differentiable

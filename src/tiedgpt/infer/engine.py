@@ -8,11 +8,12 @@ the batch.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Unpack, cast, overload
+from typing import Concatenate, Literal, ParamSpec, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from tiedgpt.text import StreamDecoder, Tokenizer
 PRECISIONS = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FinishReason = Literal["stop", "length", "context"]
 Prompt = str | Sequence[int]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,27 @@ class _Sequence:
     def completion(self) -> Completion:
         reason = self.finish_reason or "length"
         return Completion(self.new_ids, "".join(self.text), reason, self.logprobs, self.start)
+
+
+def _computing(compute: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Compute without gradients and dropout, and leave every module in the mode it was in.
+
+    Nothing is yielded inside: between the pieces of a stream the model is as its owner left it.
+    """
+
+    @functools.wraps(compute)
+    def wrapped(engine: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        training = [module for module in engine.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.inference_mode():
+                return compute(engine, *args, **kwargs)
+        finally:
+            for module in training:
+                module.training = True
+
+    return wrapped
 
 
 class Engine:
@@ -209,33 +233,28 @@ class Engine:
 
     def _run(self, sequences: list[_Sequence], request: Request) -> Iterator[tuple[_Sequence, str]]:
         """Prefill each sequence, then decode all until each has ended; yield text as it comes."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            n_positions = self.model.config.n_positions
-            longest = max(len(sequence.ids) for sequence in sequences)
-            capacity = min(n_positions, longest + request.max_new_tokens)
-            filled = [self._prefill(sequence, capacity) for sequence in sequences]
-            cache = KVCache.join([cache for cache, _ in filled])
-            logits = torch.cat([last for _, last in filled])
-            while sequences:
-                for sequence, row in zip(sequences, logits, strict=True):
-                    yield sequence, self._take(sequence, row, request)
-                    full = len(sequence.ids) - sequence.start > n_positions
-                    if full and sequence.finish_reason is None and request.context_end == "stop":
-                        sequence.finish_reason = "context"
-                        yield sequence, self._finish(sequence)
-                going = [i for i, s in enumerate(sequences) if s.finish_reason is None]
-                if len(going) < len(sequences):
-                    sequences = [sequences[i] for i in going]
-                    cache = cache.rows(going)
-                if not sequences:
-                    return
-                cache, logits = self._decode(sequences, cache)
-        finally:
-            self.model.train(training)
+        n_positions = self.model.config.n_positions
+        longest = max(len(sequence.ids) for sequence in sequences)
+        capacity = min(n_positions, longest + request.max_new_tokens)
+        filled = [self._prefill(sequence, capacity) for sequence in sequences]
+        cache = KVCache.join([cache for cache, _ in filled])
+        logits = torch.cat([last for _, last in filled])
+        while sequences:
+            for sequence, row in zip(sequences, logits, strict=True):
+                yield sequence, self._take(sequence, row, request)
+                full = len(sequence.ids) - sequence.start > n_positions
+                if full and sequence.finish_reason is None and request.context_end == "stop":
+                    sequence.finish_reason = "context"
+                    yield sequence, self._finish(sequence)
+            going = [i for i, s in enumerate(sequences) if s.finish_reason is None]
+            if len(going) < len(sequences):
+                sequences = [sequences[i] for i in going]
+                cache = cache.rows(going)
+            if not sequences:
+                return
+            cache, logits = self._decode(sequences, cache)
 
-    @torch.inference_mode()
+    @_computing
     def _prefill(self, sequence: _Sequence, capacity: int) -> tuple[KVCache, Tensor]:
         """Read what the model may see of a sequence; return its cache and last logits (1, V)."""
         n_positions = self.model.config.n_positions
@@ -253,7 +272,7 @@ class Engine:
         h = self.model.body(ids, cache)
         return cache, self.model.logits(h[:, -1])
 
-    @torch.inference_mode()
+    @_computing
     def _decode(self, sequences: list[_Sequence], cache: KVCache) -> tuple[KVCache, Tensor]:
         """Read each sequence's newest token; return the cache and the next logits (B, V)."""
         full = [row for row, length in enumerate(cache.lengths) if length >= cache.capacity]
@@ -276,6 +295,8 @@ class Engine:
 
     def _take(self, sequence: _Sequence, logits: Tensor, request: Request) -> str:
         """Choose the next token, note it, and return the text that it completes."""
+        if self.tokenizer is not None:  # rows that stand for no token are never drawn
+            logits = logits[: len(self.tokenizer)]
         token = request.choose(logits, sequence.ids, sequence.generator)
         sequence.logprobs.append(float(logits.float().log_softmax(0)[token]))
         sequence.ids.append(token)

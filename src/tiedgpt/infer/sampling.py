@@ -52,7 +52,9 @@ class Sampling:
         """Logits (V,) -> the scores (V,) that are drawn from, -inf for what is filtered out."""
         scores = logits.float()
         if self.repetition_penalty != 1 and len(seen):
-            ids = torch.tensor(sorted(set(seen)), device=scores.device)
+            ids = torch.tensor(
+                [i for i in sorted(set(seen)) if i < scores.numel()], device=scores.device
+            )
             old = scores[ids]
             penalty = self.repetition_penalty
             scores = scores.clone()
@@ -74,6 +76,8 @@ class Sampling:
 
     def choose(self, logits: Tensor, seen: Sequence[int], generator: torch.Generator) -> int:
         """Return the next id after a text of ids `seen`, given the logits (V,) at its end."""
+        if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
+            raise UserError("the model's scores are not numbers: its weights are damaged")
         scores = self.scores(logits, seen)
         if self.greedy:
             return int(scores.argmax())
