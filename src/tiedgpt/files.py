@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
     and what was at `path` is as before. A full disk is a `NoRoomError`. A file replaces a file; a
     directory may only take a place where nothing is.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -73,6 +74,12 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {why}; check the path") from error
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Delete what `replacing` left in a directory when its process was killed."""
+    for path in directory.glob(".*.tmp-*"):
+        remove(path)
+
+
 def require_room(directory: Path, n_bytes: int) -> None:
     """Raise `NoRoomError` where less than `n_bytes` are free, before anything is written."""
     place = directory.absolute()
@@ -91,6 +98,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptInputError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -88,7 +88,9 @@ def load_newest(
         except TiedGPTError as error:
             notes.append(f"passed over a damaged checkpoint: {error}")
     if notes:
-        raise CorruptInputError(f"no good checkpoint is left in {directory}: {notes[0]}")
+        raise CorruptInputError(
+            f"no good checkpoint is left in {directory} ({notes[0]}); train in another --out"
+        )
     return None, notes
 
 
@@ -107,6 +109,9 @@ def _load(path: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]) -
     weights = SafetensorsFile.open(path / "model.safetensors")
     moments = SafetensorsFile.open(path / "optimizer.safetensors")
     state: dict[Tensor, dict[str, Tensor]] = {}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if shapes != {name: entry.shape for name, entry in weights.entries.items()}:
+        raise CorruptInputError(f"{path} is of another model than run.toml describes")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.read(name))

@@ -6,6 +6,7 @@ optimizer and the step number alone, so a run that stops and goes on equals one 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,8 +16,8 @@ import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.data import Batches, Shards, in_order
-from tiedgpt.errors import DivergedError
+from tiedgpt.data import Batches, Shards, in_order, open_encoded
+from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
@@ -96,9 +97,9 @@ def train(
     step = 0 if state is None else state["step"]
     run.cut_metrics(step)
     yield Started(model, groups, step, notes)
+    saved_at = step
 
-    shards = Shards.in_directory(run.data, "train")
-    held_out = Shards.in_directory(run.data, "val")
+    shards, held_out = _open_data(run)
     batches = Batches(
         shards, batch_size=plan.batch_size, n_positions=config.n_positions, seed=plan.seed
     )
@@ -106,17 +107,28 @@ def train(
     tokens_per_step = plan.batch_size * config.n_positions
 
     def evaluate(n_batches: int) -> Score:
+        require_finite()
         windows = in_order(held_out, batch_size=plan.micro_batch, n_positions=config.n_positions)
-        return score(model, islice(windows, n_batches), byte_lengths, autocast=plan.autocast)
+        found = score(model, islice(windows, n_batches), byte_lengths, autocast=plan.autocast)
+        if not math.isfinite(found.nats):
+            error = DivergedError(f"the validation loss became {found.nats}")
+            raise DivergedError(_diagnosis(run, error, step, saved_at))
+        return found
+
+    def require_finite() -> None:
+        for name, parameter in model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                error = DivergedError(f"{name} is no longer finite")
+                raise DivergedError(_diagnosis(run, error, step, saved_at))
 
     def save() -> None:
+        require_finite()
         save_checkpoint(run.checkpoints, step, model, rules, {})
 
     def publish() -> None:
         model.save_pretrained(run.model)
         tokenizer.save_pretrained(run.model)
 
-    saved_at = step
     while step < plan.steps and not stop_requested():
         began = time.perf_counter()
         lr = learning_rate(step, peak=plan.lr, warmup=plan.warmup, steps=plan.steps)
@@ -125,10 +137,7 @@ def train(
         try:
             result = train_step(model, rules, batches.batch(step), plan)
         except DivergedError as error:
-            raise DivergedError(
-                f"{error} at step {step + 1}; the state after step {saved_at} is kept in "
-                f"{run.checkpoints}: train again with a lower --lr in another --out"
-            ) from None
+            raise DivergedError(_diagnosis(run, error, step + 1, saved_at)) from None
         step += 1
         seconds = time.perf_counter() - began
         stepped = Stepped(
@@ -155,10 +164,35 @@ def train(
     if finished:
         rows = max(1, FINAL_EVALUATION_TOKENS // config.n_positions // plan.micro_batch)
         final = evaluate(rows)
-        run.write_metrics({"step": step, "final": True, **_val(final)})
     if step:
         publish()
+    if final is not None:  # the last thing that is written: with it the run is finished
+        run.write_metrics({"step": step, "final": True, **_val(final)})
     yield Ended(step, finished, final)
+
+
+def _open_data(run: RunDirectory) -> tuple[Shards, Shards]:
+    """Open both sides; they hold what was counted when they were written."""
+    encoded = open_encoded(run.data)
+    opened = []
+    for side, counts in (("train", encoded.train), ("val", encoded.val)):
+        shards = Shards.in_directory(run.data, side)
+        if len(shards) != counts.tokens:
+            raise CorruptInputError(
+                f"{run.data} holds {len(shards):,} {side} tokens and {counts.tokens:,} were "
+                "written: shards are missing or changed; train in another --out"
+            )
+        opened.append(shards)
+    return opened[0], opened[1]
+
+
+def _diagnosis(run: RunDirectory, error: Exception, step: int, saved_at: int) -> str:
+    kept = (
+        f"the state after step {saved_at} is kept in {run.checkpoints}"
+        if saved_at
+        else "nothing was saved yet"
+    )
+    return f"{error} at step {step}; {kept}: train again with a lower --lr in another --out"
 
 
 def _val(score: Score) -> dict[str, float]:

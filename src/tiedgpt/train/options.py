@@ -61,6 +61,7 @@ SIZES: dict[str, Size] = {
     "gpt3-175b": _published("gpt3-175b", 0.6e-4),
 }
 DEFAULT_SIZE = "mini"
+MAX_VOCABULARY = 1 << 16
 DEFAULT_MINUTES = 3.0
 
 
@@ -120,6 +121,10 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value} is not at least 1")
+        if self.vocab_size is not None and self.vocab_size > MAX_VOCABULARY:
+            raise UserError(
+                f"--vocab-size {self.vocab_size} is above {MAX_VOCABULARY:,}, the ids of 16 bits"
+            )
         if not 0 <= self.warmup <= 1:
             raise UserError(f"--warmup {self.warmup} is not a share from 0 to 1")
         if not 0 <= self.weight_decay < math.inf:

@@ -11,8 +11,8 @@ import torch
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import EncodedCorpus
-from tiedgpt.errors import CorruptInputError
-from tiedgpt.train.optim import Rule
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.train.optim import RULES, Rule
 from tiedgpt.train.options import TrainOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,6 +41,19 @@ class Plan:
     eval_batches: int
     """Batches of that part; the last evaluation takes the whole."""
     save_every: int
+
+    def __post_init__(self) -> None:
+        whole = ("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every")
+        sound = (
+            all(type(getattr(self, name)) is int and getattr(self, name) >= 1 for name in whole)
+            and type(self.warmup) is int
+            and type(self.seed) is int
+            and all(type(x) in (int, float) for x in (self.lr, self.weight_decay, self.grad_clip))
+            and self.dtype in DTYPES
+            and self.optimizer in RULES
+        )
+        if not sound:
+            raise CorruptInputError(f"no training goes by this plan: {self}")
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -71,5 +84,5 @@ def recorded(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
     """Return the config and the plan that `record` wrote."""
     try:
         return GPTConfig(**tables["model"]), Plan(**tables["training"])
-    except (KeyError, TypeError) as error:
-        raise CorruptInputError(f"run.toml is damaged: {error}") from None
+    except (KeyError, TypeError, TiedGPTError) as error:
+        raise CorruptInputError(f"run.toml is damaged: {error}; give another --out") from None

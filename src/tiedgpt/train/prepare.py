@@ -14,7 +14,7 @@ from tiedgpt.data import (
     plan_split,
     python_documentation,
 )
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
@@ -28,6 +28,11 @@ def prepare(
 ) -> tuple[Tokenizer, EncodedCorpus, list[str]]:
     """Return the run's tokenizer and shards, made now or by an earlier call, and notes."""
     if run.data.exists():
+        if not run.tokenizer.is_dir():
+            raise CorruptInputError(
+                f"{run.tokenizer} is missing: without it the run cannot go on; train in another "
+                "--out"
+            )
         return Tokenizer.from_pretrained(run.tokenizer), open_encoded(run.data), []
     corpus: Corpus = (
         documents(options.data, text_field=options.text_field)
@@ -42,6 +47,8 @@ def prepare(
         if isinstance(part, FileCorpus)
         for path in part.skipped
     ]
+    if options.tokenizer != "bpe" and options.vocab_size is not None:
+        raise UserError("--vocab-size is for a BPE that is trained; here the vocabulary is given")
     if options.tokenizer == "char":
         tokenizer = Tokenizer.characters(document.text for _, document in split)
     elif options.tokenizer == "bpe":
@@ -49,8 +56,6 @@ def prepare(
         train = (document.text for side, document in split if side == "train")
         tokenizer = Tokenizer.train(_at_most(train, TOKENIZER_CHARACTERS), size)
     else:
-        if options.vocab_size is not None:
-            raise UserError("--vocab-size is for a vocabulary that is trained; this one is given")
         tokenizer = Tokenizer.from_pretrained(options.tokenizer)
     tokenizer.save_pretrained(run.tokenizer)
     encoded = encode_corpus(split, tokenizer, run.data, progress=progress)

@@ -16,10 +16,10 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import remove, replacing, writing
+from tiedgpt.files import remove, remove_leftovers, replacing, writing
 
 try:
     import fcntl
@@ -46,14 +46,18 @@ class RunDirectory:
         What an attempt left that never came to its first step is cleared away, before the block
         and after it.
         """
-        existed = self.path.exists()
-        if existed and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file; give --out a directory")
-        if existed and any(self.path.iterdir()) and not (self.path / ".lock").exists():
-            raise UserError(f"{self.path} is not empty and is no run: give --out another directory")
+        lock_path = self.path / ".lock"
         with writing(self.path):
+            existed = self.path.exists()
+            if existed and not self.path.is_dir():
+                raise UserError(f"{self.path} is a file; give --out a directory")
+            a_run = lock_path.exists() or self.record.exists()
+            if existed and not a_run and any(self.path.iterdir()):
+                raise UserError(
+                    f"{self.path} is not empty and is no run: give --out another directory"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a+")
+            lock = lock_path.open("a+")
         with lock:
             if fcntl is not None:
                 try:
@@ -65,35 +69,48 @@ class RunDirectory:
                         f"{self.path} is in use: process {holder} is training in it; wait for it "
                         "or give another --out"
                     ) from None
+                if not _is_at(lock, lock_path):  # who had it has just removed it
+                    raise UserError(f"{self.path} was being left by another training: try again")
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
             self._clear_unless_planned()
+            for directory in (self.path, self.checkpoints, self.model, self.tokenizer):
+                remove_leftovers(directory)
             try:
                 yield
             finally:
                 if not self.record.exists():
                     self._clear_unless_planned()
-                    (self.path / ".lock").unlink()
+                    lock_path.unlink(missing_ok=True)
                     if not existed:
                         with contextlib.suppress(OSError):  # something else was put there
                             self.path.rmdir()
 
     def _clear_unless_planned(self) -> None:
         """Without run.toml there was no first step, and data may be of other options."""
-        if not self.record.exists():
-            for path in (self.data, self.tokenizer):
-                remove(path)
+        if self.record.exists():
+            return
+        if any(self.checkpoints.glob("step-*")):
+            raise CorruptInputError(
+                f"{self.path} has checkpoints and no run.toml that says of what: give another --out"
+            )
+        for path in (self.data, self.tokenizer):
+            remove(path)
 
     def finished(self, steps: int) -> bool:
         """Whether all steps were done and the model was written."""
         latest = self.checkpoints / "latest"
         return (
             latest.exists()
-            and latest.read_text().strip() == f"step-{steps:06d}"
+            and latest.read_text(errors="replace").strip() == f"step-{steps:06d}"
             and (self.model / "config.json").exists()
-            and '"final"' in self.metrics.read_text(encoding="utf-8").rpartition("{")[2]
+            and self.metrics.exists()
+            and '"final"' in self._metrics_text().rpartition("{")[2]
         )
+
+    def _metrics_text(self) -> str:
+        return self.metrics.read_text(encoding="utf-8", errors="replace")
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""
@@ -103,11 +120,14 @@ class RunDirectory:
     def read_record(self) -> dict[str, Any]:
         """Return run.toml's tables; {} before the first step was planned."""
         try:
-            return tomllib.loads(self.record.read_text(encoding="utf-8"))
+            tables = tomllib.loads(self.record.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise CorruptInputError(f"{self.record} is damaged: {error}") from None
+        if not tables or not all(isinstance(table, dict) for table in tables.values()):
+            raise CorruptInputError(f"{self.record} is damaged: give another --out")
+        return tables
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -119,12 +139,20 @@ class RunDirectory:
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self._metrics_text().splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a crash
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
         with replacing(self.metrics) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
