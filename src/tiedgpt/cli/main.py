@@ -5,6 +5,8 @@ Results go to stdout, progress and errors to stderr.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -17,6 +19,7 @@ from tiedgpt.errors import (
     TiedGPTError,
 )
 
+NO_ROOM = NoRoomError.exit_code
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
@@ -37,6 +40,35 @@ usage: tiedgpt VERB [options]        (tiedgpt VERB --help tells more)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")
+    try:
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except TiedGPTError as error:
+        return _fail(arguments, str(error), error.exit_code)
+    except MemoryError:
+        return _fail(arguments, "out of memory; nothing was left half-written", NO_ROOM)
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_OK
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return _fail(arguments, "no room on the disk for the output", NO_ROOM)
+        raise
+    except RuntimeError as error:
+        if "can't allocate" in str(error) or "out of memory" in str(error):
+            return _fail(arguments, "out of memory; nothing was left half-written", NO_ROOM)
+        raise
+
+
+def _run(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if verb in ("-h", "--help", "help"):
         print(_usage())
@@ -49,22 +81,13 @@ def main(arguments: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"tiedgpt: no verb {verb!r}; there are {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USAGE
-    try:
-        code = import_module(f"tiedgpt.cli.{verb}").run(rest)
-        sys.stdout.flush()
-        return int(code)
-    except TiedGPTError as error:
-        print(f"tiedgpt {verb}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"tiedgpt {verb}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except MemoryError:
-        print(f"tiedgpt {verb}: out of memory; nothing was left half-written", file=sys.stderr)
-        return NoRoomError.exit_code
-    except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+    return int(import_module(f"tiedgpt.cli.{verb}").run(rest))
+
+
+def _fail(arguments: list[str], message: str, code: int) -> int:
+    line = f"tiedgpt {arguments[0] if arguments else ''}: {message}"
+    print(line.encode("utf-8", "replace").decode(), file=sys.stderr)
+    return code
 
 
 def _usage() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,13 +28,22 @@ FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9
 
 
+class PatientConsole(Console):
+    """A console whose reader may go away: training goes on without being shown."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
+        sys.stderr = sys.stdout = open(os.devnull, "w")
+
+
 class Display:
     """Progress on stderr, results on stdout."""
 
     def __init__(self, out: Path, command: str) -> None:
         self.out = out
         self.command = command
-        self.err = Console(stderr=True, highlight=False)
+        self.err = PatientConsole(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._smooth: float | None = None
 
@@ -119,18 +130,20 @@ class Display:
     def finished(self, directory: RunDirectory, config: GPTConfig, ended: Ended) -> None:
         """Show how good the model is, two samples, its size, and what to do next."""
         assert ended.score is not None
-        out = Console(highlight=False, soft_wrap=True)
+        out = PatientConsole(highlight=False, soft_wrap=True)
         engine = Engine(directory.model)
         prompts = ["", "Return a new"]
         if engine.tokenizer is not None and engine.tokenizer.kind == "char":
             prompts = [""]
         for number, prompt in enumerate(prompts):
+            start = [config.bos_token_id or 0]
             text = engine.generate(
-                prompt,
-                max_new_tokens=FINAL_SAMPLE_TOKENS,
+                prompt or start,
+                max_new_tokens=min(FINAL_SAMPLE_TOKENS, config.n_positions),
                 temperature=0.7,
                 top_k=40,
                 seed=number,
+                context_end="slide",
             ).text
             out.rule(f"sample {number + 1}: from {prompt!r}" if prompt else "sample 1")
             out.print(escape(prompt + text.rstrip()))
