@@ -28,16 +28,18 @@ def imports(tree: ast.Module):
 
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ImportFrom) and child.level == 0 and child.module:
-                names = [child.module] + [f"{child.module}.{a.name}" for a in child.names]
-                yield from ((name, function) for name in names[:1])
+            if isinstance(child, ast.ImportFrom):
+                assert child.level == 0, "imports are written whole"
+                inside = child.module == "tiedgpt"
+                names = [f"tiedgpt.{a.name}" for a in child.names] if inside else [child.module]
+                yield from ((name, function) for name in names)
             elif isinstance(child, ast.Import):
                 yield from ((alias.name, function) for alias in child.names)
             inner = child.name if isinstance(child, ast.FunctionDef) else function
             yield from walk(child, inner)
 
     for module, function in walk(tree, None):
-        if module.split(".")[0] == "tiedgpt" and module != "tiedgpt":
+        if module.startswith("tiedgpt.") and module != "tiedgpt.__version__":
             yield module, function
 
 

@@ -143,3 +143,15 @@ def test_a_second_backward_is_refused_instead_of_wrong(tiny, ids):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="compute it anew"):
         loss.backward()
+
+
+def test_nothing_to_count_moves_nothing(tiny, ids):
+    tiny.loss(ids, torch.full_like(ids, -100)).backward()
+    assert all(not p.grad.any() for p in tiny.parameters() if p.grad is not None)
+
+
+def test_double_precision_stays_double_and_int32_targets_are_taken(tiny, ids):
+    exact = tiny.double().loss(ids, ids.int())
+    assert exact.dtype == torch.float64
+    plain = F.cross_entropy(tiny(ids).flatten(0, 1), ids.flatten())
+    torch.testing.assert_close(exact, plain, atol=1e-12, rtol=1e-12)

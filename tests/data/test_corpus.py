@@ -170,3 +170,22 @@ def test_an_unreadable_file_is_named(write):
     os.chmod(path, 0)
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
         texts(path)
+
+
+def test_a_jsonl_pipe_is_read_once_and_kept(tmp_path):
+    pipe = tmp_path / "lines.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"text": "one"}\n{"text": "two"}\n',))
+    writer.start()
+    corpus = documents([str(pipe)])
+    assert [document.text for document in corpus] == ["one", "two"]
+    writer.join()
+    assert [document.text for document in corpus] == ["one", "two"]
+
+
+def test_runs_inside_a_folder_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "run.toml").write_text("[options]")
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text('{"step": 1}')
+    assert [document.text for document in documents([str(tmp_path)])] == ["text"]

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import numpy as np
@@ -211,6 +212,34 @@ def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
         Engine(small).generate([[]])
     with pytest.raises(UserError, match="precision"):
         Engine(small, "int3")
+
+
+def test_streams_that_are_left_or_interleaved_do_not_disturb_training(engine):
+    engine.model.train()
+    engine.model.h[0].eval()
+    expected = Engine(copy.deepcopy(engine.model).eval()).generate([5, 6], temperature=0)
+    left = engine.stream([5, 6], temperature=0)
+    next(left)
+    assert engine.model.training and not engine.model.h[0].training
+    left.close()
+    assert engine.generate([5, 6], temperature=0).ids == expected.ids
+    assert engine.model.training and not engine.model.h[0].training
+    engine.model.eval()
+
+
+def test_rows_beyond_the_tokenizer_are_never_drawn(tokenizer):
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=400, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    completion = Engine(GPT(config), tokenizer=tokenizer).generate([1], max_new_tokens=15, seed=0)
+    assert max(completion.ids) < len(tokenizer) < 400
+
+
+def test_damaged_weights_are_said_to_be(engine):
+    broken = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        broken.ln_f.weight[0] = float("nan")
+    with pytest.raises(UserError, match="not numbers"):
+        Engine(broken).generate([1, 2])
 
 
 def test_ids_may_come_as_arrays_and_tensors(engine):

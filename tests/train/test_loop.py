@@ -12,6 +12,7 @@ from tiedgpt.train import loop as loop_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.loop import Ended, Evaluated, Started, Stepped, train
 from tiedgpt.train.step import train_step
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
 def run_all(run, config, plan, tokenizer, stop_after=None):
@@ -178,3 +179,74 @@ def test_a_directory_of_other_things_is_not_taken_for_a_run(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"), RunDirectory(tmp_path / "file").locked():
         pass
+
+
+def test_a_run_killed_while_it_publishes_is_not_finished(new_run, config, plan, monkeypatch):
+    run, tokenizer = new_run()
+    (run.path / ".lock").touch()
+    run_all(run, config, plan, tokenizer, stop_after=3)  # publishes the model of step 3
+
+    def killed(self, directory):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "save_pretrained", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_all(run, config, plan, tokenizer)
+    assert not run.finished(plan.steps)
+    run_all(run, config, plan, tokenizer)
+    assert run.finished(plan.steps)
+    newest = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors")
+    assert torch.equal(newest.read("wte.weight"), weights(run)["wte.weight"])
+
+
+def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monkeypatch):
+    run, tokenizer = new_run()
+    step = loop_module.train_step
+    calls = []
+
+    def breaking(model, optimizers, batch, plan):
+        result = step(model, optimizers, batch, plan)
+        calls.append(1)
+        if len(calls) == 2:
+            with torch.no_grad():
+                model.wte.weight[3, 3] = float("inf")
+        return result
+
+    monkeypatch.setattr(loop_module, "train_step", breaking)
+    with pytest.raises(DivergedError, match=r"wte\.weight is no longer finite at step 2; nothing"):
+        run_all(run, config, plan, tokenizer)
+    assert not checkpoints(run.checkpoints)
+
+
+def test_shards_that_changed_between_sessions_are_noticed(new_run, config, plan):
+    run, tokenizer = new_run()
+    run_all(run, config, plan, tokenizer, stop_after=3)
+    shard = run.data / "train_000000.bin"
+    kept = bytearray(shard.read_bytes()[: 1024 + 200])
+    kept[8:12] = (100).to_bytes(4, "little")
+    shard.write_bytes(kept)
+    with pytest.raises(CorruptInputError, match="100 train tokens"):
+        run_all(run, config, plan, tokenizer)
+
+
+def test_checkpoints_without_a_record_are_not_trained_on(new_run, config, plan):
+    run, tokenizer = new_run()
+    (run.path / ".lock").touch()
+    run_all(run, config, plan, tokenizer, stop_after=3)
+    with pytest.raises(CorruptInputError, match=r"no run\.toml"), run.locked():
+        pass
+    run.record.write_text("")
+    with pytest.raises(CorruptInputError, match="damaged"):
+        run.read_record()
+
+
+def test_what_a_killed_process_left_is_swept_away(new_run):
+    run, _ = new_run()
+    (run.path / ".lock").touch()
+    run.record.write_text("[options]")
+    run.checkpoints.mkdir()
+    left = run.checkpoints / ".step-000008.tmp-1"
+    left.mkdir()
+    with run.locked():
+        assert not left.exists()

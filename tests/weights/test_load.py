@@ -95,6 +95,10 @@ def test_what_changes_the_computation_is_refused_by_name(rewrite, config, named)
 def test_the_caller_supplies_only_what_the_file_does_not_say(saved):
     with pytest.raises(UserError, match="contradicts the file"):
         GPT.from_pretrained(saved, n_head=8)
+    with pytest.raises(UserError, match="contradicts"):
+        GPT.from_pretrained(saved, vocab_size=50257)
+    with pytest.raises(UserError, match="dtype"):
+        GPT.from_pretrained(saved, dtype=torch.int8)
     with pytest.raises(UserError, match="no field"):
         GPT.from_pretrained(saved, heads=8)
 
@@ -151,6 +155,40 @@ def test_claims_untied_and_one_present_is_an_error_until_resolved(rewrite, tiny)
     assert_is(GPT.from_pretrained(path, resolve="tie"), tiny)
 
 
+def test_a_resolution_that_cannot_apply_is_refused_and_never_ignored(rewrite, saved, tiny):
+    with pytest.raises(UserError, match="holds one matrix"):
+        GPT.from_pretrained(saved, resolve="untie")
+    path = rewrite(tensors=with_head(2.0), config={"tie_word_embeddings": False})
+    with pytest.raises(UserError, match="holds two matrices"):
+        GPT.from_pretrained(path, resolve="tie")
+    assert_is(GPT.from_pretrained(path, resolve="keep-input"), tiny)
+    assert GPT.from_pretrained(path, resolve="keep-output").head is None
+
+
+def test_transformers_other_names_for_config_keys_are_read(rewrite):
+    path = rewrite(config={"n_head": "REMOVE", "num_attention_heads": 8})
+    assert GPT.from_pretrained(path).config.n_head == 8
+
+
+def test_a_layer_far_away_is_refused_at_once(rewrite):
+    def far(state):
+        state["transformer.h.2000000.ln_1.weight"] = torch.ones(32)
+
+    with pytest.raises(CorruptInputError):
+        GPT.from_pretrained(rewrite(tensors=far))
+
+
+def test_a_later_save_writes_our_own_card_anew_and_leaves_anothers(tiny, saved):
+    card = saved / "README.md"
+    assert "42,048" in card.read_text()
+    bigger = GPT(type(tiny.config)(**{**vars(tiny.config), "n_layer": 4}))
+    bigger.save_pretrained(saved)
+    assert f"{bigger.config.parameter_count():,}" in card.read_text()
+    card.write_text("mine")
+    tiny.save_pretrained(saved)
+    assert card.read_text() == "mine"
+
+
 def test_unknown_resolutions_are_refused(saved):
     with pytest.raises(UserError, match="keep-input"):
         GPT.from_pretrained(saved, resolve="guess")
@@ -185,9 +223,14 @@ def test_tensors_that_are_no_gpt_are_named(rewrite, tensors, says):
     [
         ({"n_layer": 10**9}, CorruptInputError),
         ({"n_layer": 2}, CorruptInputError),
-        ({"n_head": 5}, UserError),
-        ({"n_head": "4"}, UserError),
+        ({"n_head": 5}, CorruptInputError),
+        ({"n_head": "4"}, CorruptInputError),
         ({"n_inner": 10**12}, CorruptInputError),
+        ({"layer_norm_epsilon": 10**400}, CorruptInputError),
+        ({"tie_word_embeddings": "false"}, CorruptInputError),
+        ({"num_attention_heads": 2}, CorruptInputError),
+        ({"activation_function": ["gelu"]}, UserError),
+        ({"model_type": {}}, UserError),
     ],
 )
 def test_lying_configs_are_refused_before_memory_is_taken(rewrite, config, error):

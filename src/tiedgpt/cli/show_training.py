@@ -127,35 +127,36 @@ class Display:
             f"  {self.command}"
         )
 
-    def finished(self, directory: RunDirectory, config: GPTConfig, ended: Ended) -> None:
+    def finished(
+        self, directory: RunDirectory, options: TrainOptions, config: GPTConfig, ended: Ended
+    ) -> None:
         """Show how good the model is, two samples, its size, and what to do next."""
         assert ended.score is not None
         out = PatientConsole(highlight=False, soft_wrap=True)
         engine = Engine(directory.model)
-        prompts = ["", "Return a new"]
-        if engine.tokenizer is not None and engine.tokenizer.kind == "char":
-            prompts = [""]
-        for number, prompt in enumerate(prompts):
+        prompt = "" if options.data else "Return a new"
+        for number, begin in enumerate(("", prompt)):
             start = [config.bos_token_id or 0]
             text = engine.generate(
-                prompt or start,
+                begin or start,
                 max_new_tokens=min(FINAL_SAMPLE_TOKENS, config.n_positions),
                 temperature=0.7,
                 top_k=40,
                 seed=number,
                 context_end="slide",
             ).text
-            out.rule(f"sample {number + 1}: from {prompt!r}" if prompt else "sample 1")
-            out.print(escape(prompt + text.rstrip()))
+            out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
+            out.print(escape(begin + text.rstrip()))
         out.rule()
         out.print(
             f"validation loss {ended.score.nats:.4f} nats a token, "
             f"{ended.score.bits_per_byte:.4f} bits per byte ({ended.score.tokens:,} tokens)"
         )
         out.print(parameters(config))
+        how = f' --prompt "{prompt}"' if prompt else ""
         out.print(
             f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
-            f'  {program()} generate {self.out} --prompt "Return a new"\n'
+            f"  {program()} generate {self.out}{how}\n"
             f"  {program()} tie show {self.out}\n"
             f"  {program()} train your.txt --size small --minutes 10"
         )

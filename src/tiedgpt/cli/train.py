@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
         if not ended.finished:
             display.interrupted(ended, plan)
             return EXIT_INTERRUPTED
-        display.finished(directory, config, ended)
+        display.finished(directory, options, config, ended)
     return EXIT_OK
 
 

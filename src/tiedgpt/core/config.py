@@ -5,7 +5,6 @@ No torch is imported here: a config can be made, checked and counted without it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -84,8 +83,8 @@ class GPTConfig:
             if not _is_number(value) or not 0 <= value < 1:
                 raise UserError(f"{name}={value!r} is not a probability in [0, 1)")
         epsilon = self.layer_norm_epsilon
-        if not _is_number(epsilon) or not 0 < epsilon < math.inf:
-            raise UserError(f"layer_norm_epsilon={epsilon!r} is not a positive number")
+        if not _is_number(epsilon) or not 0 < epsilon < 1:
+            raise UserError(f"layer_norm_epsilon={epsilon!r} is not a number between 0 and 1")
         if not isinstance(self.tie_word_embeddings, bool):
             raise UserError(f"tie_word_embeddings={self.tie_word_embeddings!r} is not a bool")
         for name in ("bos_token_id", "eos_token_id"):

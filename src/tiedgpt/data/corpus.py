@@ -5,6 +5,7 @@ likes and holds one document in memory at a time, goes out.
 """
 
 import glob
+import io
 import json
 import os
 import stat
@@ -97,7 +98,9 @@ class FileCorpus:
 
     def _read_lines(self, source: _Source) -> Iterator[Document]:
         try:
-            with open(source.path, "rb") as file:
+            whole = os.path.isfile(source.path)  # a pipe is read once, and kept
+            opened = open(source.path, "rb") if whole else io.BytesIO(self._bytes(source.path))
+            with opened as file:
                 for number, line in enumerate(file, start=1):
                     place = f"{_shown(source.path)}:{number}"
                     if number == 1:
@@ -164,6 +167,9 @@ def _search(folder: str, skipped: set[str], *, may_be_empty: bool = False) -> li
 
     found = []
     for directory, folders, files in os.walk(folder, onerror=fail):
+        if "run.toml" in files:  # a training run: its model, metrics and tokens are no text
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = os.path.join(directory, name)

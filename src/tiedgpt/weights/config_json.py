@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.names import GPT2, MODEL_TYPES, ModelType, model_type_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -24,6 +24,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Keys that change the computation, with the values under which it is ours."""
+
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names under which transformers takes the same keys."""
 
 FILE_FIELDS = tuple(name for name in GPTConfig.__dataclass_fields__ if name != "norm")
 TRANSFORMERS_DEFAULTS = {
@@ -39,7 +47,7 @@ TRANSFORMERS_DEFAULTS = {
 def model_type_from(config: Mapping[str, Any]) -> ModelType:
     """Return the model type that a config.json claims; another family's is a `UserError`."""
     name = config.get("model_type", GPT2.name)
-    if name not in MODEL_TYPES:
+    if not isinstance(name, str) or name not in MODEL_TYPES:
         raise UserError(
             f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
         )
@@ -55,6 +63,14 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
                 f"the model's config has {key}={config[key]!r}, which changes the computation and "
                 "is not built here"
             )
+    config = dict(config)
+    for alias, key in ALIASES.items():
+        if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
+            raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
+    if not isinstance(config.get("tie_word_embeddings", True), bool):
+        raise CorruptInputError(
+            f"tie_word_embeddings is {config['tie_word_embeddings']!r}, neither true nor false"
+        )
     theirs = {model_type.config_names.get(ours, ours): ours for ours in FILE_FIELDS}
     ours = {theirs[key]: value for key, value in config.items() if key in theirs}
     foreign = {key: value for key, value in config.items() if key not in theirs}
@@ -67,7 +83,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def _activation(name: Any, model_type: ModelType) -> str:
     same_as_tanh = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
     names = {theirs: ours for ours, theirs in model_type.activations.items()} | same_as_tanh
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise UserError(f"the activation {name!r} is not built here; there are {', '.join(names)}")
     return names[name]
 

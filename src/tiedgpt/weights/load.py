@@ -72,12 +72,14 @@ def load(
     path = Path(inventory.source)
     claims = inventory.config
     files = _rename(path, inventory.tensors, model_type_from(claims))
+    if dtype is not None and dtype not in MODEL_DTYPES:
+        raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
     fields, foreign = config_fields(claims)
     supplied = _supply(fields, config)
     loaded = Loaded(model=None, path=path)  # type: ignore[arg-type]
     settled = settle(
         path,
-        claim=fields.get("tie_word_embeddings"),
+        claim=supplied.get("tie_word_embeddings"),
         embedding=files.get(EMBEDDING),
         head=files.get(HEAD),
         resolve=resolve,
@@ -89,6 +91,11 @@ def load(
             files[name] = tensor
     supplied["tie_word_embeddings"] = settled.head is None
     built = _config(path, supplied, files, known_type="model_type" in claims)
+    for name, value in config.items():
+        if name != "tie_word_embeddings" and getattr(built, name) != value:
+            raise UserError(
+                f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
+            )
     _check_tensors(path, files, shapes(built))
     loaded.model = _build(built, files, dtype)
     loaded.model.foreign_config = foreign
@@ -132,8 +139,10 @@ def _config(
         if len(shape) != 2:
             raise CorruptInputError(f"{path}: {name} is missing or no matrix; this is no GPT")
         fields |= {size: n for size, n in zip(sizes, shape, strict=True) if size}
-    layers = [int(match[1]) for name in tensors if (match := re.match(r"h\.(\d+)\.", name))]
-    in_file = 1 + max(layers, default=-1)
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"h\.(\d{1,6})\.", name))}
+    in_file = len(layers)
+    if layers != set(range(in_file)):
+        raise CorruptInputError(f"{path}: layers are missing among the {in_file} that are there")
     if fields.setdefault("n_layer", in_file) != in_file:
         raise CorruptInputError(
             f"{path}: config.json says n_layer={fields['n_layer']}, the weights have {in_file}"
@@ -148,7 +157,10 @@ def _config(
     if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
         fields["n_inner"] = inner.shape[0]
     drop_foreign_ids(fields)
-    return GPTConfig(**fields)
+    try:
+        return GPTConfig(**fields)
+    except UserError as error:
+        raise CorruptInputError(f"{path} describes no GPT: {error}") from None
 
 
 def _check_tensors(
@@ -187,10 +199,7 @@ def _build(config: GPTConfig, tensors: dict[str, FileTensor], dtype: torch.dtype
     state: dict[str, Tensor] = {}
     for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
         tensor = tensors[name].read()
-        if dtype is None:
-            dtype = tensor.dtype
-            if dtype not in MODEL_DTYPES:
-                raise UserError(f"{EMBEDDING} is {dtype}: quantized weights are not read here")
+        dtype = tensor.dtype if dtype is None else dtype
         state[name] = tensor.to(dtype)
     model.load_state_dict(state, assign=True)
     return model.eval()

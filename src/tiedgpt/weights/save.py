@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.config_json import config_json
 from tiedgpt.weights.names import is_transposed, model_type_of, to_file
 from tiedgpt.weights.safetensors_file import Stored, write_safetensors
+
+OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
 
 def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
@@ -31,6 +34,8 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         )
     if (model.head is None) != config.tie_word_embeddings:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")
+    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
+        raise UserError("the head holds W itself while the config says untied: call tie(model)")
     parameters = dict(model.named_parameters())
     model_type = model_type_of(config)
     description = config_json(config, model.foreign_config, _dtype_name(model))
@@ -39,11 +44,13 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         to_file(name, model_type): Stored(parameter, transposed=is_transposed(name))
         for name, parameter in parameters.items()
     }
+    json.dumps(description).encode()  # what cannot be written is refused before anything is
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
     write_json(directory / "config.json", description)
     write_json(directory / "generation_config.json", _generation_config(config))
-    if not (directory / "README.md").exists():
+    card = directory / "README.md"
+    if not card.exists() or OUR_CARD in card.read_text(encoding="utf-8", errors="replace"):
         with replacing(directory / "README.md") as temporary:
             temporary.write_text(model_card(config), encoding="utf-8")
 
@@ -62,6 +69,8 @@ pipeline_tag: text-generation
 tags: [{model_type_of(config).name}]
 ---
 # A GPT
+
+{OUR_CARD}
 
 {count} parameters; {tie}.
 {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;

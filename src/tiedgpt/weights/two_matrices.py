@@ -52,7 +52,12 @@ def settle(
     """Decide which matrix reads and which predicts; see the top of this file."""
     if resolve is not None and resolve not in RESOLUTIONS:
         raise UserError(f"resolve={resolve!r} is none of {', '.join(RESOLUTIONS)}")
+    for name, matrix in (("wte.weight", embedding), ("lm_head.weight", head)):
+        if matrix is not None and (len(matrix.shape) != 2 or not all(matrix.shape)):
+            raise CorruptInputError(f"{path}: {name} of shape {matrix.shape} is no matrix (V, D)")
     if embedding is None or head is None:
+        if resolve == "untie":
+            raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
         if claim is False and resolve != "tie":
             lacking = "lm_head.weight" if head is None else "wte.weight"
             raise CorruptInputError(
@@ -69,12 +74,14 @@ def settle(
         raise CorruptInputError(
             f"{path}: tied matrices of two shapes, {embedding.shape} and {head.shape}"
         )
-    if claim is False or resolve == "untie":
-        return Settled(embedding, head)
     if resolve == "keep-input":
         return Settled(embedding, None)
     if resolve == "keep-output":
         return Settled(head, None)
+    if resolve == "tie":
+        raise UserError(f'{path} holds two matrices: say which, "keep-input" or "keep-output"')
+    if claim is False or resolve == "untie":
+        return Settled(embedding, head)
     apart = difference(embedding.read(), head.read())
     if apart.rows == 0:
         return Settled(embedding, None, ("wte.weight and lm_head.weight are equal: tied",))
