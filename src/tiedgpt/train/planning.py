@@ -48,10 +48,10 @@ def make_plan(
             f"the validation text has {encoded.val.tokens} tokens, too few to predict one: use "
             "more text, or give --val"
         )
-    require_memory(config, device)
     batch_size = options.batch_size or size.batch_size
     micro = options.micro_batch or max(1, MICRO_BATCH_TOKENS // config.n_positions)
     micro = min(micro, batch_size)
+    require_memory(config, device, batch_size=batch_size, micro_batch=micro)
     dtype = faster_dtype(config, device) if options.dtype == "auto" else options.dtype
     draft = Plan(
         steps=options.steps or 1,
@@ -82,10 +82,21 @@ def make_plan(
     )
 
 
-def require_memory(config: GPTConfig, device: torch.device) -> None:
-    """Raise `NoRoomError` where weights, gradients and AdamW's moments cannot fit."""
+def require_memory(
+    config: GPTConfig, device: torch.device, *, batch_size: int = 1, micro_batch: int = 1
+) -> None:
+    """Raise `NoRoomError` where weights, gradients, moments or a batch can certainly not fit."""
     needed = 16 * config.parameter_count()
     room = _memory(device)
+    ids = 4 * 8 * batch_size * config.n_positions
+    states = 16 * micro_batch * config.n_positions * config.n_embd * config.n_layer
+    if room is not None and needed <= room < needed + ids + states:
+        raise NoRoomError(
+            f"a batch of {batch_size:,} x {config.n_positions:,} tokens, {micro_batch:,} sequences "
+            f"at a time, needs {(ids + states) / 1e9:,.1f} GB beside the weights' "
+            f"{needed / 1e9:,.1f} GB, and {device} has {room / 1e9:,.1f} GB free: use a smaller "
+            "--batch-size or --micro-batch"
+        )
     if room is not None and needed > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {needed / 1e9:,.1f} GB to train (weight,"
