@@ -1,5 +1,6 @@
 """The guard names the line of user code, exactly, whatever the code around it looks like."""
 
+import asyncio
 import contextlib
 import copy
 import inspect
@@ -401,6 +402,71 @@ def test_only_the_thread_that_entered_is_traced(theirs):
         assert type(trace_of_another_thread()) is type(outside)
 
 
+def test_guards_that_end_out_of_order_each_blame_the_right_line(theirs, tiny):
+    def body():
+        a, b = guard(theirs), guard(tiny)
+        a.__enter__()
+        b.__enter__()
+        a.__exit__(None, None, None)
+        x = 1
+        untie(tiny)  # HERE
+        x += 1
+        theirs.lm_head = nn.Linear(32, 97)
+        b.__exit__(None, None, None)
+        assert not a.events
+        return b
+
+    before = sys.gettrace()
+    assert_blames_the_marks(body)
+    assert sys.gettrace() is before and inspect.currentframe().f_trace is None
+
+
+def test_tasks_that_each_guard_a_model_do_not_disturb_each_other(theirs, tiny):
+    async def first(turns):
+        with guard(theirs) as watch:
+            await turns[0].wait()
+            theirs.lm_head = nn.Linear(32, 97)  # FIRST
+            turns[1].set()
+        return watch
+
+    async def second(turns):
+        with guard(tiny) as watch:
+            turns[0].set()
+            await turns[1].wait()
+            await asyncio.sleep(0)
+            untie(tiny)  # SECOND
+            await asyncio.sleep(0)
+        return watch
+
+    async def both():
+        turns = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(first(turns), second(turns))
+
+    before = sys.gettrace()
+    with pytest.warns(TieWarning):
+        one, two = asyncio.run(both())
+    assert sys.gettrace() is before
+    assert [(e.file, e.line) for e in one.events] == marked(first, "# FIRST")
+    assert [(e.file, e.line) for e in two.events] == marked(second, "# SECOND")
+
+
+def test_a_guard_that_ends_in_another_thread_leaves_no_trace_in_either(theirs):
+    left = []
+
+    def end():
+        watch.__exit__(None, None, None)
+        left.append(sys.gettrace())
+
+    before = sys.gettrace()
+    watch = guard(theirs).__enter__()
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    watch.events.copy()
+    assert sys.gettrace() is before and not watch.events
+    assert getattr(left[0], "__self__", None) is None
+
+
 # Other trace functions
 
 
@@ -467,6 +533,31 @@ def test_a_tracer_that_puts_itself_back_on_each_call_does_not_end_the_watch(thei
     finally:
         sys.settrace(before)
     assert [(e.file, e.line) for e in events] == marked(helper_that_splits)
+
+
+def test_a_tracer_put_in_while_a_guard_is_active_is_called_on_by_the_next_guard(theirs, tiny):
+    def body():
+        seen = []
+        with guard(theirs) as outer:
+            ours = sys.gettrace()
+
+            def tracer(frame, event, arg):
+                seen.append(frame.f_code.co_name)
+                return ours(frame, event, arg)
+
+            sys.settrace(tracer)
+            with guard(tiny) as inner:
+                helper_that_splits(theirs)
+                untie(tiny)  # HERE
+            assert sys.gettrace() is tracer and "helper_that_splits" in seen
+            sys.settrace(ours)
+        assert [(e.file, e.line) for e in outer.events] == marked(helper_that_splits)
+        return inner
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TieWarning)
+        watch = body()
+    assert [(e.file, e.line) for e in watch.events] == marked(body)
 
 
 # Raising
@@ -543,3 +634,38 @@ def test_the_source_of_a_script_is_named(tmp_path: Path):
     assert [(e.file, e.line, e.code) for e in events] == [
         (str(script), 3, "model.head = nn.Linear(32, 97)")
     ]
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_installed_code_anywhere_is_no_code_of_the_users(theirs, tmp_path: Path, folder):
+    library = tmp_path / "lib" / folder / "mylib.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(
+        "def change(model, head):\n"  # as `pip install --user` or the system's packages
+        "    model.lm_head = head\n"
+        "    return model\n"
+    )
+    names: dict[str, object] = {}
+    exec(compile(library.read_text(), str(library), "exec"), names)
+
+    def body():
+        with guard(theirs) as watch:
+            names["change"](theirs, nn.Linear(32, 97))  # HERE
+            theirs.eval()
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_a_lazy_layer_is_watched_once_it_has_a_shape():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LazyLinear(4))
+    model[1].weight = model[0].weight
+
+    def body():
+        with guard(model) as watch:
+            model(torch.zeros(1, 4))
+            model[2].weight = model[0].weight  # HERE
+            model[1] = nn.Linear(4, 4)  # HERE
+        return watch
+
+    assert [e.change.kind for e in assert_blames_the_marks(body)] == ["joined", "split"]

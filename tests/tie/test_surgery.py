@@ -265,6 +265,19 @@ def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(theirs,
         tie(theirs)
 
 
+def test_a_module_that_only_holds_the_model_is_asked_through(theirs):
+    theirs.lm_head = nn.Linear(32, 97, bias=False)
+    theirs.config.tie_word_embeddings = False
+    report = tie(nn.DataParallel(nn.DataParallel(theirs)))
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    assert theirs.config.tie_word_embeddings is True and "was False" in str(report)
+    theirs.lm_head = nn.Sequential(nn.Linear(32, 97))
+    theirs.other = nn.Linear(32, 97)
+    report = tie(nn.DataParallel(theirs))
+    assert report.outputs == ("module.lm_head.0.weight",)
+    assert "save_pretrained refuses" in str(report)
+
+
 @pytest.mark.parametrize("wrap", [False, True])
 def test_transformers_gpt2_is_back_at_124_439_808(wrap):
     with torch.device("meta"):
@@ -523,4 +536,94 @@ def test_sizes_that_are_none_are_refused_and_the_same_size_changes_nothing(tiny)
 def test_rows_that_do_not_fit_in_memory_change_nothing(tiny):
     with pytest.raises(NoRoomError, match="no memory for"):
         add_tokens(tiny, 10**13)
+    assert tiny.wte.weight.shape == (97, 32)
+
+
+class Masked(nn.Module):
+    """A head with a size that no table shows: in a buffer, or in a tensor that is none."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(32, 97)
+        if buffer:
+            self.register_buffer("mask", torch.zeros(97), persistent=False)
+        else:
+            self.mask = torch.zeros(97)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.lin(h) + self.mask
+
+
+class Failing(Masked):
+    """A head that fails where the new tokens are measured, after they are in place."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if len(h) > 1 and self.lin.weight.shape[0] != 97:
+            raise KeyboardInterrupt
+        return self.lin(h)
+
+
+RESIZES = [lambda m: resize_vocab(m, 110), lambda m: resize_vocab(m, 50), lambda m: prune(m, [3])]
+
+
+@pytest.mark.parametrize("resize", RESIZES)
+@pytest.mark.parametrize(
+    ("buffer", "says"), [(True, r"head\.mask \(97,\)"), (False, "cannot foll")]
+)
+def test_a_head_that_cannot_follow_leaves_everything_as_it_was(tiny, ids, resize, buffer, says):
+    replace_head(tiny, Masked(buffer=buffer).eval())
+    tiny.foreign_config["pad_token_id"] = 3
+    before, config, parameters = tiny(ids), tiny.config, dict(tiny.named_parameters())
+    with pytest.raises(UserError, match=says):
+        resize(tiny)
+    assert tiny.config is config and tiny.foreign_config == {"pad_token_id": 3}
+    assert all(p is parameters[name] for name, p in tiny.named_parameters())
+    assert tiny.head.lin.out_features == 97 and torch.equal(tiny(ids), before)
+
+
+def test_an_interruption_while_new_tokens_are_measured_leaves_everything_as_it_was(tiny, ids):
+    replace_head(tiny, Failing(buffer=False).eval())
+    before, matrix = tiny(ids), tiny.wte.weight
+    with pytest.raises(KeyboardInterrupt):
+        add_tokens(tiny, 3)
+    assert tiny.wte.weight is matrix and tiny.config.vocab_size == 97
+    assert torch.equal(tiny(ids), before)
+
+
+def test_a_parametrized_head_is_refused_in_words(tiny):
+    tiny.head = nn.utils.parametrizations.weight_norm(nn.Linear(32, 97, bias=False))
+    with pytest.raises(UserError, match=r"head\.parametrizations\.weight\.original0"):
+        add_tokens(tiny, 3)
+    assert tiny.wte.weight.shape == (97, 32)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(float("nan"), "row 40, one of 2"), (float("inf"), "row 40, one"), (1e30, "too large")],
+)
+def test_rows_without_a_finite_mean_are_refused_and_can_be_pruned(tiny, value, says):
+    with torch.no_grad():
+        tiny.wte.weight[40, 3] = tiny.wte.weight[41, 0] = value
+    matrix = tiny.wte.weight
+    with pytest.raises(UserError, match=f"wte.weight is .*{says}"):
+        add_tokens(tiny, 3)
+    assert tiny.wte.weight is matrix
+    prune(tiny, range(40))
+    assert add_tokens(tiny, 3).mass.largest < 1
+
+
+def test_a_sample_may_be_lists_of_ids(tiny):
+    assert add_tokens(copy.deepcopy(tiny), 3, sample=[[1, 2], [3, 4]]).mass.n_states == 4
+    for wrong in ([[1, 2], [3]], [[1.5]], [1, 2], [[97]], [[-1]], [[]], "text", [[10**30]]):
+        with pytest.raises(UserError, match=r"sample|whole numbers of shape"):
+            add_tokens(tiny, 3, sample=wrong)
+    assert tiny.wte.weight.shape == (97, 32)
+
+
+@pytest.mark.parametrize(
+    "choices", [{"n": 10**30}, {"n": 99, "seed": 2**70}, {"n": 99, "seed": 0.5}]
+)
+def test_numbers_that_torch_cannot_hold_are_refused_in_words(tiny, choices):
+    with pytest.raises(UserError, match="give a whole number"):
+        resize_vocab(tiny, **choices)
     assert tiny.wte.weight.shape == (97, 32)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from tiedgpt.core.model import GPT
 from tiedgpt.tie.heads import Unembed
@@ -51,7 +52,8 @@ def slots(module: nn.Module) -> dict[str, Slot]:
     """Return every slot of a module.
 
     Where a GPT of ours predicts with W there is no second parameter; the face that predicts counts
-    as a slot, `head` (or the name of the `Unembed` in a head), so that its loss is noticed.
+    as a slot, `head` (or the name of the `Unembed` in a head), so that its loss is noticed. What
+    is lazy (a LazyLinear's) has no shape or memory to share, and is a slot once it has.
     """
     found = dict(module.named_parameters(remove_duplicate=False))
     faces: dict[str, nn.Parameter] = {}
@@ -61,11 +63,47 @@ def slots(module: nn.Module) -> dict[str, Slot]:
             faces[f"{prefix}head"] = part.wte.weight
         elif isinstance(part, Unembed):
             faces[name] = part.wte.weight
-    return {name: _slot(parameter) for name, parameter in (found | faces).items()}
+    named = (found | faces).items()
+    return {name: _slot(parameter) for name, parameter in named if not is_lazy(parameter)}
+
+
+def is_lazy(parameter: Tensor) -> bool:
+    """Whether torch knows no shape of the parameter until its module is first called."""
+    return isinstance(parameter, UninitializedParameter)
 
 
 def _slot(parameter: Tensor) -> Slot:
     return Slot(parameter, storage_key(parameter), tuple(parameter.shape), parameter.device)
+
+
+class Watch:
+    """One slot, looked up as user code would: attribute by attribute from the module."""
+
+    def __init__(self, module: nn.Module, path: list[str], parameter: torch.Tensor) -> None:
+        self.module, self.path = module, path
+        self.parameter = parameter
+        self.address = _address(parameter)
+        self.found = self._find()  # the parameter; of a GPT's `head` None; an Unembed itself
+
+    def _find(self) -> object:
+        part: Any = self.module
+        for name in self.path:
+            part = getattr(part, name, _GONE)
+        return part
+
+    def unchanged(self) -> bool:
+        """Whether the slot holds the same object over the same memory."""
+        return self._find() is self.found and _address(self.parameter) == self.address
+
+
+_GONE = object()
+
+
+def _address(parameter: torch.Tensor) -> int:
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:  # sharded and wrapped tensors have none
+        return 0
 
 
 def groups(now: dict[str, Slot]) -> list[tuple[str, ...]]:

@@ -12,8 +12,9 @@ compared only after a call into `nn.Module` that can replace some, and when the 
 change is thus known before the next line runs, and laid on the line that ran last.
 
 What it costs: see `guard`. It watches the thread it was entered in; what another thread changes is
-noticed on this thread's next line and laid on its last. A trace function that was there before
-(a debugger's, a coverage tool's, an outer guard's) is called on and put back.
+noticed on this thread's next line and laid on its last. All guards of a thread share one trace
+function, so that they may end in any order (tasks of asyncio); one that was there before (a
+debugger's, a coverage tool's) is called on and put back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import inspect
 import linecache
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from torch import nn
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.errors import CheckFailedError, UserError
-from tiedgpt.tie.changes import Slot, TieChange, compare, groups, slots
+from tiedgpt.tie.changes import Slot, TieChange, Watch, compare, groups, is_lazy, slots
 
 Action = Literal["warn", "raise"]
 Trace = Callable[[FrameType, str, Any], Any]
@@ -100,28 +102,20 @@ class Guard:
         self._active = False
         self._changed = False  # something was called that can replace a parameter
         self._where = ("", 0)  # file and line that is running
-        self._frames: dict[FrameType, Trace | None] = {}
         self._body: tuple[FrameType, int] | None = None
-        self._before: Any = None  # the trace function that was there before
+        self._tracer: _Tracer | None = None
 
     def __enter__(self) -> Guard:
-        if self._active:
+        if self._tracer is not None:
             raise UserError("this guard is in use; make another")
         self._remember(slots(self.module))
-        frame: FrameType | None = inspect.currentframe()
-        while frame is not None and _kind(frame) != USER:
-            frame = frame.f_back
+        frame = _user_frame(inspect.currentframe())
         if frame is not None:
             self._body = (frame, frame.f_lineno)
             self._where = (frame.f_code.co_filename, frame.f_lineno)
         self._active = True
-        self._before = sys.gettrace()
-        while frame is not None:  # frames that run already are traced only if told one by one
-            if _kind(frame) == USER:
-                self._frames[frame] = frame.f_trace
-                frame.f_trace = self._follow(frame.f_trace)
-            frame = frame.f_back
-        sys.settrace(self._on_call)
+        self._tracer = _Tracer.of_this_thread()
+        self._tracer.add(self, frame)
         return self
 
     def __exit__(
@@ -131,62 +125,32 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self._active = False
-        sys.settrace(self._before)
-        for frame, before in self._frames.items():
-            frame.f_trace = before
-        self._frames.clear()
-        self._body = None
+        if self._tracer is not None:
+            self._tracer.remove(self, _user_frame(inspect.currentframe()))
+        self._tracer = self._body = None
         self._changed = True
         self._report(self._look(), may_raise=error is None)
 
-    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Python is about to run a function: trace it if it is the user's."""
-        inner = self._before(frame, event, arg) if self._before is not None else None
-        if self._before is not None and self._active and sys.gettrace() != self._on_call:
-            sys.settrace(self._on_call)  # coverage's tracer puts itself back when it is called
-        code = frame.f_code
-        kind = _KINDS.get(code.co_filename)
-        if kind is None:
-            kind = _kind(frame)
-        if kind == LIBRARY or not self._active:
-            return inner
-        if kind == MODULE:
-            if code.co_name in CHANGERS:
-                self._changed = True
-            return inner
+    def _runs(self, frame: FrameType) -> None:
+        """Look at what the lines before this one did, and remember that this one comes next."""
+        if not self._active or self._body == (frame, frame.f_lineno):
+            return  # the body is done: __exit__ comes next, and looks
         self._check()
-        self._where = (code.co_filename, frame.f_lineno)
-        return self._follow(inner)
+        self._where = (frame.f_code.co_filename, frame.f_lineno)
 
-    def _follow(self, inner: Trace | None) -> Trace:
-        """Return the trace function of one frame of user code, which calls `inner` on."""
-
-        def trace(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal inner
-            if inner is not None:
-                inner = inner(frame, event, arg)
-            if not self._active:
-                return inner
-            if event == "line":
-                if self._body is not None and self._body == (frame, frame.f_lineno):
-                    return trace  # the body is done: __exit__ comes next, and looks
-                self._check()
-                self._where = (frame.f_code.co_filename, frame.f_lineno)
-            elif event == "return":
-                self._check()
-                caller = frame.f_back
-                while caller is not None and _kind(caller) != USER:
-                    caller = caller.f_back
-                if caller is not None:
-                    self._where = (caller.f_code.co_filename, caller.f_lineno)
-            return trace
-
-        return trace
+    def _left(self, frame: FrameType) -> None:
+        """Look when a function of the user's ends; its caller's line goes on."""
+        if not self._active:
+            return
+        self._check()
+        caller = _user_frame(frame.f_back)
+        if caller is not None:
+            self._where = (caller.f_code.co_filename, caller.f_lineno)
 
     def _check(self) -> None:
         """Look, and if that raises (an error asked for, or a warning made one), watch no more.
 
-        Python drops a trace function that raises; `__exit__` puts the ones before it back.
+        Python drops a trace function that raises; `__exit__` puts it back for other guards.
         """
         if not self._changed and all(watch.unchanged() for watch in self._watched):
             return
@@ -220,43 +184,113 @@ class Guard:
         tables = {
             tuple(part.weight.shape)
             for part in self.module.modules()
-            if isinstance(part, (nn.Embedding, TiedEmbedding))
+            if isinstance(part, (nn.Embedding, TiedEmbedding)) and not is_lazy(part.weight)
         }
         shared = {name for names in groups(now) for name in names}
         self._watched = [
-            _Watch(self.module, name.split("."), slot.parameter)
+            Watch(self.module, name.split("."), slot.parameter)
             for name, slot in now.items()
             if name in shared or slot.shape in tables
         ]
 
 
-class _Watch:
-    """One slot, looked up as user code would: attribute by attribute from the module."""
+class _Tracer:
+    """The one trace function of a thread, for all guards that are active there, in any order.
 
-    def __init__(self, module: nn.Module, path: list[str], parameter: torch.Tensor) -> None:
-        self.module, self.path = module, path
-        self.parameter = parameter
-        self.address = _address(parameter)
-        self.found = self._find()  # the parameter; of a GPT's `head` None; an Unembed itself
+    The first guard installs it, the last one puts back what was there before. One that something
+    else has replaced meanwhile is left alone: the next guard gets another.
+    """
 
-    def _find(self) -> object:
-        part: Any = self.module
-        for name in self.path:
-            part = getattr(part, name, _GONE)
-        return part
+    def __init__(self) -> None:
+        self.guards: tuple[Guard, ...] = ()
+        self._thread = threading.get_ident()
+        self._before: Any = sys.gettrace()
+        self._frames: dict[FrameType, Trace | None] = {}
 
-    def unchanged(self) -> bool:
-        return self._find() is self.found and _address(self.parameter) == self.address
+    @classmethod
+    def of_this_thread(cls) -> _Tracer:
+        """Return the one that is installed, or one that is not yet."""
+        tracer: _Tracer | None = getattr(_HERE, "tracer", None)
+        if tracer is None or not tracer.guards or sys.gettrace() != tracer._on_call:
+            tracer = _HERE.tracer = cls()
+        return tracer
+
+    def add(self, guard: Guard, frame: FrameType | None) -> None:
+        """Let a guard see each line from now on."""
+        first = not self.guards
+        self.guards += (guard,)
+        self._trace_from(frame, all_frames=first)
+
+    def remove(self, guard: Guard, frame: FrameType | None) -> None:
+        """Let a guard see no more; with the last one, all is as it was before the first."""
+        self.guards = tuple(other for other in self.guards if other is not guard)
+        here = threading.get_ident() == self._thread
+        if not self.guards:
+            if here and sys.gettrace() in (None, self._on_call):
+                sys.settrace(self._before)
+            for known, before in self._frames.items():
+                known.f_trace = before
+            self._frames.clear()
+        elif here and sys.gettrace() is None:  # dropped, since a guard raised
+            self._trace_from(frame, all_frames=False)
+
+    def _trace_from(self, frame: FrameType | None, *, all_frames: bool) -> None:
+        """Install it; frames that run already are traced only if told so one by one."""
+        while frame is not None:
+            if _kind(frame) == USER and (all_frames or frame.f_trace is None):
+                self._frames.setdefault(frame, frame.f_trace)
+                frame.f_trace = self._follow(frame.f_trace)
+            frame = frame.f_back
+        sys.settrace(self._on_call)
+
+    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Python is about to run a function: trace it if it is the user's."""
+        inner = None
+        if self._before is not None:
+            installed = sys.gettrace()
+            inner = self._before(frame, event, arg)
+            if self.guards and sys.gettrace() != installed:
+                sys.settrace(installed)  # coverage's tracer puts itself back when it is called
+        if not self.guards:  # the last one ended in another thread, or under another tracer
+            if sys.gettrace() == self._on_call:
+                sys.settrace(self._before)
+            return inner
+        code = frame.f_code
+        kind = _KINDS.get(code.co_filename)
+        if kind is None:
+            kind = _kind(frame)
+        if kind == LIBRARY:
+            return inner
+        if kind == MODULE:
+            if code.co_name in CHANGERS:
+                for guard in self.guards:
+                    guard._changed = True
+            return inner
+        for guard in self.guards:
+            guard._runs(frame)
+        return self._follow(inner)
+
+    def _follow(self, inner: Trace | None) -> Trace:
+        """Return the trace function of one frame of user code, which calls `inner` on."""
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal inner
+            if inner is not None:
+                inner = inner(frame, event, arg)
+            if not self.guards:
+                return inner
+            if event == "line":
+                for guard in self.guards:
+                    guard._runs(frame)
+            elif event == "return":
+                for guard in self.guards:
+                    guard._left(frame)
+            return trace
+
+        return trace
 
 
-_GONE = object()
-
-
-def _address(parameter: torch.Tensor) -> int:
-    try:
-        return parameter.data_ptr()
-    except RuntimeError:  # sharded and wrapped tensors have none
-        return 0
+_HERE = threading.local()
 
 
 def _library_roots() -> tuple[str, ...]:
@@ -267,6 +301,7 @@ def _library_roots() -> tuple[str, ...]:
 
 
 _LIBRARIES = _library_roots()
+_PACKAGES = frozenset(("site-packages", "dist-packages"))
 _MADE_UP = ("<frozen", "<eval_with_key", "<attrs", "<__", "<torch")
 _KINDS: dict[str, int] = {inspect.getfile(nn.Module): MODULE}
 
@@ -277,5 +312,13 @@ def _kind(frame: FrameType) -> int:
     kind = _KINDS.get(file)
     if kind is None:
         library = file.startswith((*_LIBRARIES, *_MADE_UP))
+        library = library or not _PACKAGES.isdisjoint(Path(file).parts)
         kind = _KINDS[file] = LIBRARY if library else USER
     return kind
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame, or the nearest of its callers, that runs user code."""
+    while frame is not None and _kind(frame) != USER:
+        frame = frame.f_back
+    return frame

@@ -8,7 +8,9 @@ matrix of its own, so that there, too, nothing can come untied.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from tiedgpt.core.embedding import TiedEmbedding
@@ -100,6 +102,87 @@ def put(model: GPT, name: str, module: nn.Module) -> None:
     """Replace the module of that name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
+
+
+def tables(model: GPT) -> dict[str, nn.Parameter]:
+    """Return the parameters that have one entry a token: W, and those of a head of its own.
+
+    Raises `UserError` for a head in which anything else has V entries, parameter or buffer.
+    """
+    found = {"wte.weight": model.wte.weight}
+    if model.head is None:
+        return found
+    if second := aliases(model.head, model):
+        raise UserError(
+            f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
+        )
+    size = model.config.vocab_size
+    for name, layer in matrices(model.head, model).items():
+        if isinstance(layer.weight, nn.Parameter):  # a parametrization makes it of two others
+            found[f"{name}.weight"] = layer.weight
+    faces = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Unembed))]
+    held = [*model.head.named_parameters("head"), *model.head.named_buffers("head")]
+    for name, tensor in held:
+        owner, _, last = name.rpartition(".")
+        if name in found or size not in tensor.shape:
+            continue
+        is_bias = last == "bias" and owner in faces and tensor.shape == (size,)
+        if not is_bias or not isinstance(tensor, nn.Parameter):
+            raise UserError(
+                f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
+                "product with a matrix (V, D): resize before the head is replaced"
+            )
+        found[name] = tensor
+    return found
+
+
+@torch.no_grad()
+def n_scored(model: GPT, head: nn.Module) -> int:
+    """Try a head on zeros as `GPT.logits` will call it, (1, D) and (1, 1, D); return its tokens.
+
+    Raises `UserError` where it cannot read them, or gives something else than a score a token.
+    """
+    weight, n_tokens = model.wte.weight, 0
+    for leading in ((1,), (1, 1)):
+        h = torch.zeros(*leading, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        try:
+            with inference(head):
+                out = head(h)
+        except Exception as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"{describe(head)} cannot read h {tuple(h.shape)} of {h.dtype} on {h.device}: {why}"
+            ) from error
+        if not isinstance(out, Tensor) or out.shape[:-1] != h.shape[:-1]:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise UserError(
+                f"{describe(head)} turns h {tuple(h.shape)} into {got}; a head gives one "
+                f"score a token, {(*leading, weight.shape[0])}"
+            )
+        n_tokens = out.shape[-1]
+    return n_tokens
+
+
+@contextmanager
+def inference(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off for a while, module by module as it was."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def describe(module: nn.Module) -> str:
+    """Return a module in a few words: `Sequential(Dropout, Linear 32 -> 97)`."""
+    if isinstance(module, nn.Linear):
+        bias = "" if module.bias is None else " with bias"
+        return f"Linear {module.in_features} -> {module.out_features}{bias}"
+    if isinstance(module, nn.Sequential):
+        return f"Sequential({', '.join(describe(part) for part in module)})"
+    return type(module).__name__
 
 
 def _named(head: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:

@@ -166,12 +166,22 @@ def _asked_for(role: str, given: str, slots: dict[str, nn.Parameter], candidates
 
 def _from_method(module: nn.Module, method: str) -> nn.Module | None:
     """Ask a module of transformers; None where it does not say."""
-    ask = getattr(module, method, None)
+    ask = getattr(_that_has(method, module), method, None)
     try:
         answer = ask() if callable(ask) else None
     except NotImplementedError:
         return None
     return answer if isinstance(answer, nn.Module) else None
+
+
+def _that_has(attribute: str, module: nn.Module) -> nn.Module:
+    """Return the module, or the one it holds as `.module` (DataParallel), that can be asked."""
+    while not hasattr(module, attribute):
+        held = getattr(module, "module", None)
+        if not isinstance(held, nn.Module):
+            break
+        module = held
+    return module
 
 
 def _names_of(module: nn.Module, part: nn.Module) -> list[str]:
@@ -196,7 +206,7 @@ def _matrices(slots: dict[str, nn.Parameter]) -> list[str]:
 
 def _claim_tied(module: nn.Module) -> list[str]:
     """Let the config say what is so now, where there is one that speaks of it."""
-    config = getattr(module, "config", None)
+    config = getattr(_that_has("config", module), "config", None)
     if getattr(config, "tie_word_embeddings", True) is True:
         return []
     config.tie_word_embeddings = True  # type: ignore[union-attr]

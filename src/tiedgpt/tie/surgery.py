@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
-from tiedgpt.tie.heads import Unembed, aliases, is_tied, matrices, put, require_gpt, unembeds
+from tiedgpt.tie.heads import (
+    Unembed,
+    aliases,
+    describe,
+    is_tied,
+    matrices,
+    n_scored,
+    put,
+    require_gpt,
+    unembeds,
+)
 from tiedgpt.tie.reports import REMAKE_OPTIMIZER, Change, HeadReport, TieReport
 from tiedgpt.tie.sharing import Keep, merge, require_keep, share
 from tiedgpt.tie.storages import named
@@ -114,7 +124,12 @@ def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
         _require_module(module)
         if module is model or module is model.wte:
             raise UserError("the model's own parts are no head; with None instead, wte predicts")
-        _check_scores(model, module)
+        size, scored = model.wte.weight.shape[0], n_scored(model, module)
+        if scored != size:
+            raise UserError(
+                f"{describe(module)} scores {scored:,} tokens and the vocabulary has {size:,}: "
+                f"use a head of {size:,}, or resize_vocab(model, {scored}) first"
+            )
     before = named(model)
     model.head = module
     for name, layer in matrices(module, model).items():
@@ -147,7 +162,7 @@ def _own_matrix(model: GPT, head: nn.Module, output: str | None) -> tuple[str, n
             f"output={' or '.join(map(repr, found))}"
         )
     raise UserError(
-        f"the head ({_describe(head)}) has no linear layer with a matrix {size}, which alone can "
+        f"the head ({describe(head)}) has no linear layer with a matrix {size}, which alone can "
         "be wte.weight; set model.head = None to let wte predict instead"
     )
 
@@ -161,40 +176,6 @@ def _require_module(head: object) -> None:
         raise UserError(
             f"a head is a torch.nn.Module, or None for wte to predict, not {type(head).__name__}"
         )
-
-
-@torch.no_grad()
-def _check_scores(model: GPT, module: nn.Module) -> None:
-    """Try the module on one row of zeros as `GPT.logits` will call it: (1, D) and (1, 1, D)."""
-    weight, size = model.wte.weight, model.wte.weight.shape[0]
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        for leading in ((1,), (1, 1)):
-            h = torch.zeros(*leading, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            try:
-                out = module(h)
-            except Exception as error:
-                why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UserError(
-                    f"{_describe(module)} cannot read h {tuple(h.shape)} of {h.dtype} on "
-                    f"{h.device}: {why}"
-                ) from error
-            if not isinstance(out, Tensor) or out.shape[:-1] != h.shape[:-1]:
-                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-                raise UserError(
-                    f"{_describe(module)} turns h {tuple(h.shape)} into {got}; a head gives one "
-                    f"score a token, {(*leading, size)}"
-                )
-            if out.shape[-1] != size:
-                raise UserError(
-                    f"{_describe(module)} scores {out.shape[-1]:,} tokens and the vocabulary has "
-                    f"{size:,}: use a head of {size:,}, or resize_vocab(model, {out.shape[-1]}) "
-                    "first"
-                )
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _linear(matrix: Tensor, like: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
@@ -220,7 +201,7 @@ def _head_report(model: GPT, change: Change) -> HeadReport:
             "(to_empty, load_state_dict(assign=True)) unties them; guard(model) notices"
         )
     return HeadReport(
-        head="none: wte predicts" if model.head is None else _describe(model.head),
+        head="none: wte predicts" if model.head is None else describe(model.head),
         n_outputs=model.wte.weight.shape[0],
         tied=is_tied(model),
         change=change,
@@ -244,13 +225,3 @@ def _how_to_tie(model: GPT) -> str:
         f"to tie it: {call} lets wte.weight take the place of {name}.weight{rest}; "
         'keep="output" keeps the values of the head'
     )
-
-
-def _describe(module: nn.Module) -> str:
-    """Return a module in a few words: `Sequential(Dropout, Linear 32 -> 97)`."""
-    if isinstance(module, nn.Linear):
-        bias = "" if module.bias is None else " with bias"
-        return f"Linear {module.in_features} -> {module.out_features}{bias}"
-    if isinstance(module, nn.Sequential):
-        return f"Sequential({', '.join(_describe(part) for part in module)})"
-    return type(module).__name__

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.tie.heads import Unembed, aliases, matrices, require_gpt
+from tiedgpt.tie.heads import describe, inference, n_scored, require_gpt, tables
 from tiedgpt.tie.reports import REMAKE_OPTIMIZER, Change, Mass, VocabularyReport
 from tiedgpt.tie.storages import count
 
@@ -34,12 +34,14 @@ MOST_OF_SHARE = 2.0
 HALVINGS = 10
 """How often the spread is halved before the new rows are put at the mean itself."""
 
+Ids = Sequence[Sequence[int]]
+
 N_STATES = 64
 """Hidden states on which the new tokens' probability is measured where no sample is given."""
 
 
 def resize_vocab(
-    model: GPT, n: int, *, sample: Tensor | None = None, seed: int = 0
+    model: GPT, n: int, *, sample: Tensor | Ids | None = None, seed: int = 0
 ) -> VocabularyReport:
     """Give the vocabulary n tokens, in place: new rows at the end, or the first n kept.
 
@@ -49,37 +51,39 @@ def resize_vocab(
     torch's own random stream is not touched. dtype, device and requires_grad stay.
 
     `wte.weight` becomes a new Parameter: an optimizer that holds the old one must be made anew.
-    Raises `UserError`, before anything changes, if a special id would be lost or the head has
-    other parts of V entries; `NoRoomError` if the rows do not fit in memory.
+    Raises `UserError` if a special id would be lost, the head cannot follow or the old rows have
+    no finite mean; `NoRoomError` if the rows do not fit in memory. Nothing has changed then.
     """
     model = require_gpt(model)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UserError(f"n={n!r} is no number of tokens: give a whole number above 0")
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n < 2**63:
+        raise UserError(f"n={n!r} is no number of tokens: give a whole number above 0, of 63 bits")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise UserError(f"seed={seed!r} is no seed: give a whole number of at most 64 bits")
     before = model.config.vocab_size
     if n == before:
         total = count(model.parameters())
         return VocabularyReport(before, n, (), Change(total, total))
     if n < before:
         return _select(model, list(range(n)))
-    tables = _tables(model)
-    drawn = {name: _Draw.of(table, n - before, seed) for name, table in tables.items()}
-    states = _states(model, sample, seed)
+    grown = tables(model)
+    drawn = {name: _Draw.of(name, table, n - before, seed) for name, table in grown.items()}
+    states = _states(model, _ids(model, sample), seed)
     total = count(model.parameters())
     spread = SPREAD
-    _replace(model, {name: draw.grown(spread) for name, draw in drawn.items()}, n)
-    mass = None if states is None else _mass(model, states, before, spread)
-    for halving in range(1, HALVINGS + 1):
-        if mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
-            break
-        spread = SPREAD / 2**halving if halving < HALVINGS else 0.0
-        with torch.no_grad():
-            for name, draw in drawn.items():
-                model.get_parameter(name)[before:] = draw.rows(spread)
-        mass = _mass(model, states, before, spread)
+    with _replaced(model, {name: draw.grown(spread) for name, draw in drawn.items()}, n):
+        mass = None if states is None else _mass(model, states, before, spread)
+        for halving in range(1, HALVINGS + 1):
+            if mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
+                break
+            spread = SPREAD / 2**halving if halving < HALVINGS else 0.0
+            with torch.no_grad():
+                for name, draw in drawn.items():
+                    model.get_parameter(name)[before:] = draw.rows(spread)
+            mass = _mass(model, states, before, spread)
     return VocabularyReport(
         rows_before=before,
         rows_after=n,
-        matrices=tuple(tables),
+        matrices=tuple(grown),
         change=Change(total, count(model.parameters())),
         mass=mass,
         notes=(REMAKE_OPTIMIZER,),
@@ -87,7 +91,7 @@ def resize_vocab(
 
 
 def add_tokens(
-    model: GPT, n_new: int, *, sample: Tensor | None = None, seed: int = 0
+    model: GPT, n_new: int, *, sample: Tensor | Ids | None = None, seed: int = 0
 ) -> VocabularyReport:
     """Append rows for `n_new` tokens, with ids from the old vocabulary's size on.
 
@@ -133,21 +137,21 @@ def _select(model: GPT, ids: list[int]) -> VocabularyReport:
             f"{' and '.join(lost)} would be lost with {before} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
-    tables = _tables(model)
+    chosen = tables(model)
     total = count(model.parameters())
     moved = {name: place[old] for name, old in special.items()}
     own = {name: new for name, new in moved.items() if hasattr(model.config, name)}
     with torch.no_grad():
         rows = {
             name: table.detach()[torch.tensor(ids, device=table.device)]
-            for name, table in tables.items()
+            for name, table in chosen.items()
         }
-    _replace(model, rows, len(ids), own)
-    model.foreign_config |= {name: new for name, new in moved.items() if name not in own}
+    with _replaced(model, rows, len(ids), own):
+        model.foreign_config |= {name: new for name, new in moved.items() if name not in own}
     return VocabularyReport(
         rows_before=before,
         rows_after=len(ids),
-        matrices=tuple(tables),
+        matrices=tuple(chosen),
         change=Change(total, count(model.parameters())),
         notes=(REMAKE_OPTIMIZER,),
     )
@@ -159,32 +163,6 @@ def _special_ids(model: GPT) -> dict[str, int]:
     named |= {k: v for k, v in model.foreign_config.items() if k.endswith("_token_id")}
     size = model.config.vocab_size
     return {k: v for k, v in named.items() if type(v) is int and 0 <= v < size}
-
-
-def _tables(model: GPT) -> dict[str, nn.Parameter]:
-    """Return the parameters that have one entry a token: W, and those of a head of its own."""
-    tables = {"wte.weight": model.wte.weight}
-    if model.head is None:
-        return tables
-    if second := aliases(model.head, model):
-        raise UserError(
-            f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
-        )
-    size = model.config.vocab_size
-    for name in matrices(model.head, model):
-        tables[f"{name}.weight"] = model.get_parameter(f"{name}.weight")
-    faces = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Unembed))]
-    for name, parameter in model.head.named_parameters("head"):
-        owner, _, last = name.rpartition(".")
-        if name in tables or size not in parameter.shape:
-            continue
-        if last != "bias" or owner not in faces or parameter.shape != (size,):
-            raise UserError(
-                f"{name} {tuple(parameter.shape)} has {size} entries in a head that is no plain "
-                "product with a matrix (V, D): resize before the head is replaced"
-            )
-        tables[name] = parameter
-    return tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +177,7 @@ class _Draw:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, table: nn.Parameter, n_new: int, seed: int) -> _Draw:
+    def of(cls, name: str, table: nn.Parameter, n_new: int, seed: int) -> _Draw:
         """Draw from N(0, covariance of the rows); on the meta device only shapes."""
         old = table.detach()
         try:
@@ -209,9 +187,11 @@ class _Draw:
         if old.is_meta:
             return cls(old, torch.zeros(old.shape[1:], device="meta"), deviations)
         mean = old.mean(0, dtype=torch.float32)
+        _require_finite(name, old, mean)
         if old.ndim == 2 and old.shape[0] > 1:  # a bias has no direction to tell tokens apart by
             centred = old.float() - mean
             covariance = (centred.T @ centred).double() / (old.shape[0] - 1)
+            _require_finite(name, old, covariance)
             values, vectors = torch.linalg.eigh(covariance)
             root = (vectors * values.clamp(min=0).sqrt()).float()  # root root^T = covariance
             normal = torch.randn(
@@ -232,19 +212,81 @@ class _Draw:
             raise NoRoomError(f"no memory for the larger matrix: {error}") from None
 
 
-def _replace(
+def _require_finite(name: str, old: Tensor, moments: Tensor) -> None:
+    """Refuse to draw about rows without a finite mean and covariance."""
+    if moments.isfinite().all():
+        return
+    rows = (~old.isfinite()).reshape(len(old), -1).any(1).nonzero().flatten().tolist()
+    what = f"not finite in row {rows[0]}, one of {len(rows):,}" if rows else "too large for float32"
+    raise UserError(
+        f"{name} is {what}: new rows are drawn about the mean of all, so mend or prune these first"
+    )
+
+
+@contextmanager
+def _replaced(
     model: GPT, rows: dict[str, Tensor], n: int, special_ids: dict[str, Any] | None = None
-) -> None:
-    """Put the new rows in place, each as a Parameter; nothing can fail half-way."""
-    config = dataclasses.replace(model.config, vocab_size=n, **(special_ids or {}))
-    for name, new in rows.items():
-        owner_name, _, last = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        old = model.get_parameter(name)
-        setattr(owner, last, nn.Parameter(new, requires_grad=old.requires_grad))
-        if isinstance(owner, nn.Linear):
-            owner.out_features = n
-    model.config = config
+) -> Iterator[None]:
+    """Put the new rows in place, each as a Parameter, and see that the head scores them.
+
+    Whatever fails, here or in the body, leaves the model as it was.
+    """
+    config, foreign = model.config, dict(model.foreign_config)
+    new_config = dataclasses.replace(config, vocab_size=n, **(special_ids or {}))
+    old = {name: model.get_parameter(name) for name in rows}
+    n_outputs = {name: getattr(_owner(model, name), "out_features", None) for name in rows}
+    try:
+        for name, new in rows.items():
+            _set(model, name, nn.Parameter(new, requires_grad=old[name].requires_grad), n)
+        model.config = new_config
+        _require_scores(model, n)
+        yield
+    except BaseException:
+        for name, parameter in old.items():
+            _set(model, name, parameter, n_outputs[name])
+        model.config, model.foreign_config = config, foreign
+        raise
+
+
+def _owner(model: GPT, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _set(model: GPT, name: str, parameter: nn.Parameter, n_outputs: int | None) -> None:
+    owner = _owner(model, name)
+    setattr(owner, name.rpartition(".")[2], parameter)
+    if isinstance(owner, nn.Linear) and n_outputs is not None:
+        owner.out_features = n_outputs
+
+
+def _require_scores(model: GPT, n: int) -> None:
+    """Try the head on one row: what no table shows (a size in its code) shows here."""
+    if model.head is None:
+        return
+    try:
+        scored = n_scored(model, model.head)
+        wrong = "" if scored == n else f"{describe(model.head)} scores {scored:,} tokens then"
+    except UserError as error:
+        wrong = str(error)
+    if wrong:
+        raise UserError(
+            f"the head cannot follow to {n:,} tokens: {wrong}; nothing was changed, resize before "
+            "the head is replaced"
+        )
+
+
+def _ids(model: GPT, sample: Tensor | Ids | None) -> Tensor | None:
+    """Return ids (B, T), which may have been given as lists; those outside V are refused."""
+    if sample is None:
+        return None
+    try:
+        ids = torch.as_tensor(sample)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"sample holds no ids (B, T), rows of one length: {error}") from None
+    size = model.config.vocab_size
+    if not ids.numel() or ids.is_meta or not 0 <= ids.min() <= ids.max() < size:
+        raise UserError(f"sample {tuple(ids.shape)} must hold ids of a vocabulary of {size} tokens")
+    return ids
 
 
 @torch.no_grad()
@@ -258,7 +300,7 @@ def _states(model: GPT, sample: Tensor | None, seed: int) -> Tensor | None:
         shape = (-(-N_STATES // length), length)
         generator = torch.Generator().manual_seed(seed)
         sample = torch.randint(model.config.vocab_size, shape, generator=generator)
-    with _inference(model):
+    with inference(model):
         return model.body(sample.to(weight.device)).flatten(0, 1)
 
 
@@ -267,7 +309,7 @@ def _mass(model: GPT, states: Tensor | None, n_old: int, spread: float) -> Mass 
     """Measure the probability of all rows from n_old on at the states (N, D)."""
     if states is None:
         return None
-    with _inference(model):
+    with inference(model):
         parts = [
             model.logits(part).float().softmax(-1)[:, n_old:].sum(-1)
             for part in states.split(N_STATES)
@@ -280,15 +322,3 @@ def _mass(model: GPT, states: Tensor | None, n_old: int, spread: float) -> Mass 
         n_states=len(masses),
         spread=spread,
     )
-
-
-@contextmanager
-def _inference(model: GPT) -> Iterator[None]:
-    """Switch dropout off for a while, module by module as it was."""
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
