@@ -56,7 +56,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
     assert "finished already" in capfd.readouterr().err
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "301"]) == 1
-    assert "--vocab-size 300 became 301" in capfd.readouterr().err
+    assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 
 
 def test_generate_takes_the_newest_run_and_reads_a_pipe(text):

@@ -39,8 +39,8 @@ def test_what_run_toml_says_is_read_back_as_it_was(options, config, tmp_path):
     assert options.differences(tables["options"]) == []
     changed = dataclasses.replace(options, lr=0.5, seed=9)
     assert changed.differences(tables["options"]) == [
-        "--seed 0 became 9",
-        "--lr None became 0.5",
+        "--seed was 0 and is 9",
+        "--lr was not given and is 0.5",
     ]
 
 

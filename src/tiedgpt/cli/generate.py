@@ -35,8 +35,8 @@ class Arguments:
     """Above 1, tokens already in the text become less likely."""
     seed: int | None = None
     """The same seed draws the same text."""
-    stop: tuple[str, ...] = ()
-    """End before any of these strings."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End before this string; may be given several times."""
     context_end: Literal["stop", "slide"] = "stop"
     """When the context is full: stop, or slide on, dropping the start."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,7 +50,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Show a line of progress."""
-        self.err.print(escape(text), soft_wrap=True)
+        self.err.print(escape(text), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
     def encoding(self) -> Iterator[Callable[[int, int], None]]:
@@ -114,11 +115,13 @@ class Display:
                 status = f"loss {self._smooth:.3f}  {event.tokens_per_second:,.0f} tokens/s"
                 self._progress.update(self._task, completed=event.step, status=status)
             case Evaluated():
-                sample = " ".join(event.sample.split())[:72]
-                self.say(
-                    f"step {event.step:>6,}  val {event.score.nats:.3f} nats, "
-                    f"{event.score.bits_per_byte:.3f} bits/byte  | {sample}"
+                line = (
+                    f"step {event.step:>6,}  val ({event.score.tokens:,} tokens) "
+                    f"{event.score.nats:.3f} nats, {event.score.bits_per_byte:.3f} bits/byte  | "
                 )
+                room = max(0, self.err.width - len(line) - 1)
+                sample = set_cell_size(" ".join(event.sample.split()), room).rstrip()
+                self.say(line + sample)
 
     def interrupted(self, ended: Ended, plan: Plan) -> None:
         """Say what was saved and how to go on."""

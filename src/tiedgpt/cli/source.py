@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tiedgpt.errors import UserError
@@ -16,4 +17,6 @@ def source_or_newest(source: str | None) -> str:
     models = sorted(RUNS.glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
     if not models:
         raise UserError("no model is named and there is no run in runs/: name one, or train first")
-    return str(models[-1].parent.parent)
+    newest = str(models[-1].parent.parent)
+    print(f"(the newest run: {newest})", file=sys.stderr)
+    return newest

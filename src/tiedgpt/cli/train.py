@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from dataclasses import dataclass, fields
@@ -41,7 +42,7 @@ def run(arguments: list[str]) -> int:
     from tiedgpt.train.loop import Ended, train
     from tiedgpt.train.plan import record, recorded
     from tiedgpt.train.planning import make_plan, tokenizer_config, training_device
-    from tiedgpt.train.prepare import prepare
+    from tiedgpt.train.prepare import Texts, prepare
     from tiedgpt.train.run_directory import RunDirectory
 
     directory = RunDirectory(out)
@@ -55,11 +56,18 @@ def run(arguments: list[str]) -> int:
                 f"{out} holds a run of other options ({'; '.join(differences)}): give another "
                 "--out, or the same options to go on"
             )
+        texts = Texts.of(options) if options.data or not tables else None
+        digest = texts.digest() if texts and options.data else None
+        if tables and digest != tables.get("text", {}).get("sha256"):
+            raise UserError(
+                f"the text is another than when {out} began: give another --out, or the same text"
+            )
         if tables and directory.finished(recorded(tables)[1].steps):
             display.say(f"{out} finished already; generate from it, or train in another --out")
             return EXIT_OK
         with display.encoding() as progress:
-            tokenizer, encoded, notes = prepare(directory, options, progress)
+            texts = texts or Texts.of(options)
+            tokenizer, encoded, notes = prepare(directory, options, texts, progress)
         device = training_device()
         if tables:
             config, plan = recorded(tables)
@@ -67,7 +75,7 @@ def run(arguments: list[str]) -> int:
             config = tokenizer_config(options, tokenizer)
             display.say("measuring this machine")
             plan = make_plan(options, config, encoded, device)
-            directory.write_record(record(options, config, plan, encoded))
+            directory.write_record(record(options, config, plan, encoded, digest))
         display.plan(options, config, plan, encoded, tokenizer, device, notes)
         with stop_on_signals() as stop, display.training(plan):
             for event in train(
@@ -86,8 +94,11 @@ def run(arguments: list[str]) -> int:
 def default_out(options: TrainOptions) -> Path:
     """Return runs/NAME-SIZE, NAME from the first source of data."""
     first = options.data[0] if options.data else "python-docs"
-    stem = "stdin" if first == "-" else Path(first.rstrip("/*?")).stem
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem) or "data"
+    path = Path(os.path.abspath(first))
+    stem = "stdin" if first == "-" else path.stem
+    if not any(c.isalnum() for c in stem) or set(stem) & set("*?["):  # a glob: its folder's name
+        stem = next((p.name for p in path.parents if p.name.isprintable() and p.name.isalnum()), "")
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     return Path("runs") / f"{name}-{options.size}"
 
 

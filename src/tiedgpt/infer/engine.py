@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.request import Options, Request, require_positive
 from tiedgpt.infer.stopping import StopWatch
 from tiedgpt.text import StreamDecoder, Tokenizer
@@ -116,7 +116,7 @@ class Engine:
         else:
             model = GPT.from_pretrained(model_or_source, dtype=dtype)
             model.to("cuda" if torch.cuda.is_available() else "cpu")
-            tokenizer = tokenizer or Tokenizer.from_pretrained(os.fspath(model_or_source))
+            tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
         if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}"
@@ -217,7 +217,10 @@ class Engine:
         config = self.model.config
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise UserError("a prompt of text needs a tokenizer; give ids")
+                raise UserError(
+                    "a prompt of text needs a tokenizer and there is none beside the model: give "
+                    "ids, or save one there (Tokenizer.from_pretrained(...).save_pretrained(...))"
+                )
             ids = self.tokenizer.encode(prompt)
         else:
             ids = [operator.index(token) if _is_id(token) else token for token in prompt]
@@ -319,6 +322,16 @@ class Engine:
         rest = sequence.watch.push(sequence.decoder.finish()) + sequence.watch.finish()
         sequence.text.append(rest)
         return rest
+
+
+def _tokenizer_of(source: str) -> Tokenizer | None:
+    """Return the tokenizer beside a model; without one only ids can be continued."""
+    try:
+        return Tokenizer.from_pretrained(source)
+    except CorruptInputError:
+        raise
+    except UserError:
+        return None
 
 
 def _is_id(value: object) -> bool:

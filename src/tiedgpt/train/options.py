@@ -65,6 +65,16 @@ MAX_VOCABULARY = 1 << 16
 DEFAULT_MINUTES = 3.0
 
 
+def _flag(name: str) -> str:
+    return "the data" if name == "data" else f"--{name.replace('_', '-')}"
+
+
+def _shown(value: Any) -> str:
+    if value in (None, ()):
+        return "not given"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """One dial, `size`, derives the rest; everything derived can be set."""
@@ -159,5 +169,5 @@ class TrainOptions:
             now, then = getattr(self, option.name), recorded.get(option.name)
             then = tuple(then) if isinstance(then, list) else then
             if now != then and not (now in (None, ()) and then in (None, ())):
-                found.append(f"--{option.name.replace('_', '-')} {then} became {now}")
+                found.append(f"{_flag(option.name)} was {_shown(then)} and is {_shown(now)}")
         return found

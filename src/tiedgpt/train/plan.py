@@ -62,13 +62,18 @@ class Plan:
 
 
 def record(
-    options: TrainOptions, config: GPTConfig, plan: Plan, encoded: EncodedCorpus
+    options: TrainOptions,
+    config: GPTConfig,
+    plan: Plan,
+    encoded: EncodedCorpus,
+    text_digest: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the tables of run.toml."""
     return {
         "options": asdict(options),
         "model": asdict(config),
         "training": asdict(plan),
+        "text": {"sha256": text_digest},
         "train_text": asdict(encoded.train),
         "val_text": asdict(encoded.val),
         "versions": {

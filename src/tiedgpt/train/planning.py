@@ -77,7 +77,7 @@ def make_plan(
         steps=steps,
         warmup=round(options.warmup * steps),
         eval_every=eval_every,
-        eval_batches=max(1, eval_every // 20),
+        eval_batches=max(4, eval_every // 20),
         save_every=max(1, min(steps // 4, 1000)),
     )
 
