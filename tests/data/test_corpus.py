@@ -189,3 +189,13 @@ def test_runs_inside_a_folder_are_no_text(tmp_path):
     (tmp_path / "runs" / "one" / "run.toml").write_text("[options]")
     (tmp_path / "runs" / "one" / "metrics.jsonl").write_text('{"step": 1}')
     assert [document.text for document in documents([str(tmp_path)])] == ["text"]
+
+
+def test_a_file_of_another_encoding_is_an_error_where_named_and_left_out_where_found(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    corpus = documents([str(tmp_path)])
+    assert [document.text for document in corpus] == ["text"]
+    assert [os.path.basename(path) for path in corpus.skipped] == ["b.txt"]
+    with pytest.raises(CorruptInputError, match="not UTF-8"):
+        list(documents([str(tmp_path / "b.txt")]))

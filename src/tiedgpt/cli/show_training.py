@@ -87,7 +87,10 @@ class Display:
             f"          {parameters(config)}\n"
             f"training  {plan.steps:,} steps of {plan.batch_size} x {config.n_positions} tokens"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
-            f"peak rate {plan.lr:g}, products in {plan.dtype} on {device}{threads}"
+            f"peak rate {plan.lr:g}, products in {plan.dtype} on {device}{threads}\n"
+            f"          validated every {plan.eval_every} steps on about "
+            f"{plan.eval_batches * plan.micro_batch * config.n_positions:,} tokens, at the end on "
+            "all"
         )
 
     @contextlib.contextmanager
@@ -116,8 +119,8 @@ class Display:
                 self._progress.update(self._task, completed=event.step, status=status)
             case Evaluated():
                 line = (
-                    f"step {event.step:>6,}  val ({event.score.tokens:,} tokens) "
-                    f"{event.score.nats:.3f} nats, {event.score.bits_per_byte:.3f} bits/byte  | "
+                    f"step {event.step:>6,}  val {event.score.nats:.3f} nats, "
+                    f"{event.score.bits_per_byte:.3f} bits/byte  | "
                 )
                 room = max(0, self.err.width - len(line) - 1)
                 sample = set_cell_size(" ".join(event.sample.split()), room).rstrip()

@@ -32,7 +32,7 @@ class Arguments(TrainOptions):
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    given = parse(Arguments, "train", arguments, "Train a GPT on your text.")
+    given = parse(Arguments, "train", arguments, "Train a GPT on your text. The same command again goes on where it stopped.")
     options = TrainOptions(
         **{option.name: getattr(given, option.name) for option in fields(TrainOptions)}
     )

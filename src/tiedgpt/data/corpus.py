@@ -80,7 +80,14 @@ class FileCorpus:
         if b"\0" in data and not source.named:
             self.skipped.add(source.path)
             return
-        yield Document(_shown(source.path), _decode(data, source.path).replace("\r\n", "\n"))
+        try:
+            text = _decode(data, source.path)
+        except CorruptInputError:
+            if source.named:
+                raise
+            self.skipped.add(source.path)  # found by searching: compressed, or of another encoding
+            return
+        yield Document(_shown(source.path), text.replace("\r\n", "\n"))
 
     def _bytes(self, path: str) -> bytes:
         """Return a file's bytes; a pipe or standard input can be read only once and is kept."""

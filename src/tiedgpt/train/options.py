@@ -84,7 +84,7 @@ class TrainOptions:
     size: str = DEFAULT_SIZE
     """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
     minutes: float | None = None
-    """Train for about this long; a short measurement turns it into steps. Default: 3."""
+    """Train for about this long (3 if neither is given); a measurement turns it into steps."""
     steps: int | None = None
     """Train for this many steps instead."""
     tokenizer: str = "bpe"
