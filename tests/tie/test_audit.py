@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.tie.checkpoints import (
@@ -26,8 +27,9 @@ from tests.tie.checkpoints import (
 )  # fmt: skip
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.tie import audit
+from tiedgpt.tie import audit, fix, ledger
 from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.torch_file import stored_tensor
 
 
 def kinds(found) -> list[str]:
@@ -495,3 +497,172 @@ def test_a_file_of_gigabytes_takes_memory_of_megabytes(tmp_path, across):
     verdict, megabytes = done.stdout.strip().split("\n")
     assert verdict == ("broken" if across else "tied twice")
     assert 5 < int(megabytes) < 300, megabytes
+
+
+# two matrices that look like one, and heads that do not look like one
+
+
+@pytest.mark.parametrize("views", ["interleaved", "shifted", "square"])
+def test_two_views_of_one_storage_are_two_matrices(tmp_path, views):
+    x = torch.randn(V + 10, 2 * D)
+    reads, head = {
+        "interleaved": (x[:V, :D], x[:V, D:]),
+        "shifted": (x[:V], x[10:]),
+        "square": (x[: 2 * D], x[: 2 * D].T),
+    }[views]
+    torch.save({"wte.weight": reads, HEAD: head}, tmp_path / "a.pt")
+    found = judged(tmp_path / "a.pt", "broken", "overlap")
+    assert len(found.matrices) == 2
+    assert "one matrix" not in ledger(tmp_path / "a.pt").explain or views == "square"
+
+
+def test_a_transposed_view_is_the_same_matrix():
+    model = their_gpt2()
+    w = model.transformer.wte.weight
+    assert stored_tensor("a", w).is_view_of(stored_tensor("b", w.detach().T))
+    assert not stored_tensor("a", w).is_view_of(stored_tensor("b", w.detach()[1:]))
+
+
+@pytest.mark.parametrize("claim", [True, False, "REMOVE"])
+@pytest.mark.parametrize("name", ["GPT2Model", "LlamaForSequenceClassification"])
+def test_a_body_or_a_classifier_has_no_head(tmp_path, name, claim):
+    path = rewrite(
+        save(their_gpt2(), tmp_path / "m"), architectures=[name], tie_word_embeddings=claim
+    )
+    found = judged(path, "no head", "no head")
+    assert "does not predict tokens" in found.explain
+    assert sum(row.multiply_adds for row in ledger(path).rows if WTE in row.names) == 0
+    with pytest.raises(UserError, match="does not predict"):
+        fix(path, tmp_path / "new")
+    judged(rewrite(path, architectures=["Mine"], tie_word_embeddings=True), "tied")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"lm_head.qweight": torch.zeros(D // 8, V, dtype=torch.int32)},
+        {"lm_head.weight_packed": torch.zeros(V, D // 8, dtype=torch.int32)},
+        {"lm_head.weight": torch.zeros(V * D)},
+        {"lm_head.weight": torch.zeros(V, D, 1)},
+        {"lm_head.weight": torch.zeros(V * D // 2, 1, dtype=torch.uint8)},
+        {"lm_head.weight_v": torch.zeros(V, D), "lm_head.weight_g": torch.ones(V, 1)},
+        {"output.qweight": torch.zeros(D // 8, V, dtype=torch.int32)},
+    ],
+)
+def test_a_head_that_cannot_be_read_is_never_tied(tmp_path, tensors):
+    path = rewrite(save(their_gpt2(), tmp_path / "m"), lambda state: state.update(tensors))
+    judged(path, "broken", "not comparable")
+    with pytest.raises(UserError, match="predicts and is not read"):
+        fix(path, tmp_path / "new")
+    judged(rewrite(path, tie_word_embeddings=False), "untied as claimed", "not comparable")
+
+
+def test_a_heads_bias_and_transform_are_no_head(tmp_path):
+    def add(state):
+        state["lm_head.bias"] = torch.zeros(V)
+        state["lm_head.dense.weight"] = torch.zeros(D, D)
+        state["lm_head.layer_norm.weight"] = torch.zeros(D)
+        state["cls.predictions.transform.dense.weight"] = torch.zeros(D, D)
+
+    judged(rewrite(save(their_gpt2(), tmp_path / "m"), add), "tied")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "x.safetensors"])
+def test_an_adapter_alone_is_refused(tmp_path, name):
+    tensors = {"base.wte.weight": torch.zeros(V, D), "base.h.0.lora_A.weight": torch.zeros(2, D)}
+    save_file(tensors, tmp_path / name)
+    with pytest.raises(UserError, match="adapter"):
+        audit(tmp_path / name)
+
+
+class Buffered(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.register_buffer("w", w)
+
+
+def doubled():
+    class Twice(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    return Twice()
+
+
+@pytest.mark.parametrize(
+    "how", ["buffer", "quantized", "old norm", "new norm", "twice", "lora", "no matrix"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_derived_from_the_matrix_is_not_tied(how):
+    model = their_gpt2()
+    if how == "buffer":
+        model.lm_head = Buffered(model.transformer.wte.weight.detach() * 2)
+    elif how == "quantized":
+        model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    elif how == "old norm":
+        nn.utils.weight_norm(model.lm_head)
+    elif how == "new norm":
+        nn.utils.parametrizations.weight_norm(model.lm_head)
+    elif how == "twice":
+        nn.utils.parametrize.register_parametrization(model.lm_head, "weight", doubled())
+    elif how == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=2))
+    else:
+        model.lm_head = nn.Identity()
+    judged(model, "broken", "derived")
+    model.config.tie_word_embeddings = False
+    judged(model, "untied as claimed", "derived")
+
+
+def test_a_live_body_has_no_head():
+    judged(their_gpt2().transformer, "no head", "no head")
+
+
+def test_a_holder_is_looked_through():
+    model = their_gpt2()
+    model.config.tie_word_embeddings = False
+    judged(nn.DataParallel(model), "contradicts the claim")
+    model.config.tie_word_embeddings = True
+    judged(nn.DataParallel(model), "tied", "same storage")
+    judged(nn.DataParallel(model.transformer), "no head")
+
+
+def test_the_shared_table_and_the_models_own_are_preferred(tmp_path):
+    names = ["shared", "encoder.embed_tokens", "decoder.embed_tokens"]
+    save_file({f"{name}.weight": torch.randn(V, D) for name in names}, tmp_path / "a")
+    assert audit(tmp_path / "a").matrices[0].names == ("shared.weight",)
+    names = ["model.embed_tokens", "model.layers.61.embed_tokens"]
+    save_file({f"{name}.weight": torch.randn(V, D) for name in names}, tmp_path / "b")
+    assert audit(tmp_path / "b").matrices[0].names == ("model.embed_tokens.weight",)
+
+
+def test_what_differs_by_an_infinity_is_told_so(tmp_path):
+    w = torch.randn(V, D)
+    save_file({"wte.weight": w, HEAD: torch.where(w == w[3, 3], torch.inf, w)}, tmp_path / "a")
+    found = judged(tmp_path / "a", "broken", "drifted")
+    assert "infinite or none" in found.explain and "number is 0" not in found.explain
+
+
+def test_control_characters_in_names_are_shown_as_text(tmp_path):
+    save_file({"\x1b[2J\n.wte.weight": torch.randn(V, D)}, tmp_path / "a")
+    found = judged(tmp_path / "a", "tied")
+    assert "\x1b" not in found.explain and "\\x1b[2J" in found.explain
+
+
+def test_a_row_too_wide_for_an_embedding_is_none(tmp_path):
+    width = (1 << 22) + 1
+    header = {"wte.weight": {"dtype": "U8", "shape": [2, width], "data_offsets": [0, 2 * width]}}
+    raw = json.dumps(header).encode()
+    with (tmp_path / "a").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + 2 * width)
+    with pytest.raises(UserError, match="no matrix"):
+        audit(tmp_path / "a")
+
+
+def test_our_own_head_with_a_computed_weight_is_not_tied():
+    model = GPT(GPTConfig(**SHAPE))
+    model.head = nn.utils.parametrizations.weight_norm(fresh_head())
+    judged(model, "broken", "derived")

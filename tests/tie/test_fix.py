@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.tie.checkpoints import (
     HEAD,
@@ -239,3 +239,94 @@ def test_gguf_and_onnx_say_what_to_do_instead(tmp_path):
 def test_an_unknown_choice(tmp_path):
     with pytest.raises(UserError, match="keep='mean'"):
         fix(tmp_path, tmp_path / "new", keep="mean")
+
+
+# nothing that means a token goes unsaid
+
+
+def alone(tmp_path: Path, **tensors) -> Path:
+    """A file of these tensors without a config."""
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def test_the_longer_side_is_cut_to_the_vocabulary(tmp_path):
+    source = with_head(tmp_path, lambda w: torch.cat([w, torch.randn(31, D)]), vocab_size=V + 3)
+    report, state = mended(source, tmp_path / "new")
+    original = load_file(source / "model.safetensors")
+    assert torch.equal(state[WTE], original[HEAD][: V + 3])
+    assert "28 rows of lm_head.weight, 100 to 127, go (28 of them not zero)" in report.explain
+    report, _ = mended(source, tmp_path / "in", keep="input")
+    assert "31 rows of lm_head.weight, 97 to 127, go" in report.explain
+
+
+def test_more_rows_without_a_vocabulary_are_asked_about(tmp_path):
+    w = torch.randn(V, D)
+    file = alone(tmp_path, **{"wte.weight": w, HEAD: torch.cat([w, torch.ones(3, D)])})
+    with pytest.raises(UserError, match=r"3 rows more .* not zero, and no config"):
+        fix(file, tmp_path / "new")
+    fix(file, tmp_path / "new", keep="output")
+    assert load_file(tmp_path / "new" / "model.safetensors")["wte.weight"].shape == (V + 3, D)
+
+
+def test_a_transposed_embedding_is_put_right(tmp_path):
+    def turn(state):
+        state[HEAD], state[WTE] = state[WTE].clone(), state[WTE].T
+
+    source = rewrite(save(their_gpt2(), tmp_path / "m"), turn)
+    found = audit(source)
+    assert found.verdict == "broken" and found.matrices[0].shape == (V, D)
+    assert [f.title.split()[0] for f in found.findings if f.kind == "transposed"] == [WTE]
+    _, state = mended(source, tmp_path / "new")
+    original = load_file(source / "model.safetensors")
+    assert torch.equal(state[WTE], original[HEAD])
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"] == V
+    rewrite(source, lambda state: state.pop(HEAD))
+    assert audit(source).verdict == "broken"
+    _, state = mended(source, tmp_path / "one")
+    assert torch.equal(state[WTE], original[HEAD])
+
+
+def test_which_of_two_lies_transposed_is_asked(tmp_path):
+    w = torch.randn(V, D)
+    file = alone(tmp_path, **{"wte.weight": w.T, HEAD: w})
+    with pytest.raises(UserError, match=r"nothing tells which is \(V, D\)"):
+        fix(file, tmp_path / "new")
+
+
+def test_a_padded_heads_bias_is_cut_with_it(tmp_path):
+    source = with_head(tmp_path, lambda w: torch.cat([w, torch.zeros(31, D)]))
+    bias = torch.randn(128)
+    rewrite(source, lambda state: state.update({"lm_head.bias": bias}))
+    report = fix(source, tmp_path / "new")
+    assert torch.equal(load_file(tmp_path / "new" / "model.safetensors")["lm_head.bias"], bias[:V])
+    assert "lm_head.bias is cut to 97" in report.explain
+    rewrite(source, lambda state: state.update({"final_logits_bias": bias[None]}))
+    with pytest.raises(UserError, match="final_logits_bias"):
+        fix(source, tmp_path / "other")
+
+
+def test_only_what_belongs_to_the_model_goes_along(tmp_path):
+    source = with_head(tmp_path, torch.clone)
+    for name in ("secrets.env", "train.npy", "modeling.py"):
+        (source / name).write_text("x")
+    report = fix(source / "model.safetensors", tmp_path / "new")
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {
+        "model.safetensors", "config.json", "generation_config.json", "tokenizer.json"
+    }  # fmt: skip
+    assert "modeling.py, secrets.env, train.npy" in report.explain
+
+
+def test_a_copy_inside_the_directory_of_an_index_is_refused(tmp_path):
+    model = their_gpt2()
+    model.lm_head = fresh_head()
+    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    with pytest.raises(UserError, match="lies inside"):
+        fix(tmp_path / "m" / "model.safetensors.index.json", tmp_path / "m" / "new", keep="input")
+
+
+def test_a_config_of_the_claim_alone_is_told(tmp_path):
+    w = torch.randn(V, D)
+    report = fix(alone(tmp_path, **{"wte.weight": w, HEAD: w.clone()}), tmp_path / "new")
+    assert "holds tie_word_embeddings alone" in report.explain

@@ -22,6 +22,7 @@ from tests.tie.checkpoints import (
     write_onnx,
 )
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import UserError
 from tiedgpt.tie import ledger
 
 TINY_TOTAL = GPTConfig(**SHAPE).parameter_count()
@@ -186,3 +187,16 @@ def test_gguf_and_onnx(tmp_path):
     two = ledger(write_onnx(tmp_path / "two.onnx", "copy"))
     assert two.total - one.total == V * D
     assert one.multiply_adds == two.multiply_adds == D * D + V * D
+
+
+def test_complex_and_uninitialised_parameters():
+    module = nn.ParameterDict({"a": torch.zeros(3, 4, dtype=torch.complex64)})
+    assert ledger(module).trainable == 12
+    with pytest.raises(UserError, match="no shape yet"):
+        ledger(nn.LazyLinear(3))
+
+
+def test_statistics_in_a_file_are_no_parameters(tmp_path):
+    torch.save(nn.BatchNorm1d(7).state_dict(), tmp_path / "a.pt")
+    found = ledger(tmp_path / "a.pt")
+    assert found.total == 14 and "running_mean" in found.left_out

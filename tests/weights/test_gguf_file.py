@@ -123,3 +123,16 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
                 found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
         pass
+
+
+def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path):
+    long = bytes(70_000)
+    for name, body in {"key": text(long) + struct.pack("<II", 4, 1), "name": tensor(long)}.items():
+        n_pairs = int(name == "key")
+        path = tmp_path / name
+        path.write_bytes(header(n_tensors=1 - n_pairs, n_pairs=n_pairs, body=body))
+        with pytest.raises(CorruptInputError, match="70,000 bytes is none"):
+            open_gguf(path)
+    value = text(b"note") + struct.pack("<I", 8) + text(long)
+    (tmp_path / "value").write_bytes(header(n_pairs=1, body=value))
+    assert open_gguf(tmp_path / "value").config == {}

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tie.checkpoints import matrix, write_onnx
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tests.tie.checkpoints import D, V, matrix, write_onnx
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.tie import audit
 from tiedgpt.weights.onnx_file import TYPES, open_onnx
 
 with warnings.catch_warnings():
@@ -157,3 +158,43 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
                 found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
         pass
+
+
+def graph_ending_in(path, nodes, **heads):
+    """A graph that gathers rows of W and ends in these nodes."""
+    stored = {"W": matrix(), "block": matrix(4, D, D), **heads}
+    first = [
+        helper.make_node("Gather", ["W", "ids"], ["x"]),
+        helper.make_node("MatMul", ["x", "block"], ["z"]),
+    ]
+    graph = helper.make_graph(
+        first + nodes, "tiny",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, [5])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in stored.items()],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph), path)
+    return path
+
+
+def test_a_graph_that_ends_in_another_product_is_not_tied(tmp_path):
+    nbits = helper.make_node("MatMulNBits", ["z", "B", "scales"], ["logits"], K=D, N=V, bits=4)
+    packed = {"B": np.zeros((V, 1, D // 2), np.uint8), "scales": np.ones(V, np.float32)}
+    path = graph_ending_in(tmp_path / "a.onnx", [nbits], **packed)
+    with pytest.raises(UserError, match=r"multiplies nowhere .* B \(97, 1, 16\).*--output"):
+        audit(path)
+    halves = [helper.make_node("MatMul", ["z", name], [f"l{name}"]) for name in "HI"]
+    halves.append(helper.make_node("Concat", ["lH", "lI"], ["logits"], axis=-1))
+    path = graph_ending_in(tmp_path / "b.onnx", halves, H=matrix(2, D, 48), I=matrix(3, D, 49))
+    with pytest.raises(UserError, match="--output"):
+        audit(path)
+    padded = [helper.make_node("MatMul", ["z", "P"], ["logits"])]
+    found = audit(graph_ending_in(tmp_path / "c.onnx", padded, P=matrix(2, D, 128)))
+    assert found.verdict == "broken" and found.matrices[1].names == ("P",)
+
+
+def test_a_name_of_megabytes_is_refused(tmp_path):
+    tensor = numpy_helper.from_array(matrix(), "x" * 70_000)
+    (tmp_path / "a.onnx").write_bytes(graph_of(tensor).SerializeToString())
+    with pytest.raises(CorruptInputError, match="70,000 bytes"):
+        open_onnx(tmp_path / "a.onnx")

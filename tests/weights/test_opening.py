@@ -162,3 +162,46 @@ def test_empty_and_unknown_files(tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(CorruptInputError, match=name):
             open_inventory(tmp_path / name)
+
+
+def zipped(path, members, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, data in members.items():
+            file.writestr(f"a/{name}", data)
+    return path
+
+
+def test_zip_bombs_are_refused(tmp_path):
+    sound = pickle.dumps({}, protocol=2)
+    path = zipped(tmp_path / "a.pt", {"data.pkl": sound}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(CorruptInputError, match="compressed"):
+        open_inventory(path)
+    path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes(65)})
+    with pytest.raises(CorruptInputError, match="byteorder"):
+        open_inventory(path)
+    nested = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    with pytest.raises(CorruptInputError, match="nests tuples"):
+        open_inventory(zipped(tmp_path / "c.pt", {"data.pkl": pickle.dumps(nested, protocol=2)}))
+
+
+def test_expanded_and_complex_tensors(tmp_path):
+    w = torch.randn(32).expand(97, 32)
+    torch.save({"wte.weight": w, "c": torch.zeros(3, 4, dtype=torch.complex128)}, tmp_path / "a.pt")
+    inventory = open_inventory(tmp_path / "a.pt")
+    assert np.array_equal(inventory.tensors["wte.weight"].rows(5, 7), w[5:7].numpy())
+    assert audit(tmp_path / "a.pt").verdict == "tied"
+    torch.save({"wte.weight": w.to(torch.complex128), "lm_head.weight": w}, tmp_path / "b.pt")
+    assert "not comparable" in [finding.kind for finding in audit(tmp_path / "b.pt").findings]
+
+
+def test_names_that_no_system_takes(tmp_path):
+    torch.save({"wte.\ud800": torch.zeros(2, 3)}, tmp_path / "a.pt")
+    with pytest.raises(CorruptInputError):
+        open_inventory(tmp_path / "a.pt")
+    for name in ("x" * 5000, "\ud800"):
+        index = {"weight_map": {"w": name}}
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CorruptInputError, match="not beside it"):
+            open_inventory(tmp_path / "m.safetensors.index.json")

@@ -83,3 +83,17 @@ def test_changed_bytes_of_a_header_give_our_error_or_a_sound_file(saved, data):
             file.read(name)
     except TiedGPTError:
         pass
+
+
+def test_every_type_of_the_format_is_known(tmp_path):
+    for dtype, size in {"C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}.items():
+        path = file_of(tmp_path / "a", {"a": entry([1], 0, size, dtype)}, bytes(size))
+        assert SafetensorsFile.open(path).entries["a"].size == size
+
+
+def test_a_name_that_is_no_text_and_too_many_tensors(tmp_path):
+    raw = b'{"\\ud800": ' + ONE + b"}"
+    with pytest.raises(CorruptInputError, match="no text"):
+        SafetensorsFile.open(file_of(tmp_path / "a", raw, bytes(4)))
+    with pytest.raises(CorruptInputError, match="1,048,576 tensors"):
+        SafetensorsFile.open(file_of(tmp_path / "b", b"[" * 3_200_000))

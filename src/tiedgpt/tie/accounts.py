@@ -30,6 +30,8 @@ BUFFERS = re.compile(
     r"(^|[./])(attn|attention)\.(masked_)?bias$|inv_freq$|(^|\.)position_ids$|tril$|causal_mask$"
 )
 """Masks and tables that some files hold beside the parameters."""
+STATISTICS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|final_logits_bias)$")
+"""What a module keeps and no optimizer trains."""
 NOT_PARAMETERS = frozenset("int64 int32 uint32 uint64 bool".split())
 
 
@@ -48,6 +50,8 @@ class Row:
     """Rows beyond the vocabulary that the config tells; 0 where nothing is known."""
     multiply_adds: int
     """What a token costs in products with this matrix."""
+    overlapping: bool = False
+    """Whether the names are views of different parts of the storage, not one matrix."""
 
     @property
     def shared(self) -> bool:
@@ -101,7 +105,12 @@ class Ledger:
                     f"{size(row.shape)}, {row.parameters:,} parameters counted once; reading a "
                     "token looks up a row, predicting one is the product that is counted."
                 )
-            if row.shared:
+            if row.overlapping:
+                text += (
+                    f" {' and '.join(row.names)} are different views of one storage: "
+                    f"{row.parameters:,} parameters, what they have in common counted once."
+                )
+            elif row.shared:
                 text += (
                     f" {' and '.join(row.names)} are one matrix of {size(row.shape)}: "
                     f"{row.parameters:,} parameters, counted once; a sum over names would count "
@@ -145,10 +154,11 @@ def _account(inventory: Inventory, costs: Mapping[str, int]) -> Ledger:
     counted = [t for t in inventory.tensors.values() if _is_parameter(inventory, t)]
     names = {tensor.name for tensor in counted}
     roles = _roles(inventory)
-    vocabulary = inventory.config.get("vocab_size")
-    vocabulary = vocabulary if type(vocabulary) is int else None
+    vocabulary = inventory.vocabulary
     tables = {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
-    rows = tuple(_row(group, costs, tables, vocabulary) for group in by_storage(counted))
+    live = inventory.format == "module"
+    groups = by_storage(counted)
+    rows = tuple(_row(group, costs, tables, vocabulary, live=live) for group in groups)
     alone = roles.input.name if roles.input is not None and roles.output is None else None
     both = (row for row in rows if alone in row.names and row.multiply_adds and not row.shared)
     return Ledger(
@@ -161,7 +171,12 @@ def _account(inventory: Inventory, costs: Mapping[str, int]) -> Ledger:
 
 
 def _row(
-    group: list[StoredTensor], costs: Mapping[str, int], tables: set[str], vocabulary: int | None
+    group: list[StoredTensor],
+    costs: Mapping[str, int],
+    tables: set[str],
+    vocabulary: int | None,
+    *,
+    live: bool,
 ) -> Row:
     largest = max(group, key=lambda tensor: tensor.count)
     n_bytes, count = _extent(group, largest)
@@ -174,9 +189,10 @@ def _row(
         dtype=largest.dtype,
         bytes=n_bytes,
         parameters=count,
-        trainable=any(tensor.trainable and tensor.dtype in FLOATS for tensor in group),
+        trainable=any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group),
         padded_rows=padded,
         multiply_adds=sum(costs.get(tensor.name, 0) for tensor in group),
+        overlapping=not all(tensor.is_view_of(largest) for tensor in group),
     )
 
 
@@ -194,6 +210,8 @@ def _extent(group: list[StoredTensor], largest: StoredTensor) -> tuple[int, int]
 def _is_parameter(inventory: Inventory, tensor: StoredTensor) -> bool:
     if inventory.format == "module":
         return True
+    if STATISTICS.search(tensor.name):
+        return False
     if BUFFERS.search(tensor.name) and len(tensor.shape) != 1:
         return False
     if inventory.format == "ONNX" and (tensor.count < 2 or not tensor.shape):
@@ -221,7 +239,9 @@ def _costs(inventory: Inventory) -> dict[str, int]:
     for matrix in (roles.input, *roles.others):
         if matrix is not None:
             costs[matrix.name] = 0
-    head = roles.output or roles.input  # tied, the one matrix does the product
+    head = roles.output
+    if head is None and not roles.hidden and not inventory.headless:
+        head = roles.input  # tied: it does the product
     if head is not None:
         costs[head.name] = head.count
     return costs

@@ -10,6 +10,7 @@ are stored apart, a block of rows at a time. What is claimed is held against wha
     broken                two that differ, or do not fit; in memory,     tied or nothing  6
                           two Parameters where one is meant
     contradicts the claim one matrix                                     untied           6
+    no head               a body or a classifier: it predicts no tokens  anything         0
 
 A head that lies transposed in a safetensors or torch file, where no loader takes it, is broken
 whatever is claimed. A GGUF file claims by holding an output.weight that it has a head of its own.
@@ -19,23 +20,25 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
 from tiedgpt.tie import explanations as words
-from tiedgpt.tie.candidates import Roles, find_roles
+from tiedgpt.tie.candidates import ONE_LAYOUT, Roles, find_roles
 from tiedgpt.tie.comparison import Comparison, compare
 from tiedgpt.tie.explanations import Finding
-from tiedgpt.tie.findings import ONE_LAYOUT, Layout, collect, have_two_owners, is_one
+from tiedgpt.tie.findings import Layout, collect, have_two_owners, is_one, is_turned
 from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import Inventory, StoredTensor
+from tiedgpt.weights.stored import Inventory, StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import nn
 
-Verdict = Literal["tied", "tied twice", "untied as claimed", "broken", "contradicts the claim"]
-SOUND = ("tied", "tied twice", "untied as claimed")
+Verdict = Literal[
+    "tied", "tied twice", "untied as claimed", "broken", "contradicts the claim", "no head"
+]
+SOUND = ("tied", "tied twice", "untied as claimed", "no head")
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,10 @@ def examine(
         comparison=comparison,
         transposed=layout is not None and layout.transposed,
         wasted_bytes=predicts.n_bytes if predicts and duplicate else 0,
-        findings=tuple(findings),
+        findings=tuple(
+            replace(found, title=printable(found.title), explain=printable(found.explain))
+            for found in findings
+        ),
     )
 
 
@@ -172,7 +178,16 @@ def _verdict(
     reads, predicts, claim = roles.input, roles.output, inventory.claim
     live = inventory.format == "module"
     misplaced = layout is not None and layout.transposed and inventory.format in ONE_LAYOUT
+    if inventory.derived:
+        return "untied as claimed" if claim is False else "broken"
+    misplaced = misplaced or (reads is not None and is_turned(inventory, reads))
     if reads is None or predicts is None:
+        if roles.hidden:
+            return "untied as claimed" if claim is False else "broken"
+        if misplaced:
+            return "broken"
+        if inventory.headless:
+            return "no head"
         return "tied" if claim is not False else "contradicts the claim"
     if is_one(reads, predicts):
         if claim is False:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.stored import Inventory, StoredTensor, by_storage
+from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
 
 READS = frozenset(
     "wte tokens_embed embed_tokens tok_embeddings word_embeddings word_embedding token_embd "
@@ -26,6 +26,10 @@ PREDICTS = frozenset(
 )
 """Names that only an output head bears."""
 MAY_PREDICT = frozenset("head output decoder out predictions logits wcls".split())
+PACKED = frozenset(
+    "weight qweight weight_packed weight_v weight_g original0 original1 weight_quantized".split()
+)
+"""Names of a weight, or of what it is computed from."""
 WRAPPING = frozenset(
     "weight embedding kernel w W_E W_U modules_to_save original_module default base_layer "
     "parametrizations original original0 linear proj module _orig_mod weight_quantized "
@@ -37,6 +41,11 @@ POSITIONS = re.compile(
     r"token_types?|token_type_embeddings)([._]|$)"
 )
 
+MAX_WIDTH = 1 << 22
+"""No embedding is wider; rows of any width could fill the memory."""
+ONE_LAYOUT = ("safetensors", "torch")
+"""Formats whose loaders take an embedding and a head only as (V, D)."""
+
 
 @dataclass(frozen=True)
 class Roles:
@@ -46,13 +55,18 @@ class Roles:
     output: StoredTensor | None
     others: tuple[StoredTensor, ...] = ()
     """Further names of the same storage as the input."""
+    hidden: tuple[StoredTensor, ...] = ()
+    """Where no matrix predicts, tensors whose names say that they do: packed, flat, in parts."""
 
 
 def find_roles(
     inventory: Inventory, *, input_name: str | None = None, output_name: str | None = None
 ) -> Roles:
     """Return the matrices that read and predict; `UserError` lists candidates where in doubt."""
-    matrices = [t for t in inventory.tensors.values() if len(t.shape) == 2 and t.count]
+    matrices = [
+        t for t in inventory.tensors.values()
+        if len(t.shape) == 2 and t.count and t.shape[1] <= MAX_WIDTH
+    ]  # fmt: skip
     reads = _given(inventory, input_name, "input") or _input(inventory, matrices)
     predicts = _given(inventory, output_name, "output") or _output(inventory, matrices, reads)
     if reads is None and predicts is None:
@@ -63,8 +77,29 @@ def find_roles(
         )
     if reads is not None and predicts is reads and inventory.format != "ONNX":
         predicts = None if output_name is None else predicts
-    same = [t for t in matrices if reads and t is not reads and t.storage.overlaps(reads.storage)]
-    return Roles(reads, predicts, tuple(same))
+    if reads is not None and inventory.format in ONE_LAYOUT and lies_turned(inventory, reads):
+        predicts = None if predicts is reads else predicts
+        reads = reads.turned()
+    same = [t for t in matrices if reads and t.name != reads.name and t.is_view_of(reads)]
+    hidden: list[StoredTensor] = []
+    if reads is not None and output_name is None:
+        if predicts is not None and _is_packed(predicts, reads):
+            hidden = [predicts]
+            predicts = None
+        elif predicts is None:
+            hidden = [t for t in inventory.tensors.values() if _may_hide_a_head(t, reads)]
+    return Roles(reads, predicts, tuple(same), tuple(hidden))
+
+
+def lies_turned(inventory: Inventory, matrix: StoredTensor) -> bool | None:
+    """Whether an embedding lies as (D, V), by the config's V and D; None where they do not tell."""
+    rows, columns = matrix.shape
+    vocabulary, width = inventory.vocabulary, inventory.width
+    if rows == columns:
+        return None
+    straight = rows == vocabulary or columns == width
+    across = columns == vocabulary or rows == width
+    return None if straight == across else across
 
 
 def role_word(name: str, sure: frozenset[str], maybe: frozenset[str]) -> int:
@@ -94,8 +129,8 @@ def _given(inventory: Inventory, name: str | None, role: str) -> StoredTensor | 
     for full in (name, f"{name}.weight"):
         tensor = inventory.tensors.get(full)
         if tensor is not None:
-            if len(tensor.shape) != 2:
-                raise UserError(f"--{role} {full} has shape {tensor.shape}: it is no matrix")
+            if len(tensor.shape) != 2 or not tensor.count or tensor.shape[1] > MAX_WIDTH:
+                raise UserError(f"--{role} {full} has shape {tensor.shape}: it is no such matrix")
             return tensor
     matrices = [t for t in inventory.tensors.values() if len(t.shape) == 2]
     raise UserError(
@@ -128,7 +163,7 @@ def _output(
 ) -> StoredTensor | None:
     multiplied = [t for t in matrices if t.name in inventory.predicts]
     if inventory.format == "ONNX" and reads is not None:  # the graph knows better than names
-        last = [t for t in multiplied if t is reads or _exact(t, reads)]
+        last = [t for t in multiplied if t is reads or _covers(t, reads)]
         if last:
             return last[-1]
     ranks = {t.name: role_word(t.name, PREDICTS, MAY_PREDICT) for t in matrices}
@@ -144,9 +179,46 @@ def _output(
         )
     if named:
         return _only(inventory, "output", _used(named))
-    if reads is not None:
+    if reads is not None and not inventory.derived:
         _refuse_a_nameless_twin(inventory, matrices, reads)
+        _refuse_another_product(inventory, reads)
     return None
+
+
+def _refuse_another_product(inventory: Inventory, reads: StoredTensor) -> None:
+    """Ask where a graph ends in a product with something else, and W multiplies nowhere."""
+    if inventory.format != "ONNX" or not inventory.predicts:
+        return
+    if reads.name not in (inventory.products or ()):
+        last = inventory.tensors[inventory.predicts[-1]]
+        raise UserError(
+            f"{inventory.source}: {reads.name} multiplies nowhere in the graph, whose last product "
+            f"is with {_listed([last])} (quantized, one of several pieces, or no head): give the "
+            "name of what predicts as --output (output_name=)"
+        )
+
+
+def _is_packed(tensor: StoredTensor, reads: StoredTensor) -> bool:
+    """Whether a matrix cannot be the embedding's like, since its numbers are packed."""
+    return tensor.dtype not in FLOATS and not _like(tensor, reads)
+
+
+def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
+    """Whether a tensor's name says that it predicts, though it is no plain matrix of W's width."""
+    parts = re.split(r"[./]", tensor.name)
+    at = max((i for i, part in enumerate(parts) if part in PREDICTS), default=-1)
+    if at < 0 and len(parts) > 1 and not any(part.isdigit() for part in parts):
+        at = next((i for i in (len(parts) - 2, len(parts) - 1) if parts[i] in MAY_PREDICT), -1)
+        if at >= 0 and not (at == len(parts) - 1 or parts[-1] in PACKED):
+            return False
+    if at < 0 or "bias" in parts[-1] or tensor.count < reads.shape[0] or tensor.name == reads.name:
+        return False
+    if tensor.storage.overlaps(reads.storage):
+        return False
+    if len(tensor.shape) == 1:
+        return tensor.count not in reads.shape
+    plain = len(tensor.shape) == 2 and tensor.dtype in FLOATS
+    return not plain or reads.shape[0] in tensor.shape
 
 
 def _refuse_a_nameless_twin(
@@ -157,8 +229,9 @@ def _refuse_a_nameless_twin(
         t
         for t in matrices
         if _exact(t, reads)
-        and not t.storage.overlaps(reads.storage)
+        and not t.is_view_of(reads)
         and not is_position(t.name)
+        and not _may_hide_a_head(t, reads)
         and not any(part.isdigit() for part in re.split(r"[./]", t.name))
         and role_word(t.name, READS, MAY_READ) < 2
     ]
@@ -174,6 +247,13 @@ def _exact(tensor: StoredTensor, reads: StoredTensor) -> bool:
     return reads.shape in (tensor.shape, tensor.shape[::-1])
 
 
+def _covers(tensor: StoredTensor, reads: StoredTensor) -> bool:
+    """Whether a matrix is over the same width, of at least as many rows."""
+    rows, width = reads.shape
+    a, b = tensor.shape
+    return (a == width and b >= rows) or (b == width and a >= rows)
+
+
 def _like(tensor: StoredTensor, reads: StoredTensor) -> bool:
     """Whether a tensor is a matrix over the same width, of at least half as many rows."""
     rows, width = reads.shape
@@ -183,16 +263,23 @@ def _like(tensor: StoredTensor, reads: StoredTensor) -> bool:
 
 def _used(candidates: list[StoredTensor]) -> list[StoredTensor]:
     """Of a wrapped module, what the wrapper uses counts and not what it keeps aside."""
-    used = [t for t in candidates if "original_module" not in t.name]
-    return used or candidates
+    used = [t for t in candidates if "original_module" not in t.name] or candidates
+    whole = [t for t in used if not any(part.isdigit() for part in re.split(r"[./]", t.name))]
+    used = whole or used  # a layer that predicts further tokens may hold tables of its own
+    return [t for t in used if "shared" in t.name.split(".")] or used
 
 
 def _only(inventory: Inventory, role: str, candidates: list[StoredTensor]) -> StoredTensor:
-    groups = by_storage(candidates)
-    if len(groups) > 1:
+    apart: list[StoredTensor] = []
+    for tensor in candidates:
+        if not any(tensor.is_view_of(other) for other in apart):
+            apart.append(tensor)
+        if len(apart) > 9:
+            break
+    if len(apart) > 1:
         raise UserError(
-            f"{inventory.source}: several matrices could be the {role}: "
-            f"{_listed(group[0] for group in groups)}; name one with --{role} ({role}_name=)"
+            f"{inventory.source}: several matrices could be the {role}: {_listed(apart)}; "
+            f"name one with --{role} ({role}_name=)"
         )
     return candidates[0]
 
@@ -202,5 +289,5 @@ def _largest(matrices: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def _listed(tensors: Iterable[StoredTensor]) -> str:
-    listed = [f"{tensor.name[:80]} {tensor.shape}" for tensor in tensors]
+    listed = [f"{printable(tensor.name[:80])} {tensor.shape}" for tensor in tensors]
     return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") if listed else "none"

@@ -70,7 +70,8 @@ def only_head(head: StoredTensor) -> Finding:
         f"the one matrix stands under the head's name, {head.name}",
         f"There is one matrix of {size(head.shape)}, {head.name}, and none under an embedding's "
         "name. Tied, it is the embedding too, and tiedgpt loads it so; other readers look for the "
-        "embedding's name and may fill it with random numbers. `tiedgpt tie fix` renames it.",
+        "embedding's name and may fill it with random numbers. `tiedgpt tie fix` renames it where "
+        "the other names tell the family (GPT-2 and GPT), and asks you to elsewhere.",
         {"shape": head.shape},
     )
 
@@ -101,7 +102,13 @@ def two_owners(reads: StoredTensor, predicts: StoredTensor) -> Finding:
 
 
 def equal_copies(
-    reads: StoredTensor, predicts: StoredTensor, comparison: Comparison, *, live: bool, layout: str
+    reads: StoredTensor,
+    predicts: StoredTensor,
+    comparison: Comparison,
+    *,
+    live: bool,
+    layout: str,
+    extra: int,
 ) -> Finding:
     """The same numbers, stored twice."""
     follows = (
@@ -109,12 +116,14 @@ def equal_copies(
         "Share the one: tiedgpt.tie.tie(model)."
         if live
         else f"Nothing is lost by dropping one: {megabytes(predicts.n_bytes)} are spent on a copy."
+        if extra == 0
+        else f"One of them has {abs(extra):,} rows more, which the other does not hold."
     )
     return Finding(
         "equal copies",
         f"{predicts.name} is a second copy of {reads.name}",
         f"{reads.name} ({size(reads.shape)}) and {predicts.name} ({size(predicts.shape)}{layout}) "
-        f"are stored apart and equal in all {comparison.rows_compared:,} rows they have in common. "
+        f"are two tensors and equal in all {comparison.rows_compared:,} rows they have in common. "
         + follows,
         {"rows_compared": comparison.rows_compared, "wasted_bytes": predicts.n_bytes},
     )
@@ -128,7 +137,9 @@ def drifted(
     cosine = "unknown" if c.cosine is None else f"{c.cosine:.4f}"
     largest = ""
     if c.largest is not None:
-        largest = f" The largest difference of two numbers is {c.largest:.3g}."
+        largest = f" The largest difference of two finite numbers is {c.largest:.3g}."
+        if c.largest == 0:
+            largest = " Where they differ, one of the two numbers is infinite or none at all."
     first = ", ".join(map(str, c.first_rows))
     nature = (
         "All differences are what rounding to the coarser of their types gives."
@@ -157,24 +168,26 @@ def _nature(c: Comparison) -> str:
         return "One of them is zero or holds numbers that are not finite."
     if c.differing_rows < c.rows_compared / 2 and c.cosine > 0.5:
         return (
-            "Most rows are equal: someone changed some tokens on one side, as happens when tokens "
+            "Most rows are equal: some tokens were changed on one side, as happens when tokens "
             "are added or retrained on a tied matrix whose two names have come apart."
         )
     if c.cosine > 0.9:
         return (
-            "They began as one matrix and were trained apart: an adapter that copied the head, an "
-            "optimizer with two parameters, a conversion that lost the tie."
+            "They probably began as one matrix and were trained apart: an adapter that copied the "
+            "head, an optimizer with two parameters, a conversion that lost the tie."
         )
     if c.cosine > 0.2:
-        return "They are related, but far apart: the head was trained as a matrix of its own."
-    return "They have nothing in common: the head was replaced or never loaded."
+        return (
+            "They are related, but far apart: the head was probably trained as a matrix of its own."
+        )
+    return "They have nothing in common: the head was probably replaced or never loaded."
 
 
 def transposed(predicts: StoredTensor, *, wrong: bool) -> Finding:
     """The head lies as (D, V)."""
     follows = (
         "Loaders of this format expect (V, D) and refuse it or, where V = D, misread it; "
-        "`tiedgpt tie fix` puts it right."
+        "`tiedgpt tie fix` puts it right where config.json tells V and D."
         if wrong
         else "That is how a product x W is stored here; the numbers are compared across."
     )
@@ -188,21 +201,22 @@ def transposed(predicts: StoredTensor, *, wrong: bool) -> Finding:
 
 
 def padded(
-    longer: StoredTensor, rows: int, extra: int, nonzero: int | None, *, wrong: bool
+    longer: StoredTensor, rows: int, extra: int, nonzero: int | None, beyond: str, *, wrong: bool
 ) -> Finding:
     """One matrix has more rows than the other, or than there are tokens."""
     filled = "" if nonzero is None else f" {nonzero:,} of them hold numbers other than zero."
     follows = (
-        " One matrix cannot have two sizes: loaders refuse this. `tiedgpt tie fix` cuts it."
+        " One matrix cannot have two sizes: loaders refuse this. `tiedgpt tie fix` keeps as many "
+        "rows as config.json's vocab_size says, lists those that go, and asks where none is told."
         if wrong
         else " Padding speeds up a product; no text maps to these ids, yet they are in the softmax "
         "of whoever does not cut them off."
     )
     return Finding(
         "padded",
-        f"{longer.name} has {extra:,} rows more than the {rows:,} tokens",
-        f"{longer.name} is {size(longer.shape)}: {extra:,} rows beyond the {rows:,} that mean "
-        f"tokens.{filled}{follows}",
+        f"{longer.name} has {extra:,} rows more than the {rows:,} {beyond}",
+        f"{longer.name} is {size(longer.shape)}: {extra:,} rows beyond the {rows:,} {beyond}."
+        f"{filled}{follows}",
         {"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero},
     )
 
@@ -225,7 +239,7 @@ def not_compared(reads: StoredTensor, predicts: StoredTensor) -> Finding:
         "not comparable",
         f"{reads.name} and {predicts.name} were not compared",
         f"{reads.name} is {reads.dtype} and {predicts.name} is {predicts.dtype}, of "
-        f"{size(reads.shape)} and {size(predicts.shape)}. They are stored apart, so they are two "
+        f"{size(reads.shape)} and {size(predicts.shape)}. They are two "
         "matrices; how far apart their numbers are is not known here, since at least one of them "
         "cannot be decoded (a quantized type, or no data). Compare the file it was made from.",
         {"reads": reads.dtype, "predicts": predicts.dtype},

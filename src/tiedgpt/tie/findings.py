@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from tiedgpt.tie import explanations as words
-from tiedgpt.tie.candidates import Roles
+from tiedgpt.tie.candidates import ONE_LAYOUT, Roles
 from tiedgpt.tie.comparison import Comparison, nonzero_rows, spread
-from tiedgpt.tie.explanations import Finding
+from tiedgpt.tie.explanations import Finding, size
 from tiedgpt.weights.stored import Inventory, StoredTensor
 
-ONE_LAYOUT = ("safetensors", "torch")
-"""Formats whose loaders take a head only as (V, D)."""
 MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights")
 
 
@@ -31,9 +29,14 @@ class Layout:
         """Rows that the head has more (or, negative, fewer) than the embedding."""
 
 
+def is_turned(inventory: Inventory, matrix: StoredTensor) -> bool:
+    """Whether a matrix lies transposed in the file, and is seen here as it should lie."""
+    return inventory.tensors[matrix.name].shape != matrix.shape
+
+
 def is_one(reads: StoredTensor, predicts: StoredTensor) -> bool:
-    """Whether the two lie on the same bytes."""
-    return predicts is reads or reads.storage.overlaps(predicts.storage)
+    """Whether the two are all of the same bytes in the same order, straight or transposed."""
+    return predicts is reads or reads.is_view_of(predicts)
 
 
 def have_two_owners(reads: StoredTensor, predicts: StoredTensor) -> bool:
@@ -53,7 +56,15 @@ def collect(
     """Return all that there is to tell, the matrices first and the claim last."""
     reads, predicts = roles.input, roles.output
     found: list[Finding] = []
-    if reads is None or predicts is None:
+    if reads is not None and inventory.derived:
+        found.append(_derived(reads, inventory.derived))
+    elif reads is not None and roles.hidden:
+        found.append(_hidden_head(reads, roles.hidden))
+    elif verdict == "no head":
+        matrix = reads or predicts
+        assert matrix is not None
+        found.append(_headless(matrix))
+    elif reads is None or predicts is None:
         found += _of_one(inventory, reads, predicts)
     elif is_one(reads, predicts):
         found += _of_shared(inventory, roles, reads, predicts)
@@ -61,8 +72,12 @@ def collect(
         found.append(words.unlike(reads, predicts))
     else:
         found += _of_two(inventory, reads, predicts, layout, comparison)
+    if reads is not None and is_turned(inventory, reads):
+        found.append(words.transposed(inventory.tensors[reads.name], wrong=True))
     found += _of_padding(inventory, reads, predicts, layout)
     found += [words.misspelt(key) for key in MISSPELT if key in inventory.config]
+    if verdict == "no head":
+        return found  # a claim about the head says nothing here
     live = inventory.format == "module"
     claim = words.agreement(
         inventory.claim, inventory.claim_source, verdict, sound=sound, live=live
@@ -106,10 +121,16 @@ def _of_two(
     live = inventory.format == "module"
     lies = ", transposed" if layout.transposed else ""
     found: list[Finding] = []
+    if reads.storage.overlaps(predicts.storage):
+        found.append(_overlapping(reads, predicts))
     if comparison is None:
         found.append(words.not_compared(reads, predicts))
     elif comparison.equal:
-        found.append(words.equal_copies(reads, predicts, comparison, live=live, layout=lies))
+        found.append(
+            words.equal_copies(
+                reads, predicts, comparison, live=live, layout=lies, extra=layout.extra
+            )
+        )
     else:
         found.append(words.drifted(reads, predicts, comparison, layout=lies))
         found += _of_noise(reads, predicts, layout, comparison)
@@ -125,7 +146,11 @@ def _of_two(
             nonzero_rows(longer, rows, end, transposed=across) if longer.is_decodable else None
         )
         wrong = inventory.claim is not False
-        found.append(words.padded(longer, rows, abs(layout.extra), nonzero, wrong=wrong))
+        shorter = reads if longer is predicts else predicts
+        beyond = f"rows of {shorter.name}"
+        if inventory.vocabulary == rows:
+            beyond = "tokens that config.json tells of"
+        found.append(words.padded(longer, rows, abs(layout.extra), nonzero, beyond, wrong=wrong))
     return found
 
 
@@ -153,10 +178,59 @@ def _of_padding(
     layout: Layout | None,
 ) -> list[Finding]:
     """Hold the rows against the config's vocabulary."""
-    vocabulary = inventory.config.get("vocab_size")
+    vocabulary = inventory.vocabulary
     matrix = reads or predicts
-    if type(vocabulary) is not int or matrix is None or matrix.shape[0] <= vocabulary:
+    if vocabulary is None or matrix is None or matrix.shape[0] <= vocabulary:
         return []
     if layout is not None and layout.extra < 0:
         return []  # said already
-    return [words.padded(matrix, vocabulary, matrix.shape[0] - vocabulary, None, wrong=False)]
+    extra = matrix.shape[0] - vocabulary
+    told = "tokens that config.json tells of"
+    return [words.padded(matrix, vocabulary, extra, None, told, wrong=False)]
+
+
+def _overlapping(reads: StoredTensor, predicts: StoredTensor) -> Finding:
+    """Two matrices with bytes in common."""
+    return Finding(
+        "overlap",
+        f"{predicts.name} and {reads.name} are different views of one storage",
+        f"{reads.name} ({size(reads.shape)}) and {predicts.name} ({size(predicts.shape)}) lie in "
+        "one allocation, interleaved, shifted or one within the other. They are two matrices: "
+        "token for token, they do not take their numbers from the same place.",
+        {"reads": reads.shape, "predicts": predicts.shape},
+    )
+
+
+def _hidden_head(reads: StoredTensor, hidden: tuple[StoredTensor, ...]) -> Finding:
+    """Something predicts that is no readable matrix."""
+    listed = ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in hidden[:4])
+    return Finding(
+        "not comparable",
+        "there is a head of its own, and its numbers are not read here",
+        f"{reads.name} ({size(reads.shape)}) reads; by its name, {listed} predicts: quantized, "
+        "packed, or stored in parts. Whether it holds the embedding's numbers is not known here. "
+        "Compare the file it was made from.",
+        {"reads": reads.dtype, "predicts": [t.name for t in hidden[:4]]},
+    )
+
+
+def _derived(reads: StoredTensor, why: str) -> Finding:
+    """The head of a module in memory is not W."""
+    return Finding(
+        "derived",
+        "the head computes with something derived from or other than W",
+        f"{reads.name} ({size(reads.shape)}) reads, and the head {why}: what it multiplies with is "
+        "not W itself, even where W is an ingredient. Merge or remove that first, then look again.",
+        {"why": why},
+    )
+
+
+def _headless(matrix: StoredTensor) -> Finding:
+    """Nothing predicts tokens."""
+    return Finding(
+        "no head",
+        "no head: this model does not predict tokens",
+        f"{matrix.name} ({size(matrix.shape)}) reads. By its architecture this is a bare body or a "
+        "classifier: it needs no head over the vocabulary, so there is no tie to judge.",
+        {"shape": matrix.shape},
+    )

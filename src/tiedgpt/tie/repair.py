@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,12 +22,18 @@ from tiedgpt.tie.auditing import Audit, examine
 from tiedgpt.tie.candidates import Roles, find_roles
 from tiedgpt.tie.explanations import megabytes
 from tiedgpt.tie.repair_plan import Plan, plan_repair
-from tiedgpt.weights.opening import CLAIM, WEIGHT_SUFFIXES, open_inventory
+from tiedgpt.weights.opening import CLAIM, open_inventory
 from tiedgpt.weights.safetensors_file import write_safetensors
-from tiedgpt.weights.stored import Inventory
+from tiedgpt.weights.stored import Inventory, printable
 from tiedgpt.weights.tensor_copy import Copy
 
 Keep = Literal["input", "output", "both"]
+GO_ALONG = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json",
+    "added_tokens.json", "generation_config.json", "preprocessor*", "chat_template*", "*.md",
+    "LICENSE*",
+)  # fmt: skip
+"""What of a model directory belongs to the model besides its weights and config."""
 INSTEAD = {
     "GGUF": "mend the checkpoint that it was converted from, and convert that again",
     "ONNX": "mend the model that it was exported from, and export that again on one initializer",
@@ -101,18 +108,26 @@ def fix(
     n_bytes = sum(copy.n_bytes for copy in copies.values())
     for copy in copies.values():
         _ = copy.format_name  # refuses a type that cannot be written, before anything is
+    beside, left = _beside(home, inventory)
+    actions = plan.actions
+    if left:
+        listed = ", ".join(printable(name) for name in left[:8]) + (", ..." if left[8:] else "")
+        actions += (f"not copied, since no loader needs it: {listed}",)
+    if not inventory.config:
+        actions += (f"no config.json lies beside the file: the new one holds {CLAIM} alone",)
+    n_bytes += sum(file.stat().st_size for file in beside)
     require_room(dest.parent, n_bytes)
     with replacing(dest) as temporary:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
         _write_config(temporary / "config.json", inventory, plan)
-        if home is not None:
-            _copy_rest(home, temporary, inventory)
+        for file in beside:
+            shutil.copyfile(file, temporary / file.name)
         after = _check(temporary, dest, plan, input_name=input_name, output_name=output_name)
     return Repair(
         source=str(inventory.source),
         dest=str(dest),
-        actions=plan.actions,
+        actions=actions,
         before=before,
         after=after,
         bytes_before=sum(file.stat().st_size for file in inventory.files if file.suffix != ".json"),
@@ -131,8 +146,9 @@ def _home(inventory: Inventory) -> Path | None:
 def _check_dest(dest: Path, source: Path) -> None:
     if dest.exists() or dest.is_symlink():
         raise UserError(f"{dest} exists: a mended copy is written to a new place, never over one")
-    if source.is_dir() and dest.resolve().is_relative_to(source.resolve()):
-        raise UserError(f"{dest} lies inside {source}: the source is left untouched")
+    home = source.parent if source.name.endswith(".index.json") else source
+    if home.is_dir() and dest.resolve().is_relative_to(home.resolve()):
+        raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
 def _copies(inventory: Inventory, roles: Roles, plan: Plan) -> dict[str, Copy]:
@@ -143,7 +159,7 @@ def _copies(inventory: Inventory, roles: Roles, plan: Plan) -> dict[str, Copy]:
         if name in dropped:
             copies |= {new: copy for new, copy in plan.matrices.items() if new == name}
         else:
-            copies[name] = Copy(tensor)
+            copies[name] = plan.matrices.get(name, Copy(tensor))
     return {**{new: copy for new, copy in plan.matrices.items() if new not in copies}, **copies}
 
 
@@ -154,20 +170,25 @@ def _write_config(path: Path, inventory: Inventory, plan: Plan) -> None:
         config["text_config"] = inner | {CLAIM: plan.tied}
     else:
         config[CLAIM] = plan.tied
-    if "vocab_size" in config and plan.rows is not None:
-        config["vocab_size"] = plan.rows
+    if plan.rows is not None:
+        if "vocab_size" in config:
+            config["vocab_size"] = plan.rows
+        else:  # told by the text model's part
+            config["text_config"] = {**config["text_config"], "vocab_size": plan.rows}
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _copy_rest(home: Path, directory: Path, inventory: Inventory) -> None:
-    """Copy what else a model directory holds: tokenizer, generation config, card."""
+def _beside(home: Path | None, inventory: Inventory) -> tuple[list[Path], list[str]]:
+    """Return what goes along with the weights (tokenizer, card), and the names of what does not."""
+    if home is None:
+        return [], []
     weights = {file.name for file in inventory.files} | {"config.json"}
-    for file in sorted(home.iterdir()):
-        unwanted = file.name in weights or file.name.startswith(".")
-        if unwanted or file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json"):
-            continue
-        if file.is_file():
-            shutil.copyfile(file, directory / file.name)
+    others = [file for file in sorted(home.iterdir()) if file.name not in weights]
+    wanted = [
+        file for file in others
+        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in GO_ALONG)
+    ]  # fmt: skip
+    return wanted, [file.name for file in others if file not in set(wanted)]
 
 
 def _check(directory: Path, dest: Path, plan: Plan, **names: str | None) -> Audit:

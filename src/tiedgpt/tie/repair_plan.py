@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiedgpt.errors import UserError
 from tiedgpt.tie.auditing import Audit
-from tiedgpt.tie.candidates import Roles
+from tiedgpt.tie.candidates import Roles, lies_turned
+from tiedgpt.tie.comparison import nonzero_rows
 from tiedgpt.tie.explanations import size
-from tiedgpt.tie.findings import Layout, is_one
+from tiedgpt.tie.findings import Layout, is_one, is_turned
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.stored import Inventory, StoredTensor
 from tiedgpt.weights.tensor_copy import Copy
@@ -30,6 +31,15 @@ class Plan:
 def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
     """Decide what to write; `UserError` where nothing is to be mended or a choice is missing."""
     reads, predicts = roles.input, roles.output
+    if roles.hidden:
+        raise UserError(
+            f"{inventory.source}: {roles.hidden[0].name} predicts and is not read here (quantized, "
+            "or in parts): mend the checkpoint it was made from"
+        )
+    if audit.verdict == "no head":
+        raise UserError(
+            f"{inventory.source} does not predict tokens (no head): there is no tie to mend"
+        )
     if reads is None or predicts is None or is_one(reads, predicts):
         return _of_one(inventory, roles, audit, keep)
     layout = Layout(reads, predicts, transposed=audit.transposed)
@@ -39,7 +49,12 @@ def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | No
                 f"{predicts.name} {size(predicts.shape)} does not fit {reads.name} "
                 f'{size(reads.shape)} and cannot be its tie: keep="input" drops it'
             )
-        return _tied(inventory, reads, predicts, Copy(reads), "input", audit)
+        vectors, _ = _beside(inventory, predicts, layout.head_rows, reads.shape[0])
+        plan = _tied(inventory, reads, predicts, Copy(reads), "input", audit)
+        if vectors:
+            raise UserError(f"{min(vectors)} belongs to {predicts.name}, which would be dropped")
+        return plan
+    _require_orientation(inventory, layout, reads)
     if inventory.claim is False and keep in (None, "both") and audit.verdict == "untied as claimed":
         raise UserError(
             f"{inventory.source} is untied as claimed: nothing to mend; "
@@ -47,14 +62,62 @@ def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | No
         )
     if keep == "both" or (inventory.claim is False and keep is None):
         return _untied(inventory, reads, predicts, layout)
-    chosen = keep or _lossless(inventory, layout, audit)
+    chosen = keep or _lossless(inventory, reads, predicts, layout, audit)
     if chosen is None:
         raise UserError(_ask(inventory, reads, predicts, audit))
     copy = Copy(reads) if chosen == "input" else Copy(predicts, transposed=layout.transposed)
-    vocabulary = inventory.config.get("vocab_size")
-    if layout.extra and type(vocabulary) is int and 0 < vocabulary < copy.shape[0]:
+    vocabulary = inventory.vocabulary
+    if layout.extra and vocabulary is not None and vocabulary < copy.shape[0]:
         copy = Copy(copy.tensor, transposed=copy.transposed, rows=vocabulary)
-    return _tied(inventory, reads, predicts, copy, chosen, audit)
+    plan = _tied(inventory, reads, predicts, copy, chosen, audit)
+    gone = _gone(reads, copy.shape[0]) + _gone(predicts, copy.shape[0], across=layout.transposed)
+    vectors, cut = _beside(inventory, predicts, layout.head_rows, copy.shape[0])
+    matrices = {**plan.matrices, **vectors}
+    return replace(plan, matrices=matrices, actions=(*plan.actions, *gone, *cut))
+
+
+def _gone(matrix: StoredTensor, kept: int, *, across: bool = False) -> list[str]:
+    """Say which rows of a matrix are not in the copy."""
+    rows = matrix.shape[1] if across else matrix.shape[0]
+    if rows <= kept:
+        return []
+    filled = "not looked into"
+    if matrix.is_decodable:
+        filled = f"{nonzero_rows(matrix, kept, rows, transposed=across):,} of them not zero"
+    return [f"the last {rows - kept:,} rows of {matrix.name}, {kept} to {rows - 1}, go ({filled})"]
+
+
+def _beside(
+    inventory: Inventory, head: StoredTensor, head_rows: int, rows: int
+) -> tuple[dict[str, Copy], list[str]]:
+    """Cut what has a number for each row of the head; `UserError` where that cannot be."""
+    if head_rows == rows:
+        return {}, []
+    module = head.name.rpartition(".")[0]
+    found: dict[str, Copy] = {}
+    for name, tensor in inventory.tensors.items():
+        beside = bool(module) and name.rpartition(".")[0] in (module, module.rpartition(".")[0])
+        if not (beside or name.endswith("final_logits_bias")) or head_rows not in tensor.shape:
+            continue
+        if name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head)):
+            continue
+        if len(tensor.shape) != 1 or head_rows < rows:
+            raise UserError(
+                f"{name} {size(tensor.shape)} belongs to the {head_rows:,} rows of {head.name}, "
+                f"and {rows:,} are kept: cut or fill it yourself first"
+            )
+        found[name] = Copy(tensor, rows=rows)
+    return found, [f"{name} is cut to {rows:,} numbers" for name in found]
+
+
+def _require_orientation(inventory: Inventory, layout: Layout, reads: StoredTensor) -> None:
+    """Ask where one of the two lies transposed and nothing tells which."""
+    if layout.transposed and lies_turned(inventory, reads) is None:
+        raise UserError(
+            f"{inventory.source}: {reads.name} {size(reads.shape)} and the head lie across each "
+            "other, and nothing tells which is (V, D): say vocab_size and n_embd (or hidden_size), "
+            "two different numbers, in a config.json beside it"
+        )
 
 
 def _of_one(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
@@ -73,20 +136,42 @@ def _of_one(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) 
         actions.append(f"the one matrix, {matrix.name}, is called {name}, where loaders look")
     if inventory.claim is False:
         actions.append(f"config.json says {CLAIM}: true, since there is one matrix")
-    if audit.verdict == "broken":
-        assert roles.output is not None
+    if roles.input is not None and is_turned(inventory, matrix):
+        actions.append(f"{name} is put as {size(matrix.shape)}, a token in each row")
+    if audit.verdict == "broken" and roles.output is not None:
         actions.append(f"{roles.output.name}, a second name of {name}, is dropped")
     if not actions:
         raise UserError(f"{inventory.source} is {audit.verdict}: nothing to mend")
     return Plan({name: Copy(matrix)}, True, None, tuple(actions))
 
 
-def _lossless(inventory: Inventory, layout: Layout, audit: Audit) -> str | None:
+def _lossless(
+    inventory: Inventory,
+    reads: StoredTensor,
+    predicts: StoredTensor,
+    layout: Layout,
+    audit: Audit,
+) -> str | None:
     """Return whose numbers to keep where no number that means a token is lost, else None."""
     if audit.comparison is None or not audit.comparison.equal:
         return None
-    vocabulary = inventory.config.get("vocab_size")
-    return "output" if layout.extra > 0 and vocabulary == layout.head_rows else "input"
+    if layout.extra <= 0:
+        return "input"
+    if inventory.vocabulary is not None:
+        return "output" if inventory.vocabulary > reads.shape[0] else "input"
+    if not _is_zero(predicts, reads.shape[0], layout):
+        raise UserError(
+            f"{inventory.source}: {predicts.name} has {layout.extra:,} rows more than {reads.name}"
+            ', they are not zero, and no config.json tells vocab_size: keep="output" keeps them, '
+            'keep="input" drops them'
+        )
+    return "input"
+
+
+def _is_zero(head: StoredTensor, start: int, layout: Layout) -> bool:
+    return head.is_decodable and not nonzero_rows(
+        head, start, layout.head_rows, transposed=layout.transposed
+    )
 
 
 def _tied(
@@ -112,7 +197,9 @@ def _tied(
         actions.append(f"{cut:,} rows of padding are cut")
     if inventory.claim is not True:
         actions.append(f"config.json says {CLAIM}: true")
-    vocabulary = inventory.config.get("vocab_size")
+    if copy.tensor is reads and is_turned(inventory, reads):
+        actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
+    vocabulary = inventory.vocabulary
     changed = audit.comparison is not None and copy.shape[0] != vocabulary
     if changed and vocabulary is not None and reads.shape != predicts.shape:
         actions.append(f"config.json says vocab_size: {copy.shape[0]}, not {vocabulary}")
@@ -133,6 +220,8 @@ def _untied(
         actions.append(f"{predicts.name} is put from {size(predicts.shape)} to {size(reads.shape)}")
     if inventory.claim is not False:
         actions.append(f"both matrices stay, and config.json says {CLAIM}: false")
+    if is_turned(inventory, reads):
+        actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
     head = Copy(predicts, transposed=layout.transposed)
     return Plan({reads.name: Copy(reads), predicts.name: head}, False, None, tuple(actions))
 

@@ -33,6 +33,7 @@ SCALARS = {
 }
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 8
+MAX_TEXT = 64 << 10
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("float32", 1, 4), 1: ("float16", 1, 2), 28: ("float64", 1, 8), 30: ("bfloat16", 1, 2),
     24: ("int8", 1, 1), 25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8),
@@ -78,8 +79,19 @@ class _Cursor:
         return struct.unpack_from("<" + code, self.data, self.take(size))[0]
 
     def text(self) -> str:
+        """Return a key or a name."""
+        length = self.number("Q")
+        if length > MAX_TEXT:
+            raise CorruptInputError(f"{self.path}: a name of {length:,} bytes is none")
+        start = self.take(length)
+        return self.data[start : start + length].decode("utf-8", errors="replace")
+
+    def value_text(self) -> str | None:
+        """Return a text; a longer one than any that says something here is stepped over."""
         length = self.number("Q")
         start = self.take(length)
+        if length > MAX_TEXT:
+            return None
         return self.data[start : start + length].decode("utf-8", errors="replace")
 
     def skip_text(self) -> None:
@@ -140,7 +152,7 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def _value(cursor: _Cursor, kind: int, depth: int = 0) -> Any:
     """Return a scalar or text; arrays (vocabularies, merges) are stepped over."""
     if kind == STRING:
-        return cursor.text()
+        return cursor.value_text()
     if kind in SCALARS:
         return cursor.number(SCALARS[kind])
     if kind != ARRAY or depth > 8:

@@ -45,6 +45,8 @@ class _Graph:
     """A node's output -> the initializer that it is a transposed, cast or plain copy of."""
     reads: list[str] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
+    last: str | None = None
+    """What the last product multiplies with, whatever its shape."""
 
 
 def open_onnx(path: Path) -> Inventory:
@@ -67,7 +69,8 @@ def open_onnx(path: Path) -> Inventory:
     return Inventory(
         path, "ONNX", graph.tensors, files=(path,),
         claim_source="an ONNX graph says nothing of a tie",
-        reads=tuple(dict.fromkeys(graph.reads)), predicts=tuple(graph.products[-1:]),
+        reads=tuple(dict.fromkeys(graph.reads)),
+        predicts=() if graph.last is None else (graph.last,),
         products=tuple(dict.fromkeys(graph.products)),
     )  # fmt: skip
 
@@ -114,8 +117,10 @@ def _node(graph: _Graph, span: Span, depth: int) -> None:
         graph.aliases[outputs[0]] = matrices[0]
     elif op in LOOKUPS and known and graph.aliases.get(inputs[0], inputs[0]) == known[0]:
         graph.reads.append(known[0])
-    elif op in PRODUCTS and known:
-        graph.products.append(known[0])
+    elif op in PRODUCTS:
+        graph.last = known[0] if known and op != "MatMulNBits" else matrices[0]
+        if len(graph.tensors[graph.last].shape) == 2:
+            graph.products.append(graph.last)
 
 
 def _attribute(graph: _Graph, span: Span, outputs: list[str], depth: int) -> None:

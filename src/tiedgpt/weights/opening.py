@@ -8,6 +8,7 @@ weights claims is taken along.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
 
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 WEIGHT_NAMES = (
@@ -29,6 +30,12 @@ WEIGHT_NAMES = (
     "onnx/model.onnx",
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
+BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
+PREDICTING = re.compile(
+    r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
+)
+"""Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
+of any other name nothing is known."""
 CLAIM = "tie_word_embeddings"
 
 
@@ -71,11 +78,13 @@ def _open_file(path: Path) -> Inventory:
             head = file.read(16)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if path.name.startswith("adapter_model"):
+        raise UserError(f"{path} holds an adapter, not a model: merge it first, then look")
     if path.name.endswith(".index.json"):
         return _open_index(path)
     if not head:
         raise CorruptInputError(f"{path} is empty")
-    return _opener(path, head)(path)
+    return _refuse_an_adapter(_opener(path, head)(path))
 
 
 def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
@@ -116,6 +125,17 @@ def _open_safetensors(path: Path) -> Inventory:
     return Inventory(path, "safetensors", tensors, files=(path,))
 
 
+def _refuse_an_adapter(inventory: Inventory) -> Inventory:
+    """Ask for the merged model: what an adapter changes cannot be seen from its file."""
+    for name in inventory.tensors:
+        if "lora_A" in name or ".lora_" in name:
+            raise UserError(
+                f"{inventory.source} holds an adapter ({printable(name)}): merge it into its model "
+                "first, then look"
+            )
+    return inventory
+
+
 def _open_index(path: Path) -> Inventory:
     """Open the shards that an index lists; they lie beside it."""
     weight_map = read_json(path).get("weight_map")
@@ -126,7 +146,7 @@ def _open_index(path: Path) -> Inventory:
     kind = ""
     for shard in sorted({str(shard) for shard in weight_map.values()}):
         file = path.parent / shard
-        if Path(shard).name != shard or "\0" in shard or not file.is_file():
+        if Path(shard).name != shard or not _is_file(file):
             raise CorruptInputError(
                 f"{path} names the shard {shard[:80]!r}, which is not beside it"
             )
@@ -141,6 +161,14 @@ def _open_index(path: Path) -> Inventory:
     if missing := sorted(weight_map.keys() - tensors.keys()):
         raise CorruptInputError(f"{path} promises {missing[0]!r}, and no shard holds it")
     return Inventory(path, kind, tensors, files=(*files, path))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file, also where the name is none that the system takes."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, a zero byte, a lone surrogate
+        return False
 
 
 def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
@@ -158,7 +186,20 @@ def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
             source = inventory.claim_source
     if inventory.format == "GGUF":
         config = dict(inventory.config) | config
-    return replace(inventory, config=config, claim=claim, claim_source=source)
+    return replace(
+        inventory, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
+    )
+
+
+def _is_headless(config: Mapping[str, Any]) -> bool:
+    """Whether the architectures that a config names are bodies or classifiers, all of them."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        return False
+    return all(
+        isinstance(name, str) and BODIES.search(name) and not PREDICTING.search(name)
+        for name in names
+    )
 
 
 def claim_of(config: Mapping[str, Any]) -> Any:

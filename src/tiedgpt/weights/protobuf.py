@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tiedgpt.errors import CorruptInputError
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MAX_TEXT = 64 << 10
 _SIZES = {FIXED64: 8, FIXED32: 4}
 
 
@@ -28,7 +29,9 @@ class Span:
         return self.stop - self.start
 
     def text(self) -> str:
-        """Return the bytes as text."""
+        """Return the bytes as text: a name, never more than 64 KiB."""
+        if len(self) > MAX_TEXT:
+            raise CorruptInputError(f"a name of {len(self):,} bytes at byte {self.start:,} is none")
         return self.data[self.start : self.stop].decode("utf-8", errors="replace")
 
     def fields(self) -> Iterator[tuple[int, int | Span]]:

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 MAX_HEADER = 100_000_000
+MAX_TENSORS = 1 << 20
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 TORCH_NAMES = {
     "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16",
@@ -70,6 +72,9 @@ class SafetensorsFile:
                 raw = file.read(length)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
+        brackets = raw.count(b"{") + raw.count(b"[")
+        if brackets > 3 * MAX_TENSORS + 2 or raw.count(b",") > 16 * MAX_TENSORS:
+            raise CorruptInputError(f"{path}: its header claims more than {MAX_TENSORS:,} tensors")
         try:
             header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
@@ -114,6 +119,10 @@ def _entry(path: Path, name: str, value: Any, *, data_start: int) -> Entry:
     def whole(number: object) -> bool:
         return type(number) is int and 0 <= number < 2**63
 
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CorruptInputError(f"{path}: the name {name[:80]!r} is no text") from None
     try:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         sound = (

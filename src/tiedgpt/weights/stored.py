@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,39 @@ class StoredTensor:
     trainable: bool = True
     owner: int | None = None
     """In memory, the id of the parameter: two parameters can lie on the same bytes."""
+    strides: tuple[int, ...] | None = None
+    """Elements from one index to the next of each axis; None where it lies row by row."""
 
     @property
     def count(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    def is_view_of(self, other: StoredTensor) -> bool:
+        """Whether the two are all of the same numbers, straight or as (D, V) of a (V, D)."""
+        if self.storage != other.storage or self.dtype != other.dtype:
+            return False
+        steps, others = self._steps(), other._steps()
+        return steps == others or (self.shape != other.shape and steps == others[::-1])
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Return (size, stride) of each axis."""
+        strides = self.strides or [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
+
+    def turned(self) -> StoredTensor:
+        """Return the transpose of a matrix, without reading it."""
+        whole, (rows, columns) = self.read, self.shape
+        strides = self.strides or (columns, 1)
+
+        def read(first: int, end: int, left: int, right: int) -> Native:
+            assert whole is not None
+            return np.ascontiguousarray(whole(left, right, first, end).T)
+
+        return replace(
+            self, shape=(columns, rows), strides=strides[::-1],
+            read=read if whole and self.dtype in FLOATS else None,
+        )  # fmt: skip
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -117,6 +145,31 @@ class Inventory:
     products: tuple[str, ...] | None = None
     """Names of all matrices that multiply, where a graph tells; else None."""
     files: tuple[Path, ...] = ()
+    headless: bool = False
+    """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
+    derived: str = ""
+    """Of a module, why its head computes with something derived from, or other than, W."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens, where the config tells it."""
+        return self._told("vocab_size")
+
+    @property
+    def width(self) -> int | None:
+        """The width of the model, where the config tells it."""
+        told = (self._told(key) for key in ("n_embd", "hidden_size", "d_model"))
+        return next((width for width in told if width is not None), None)
+
+    def _told(self, key: str) -> int | None:
+        inner = self.config.get("text_config")
+        value = self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+        return value if type(value) is int and value > 0 else None
+
+
+def printable(name: str) -> str:
+    """Return a name from a file as it can be shown: no control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
@@ -128,7 +181,8 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
             return native.view("<f2").astype(np.float32)
         if dtype == "Q8_0":
             blocks = np.ascontiguousarray(native).view(Q8_BLOCK)
-            numbers = blocks["scale"].astype(np.float32)[..., None] * blocks["values"]
+            scales = blocks["scale"].astype(np.float32)[..., None]
+            numbers: NDArray[np.float32] = scales * blocks["values"]
             return numbers.reshape(len(native), -1)
         if dtype in FLOATS:
             return native.view(f"<f{FLOATS[dtype]}")

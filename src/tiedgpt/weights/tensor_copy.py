@@ -51,15 +51,28 @@ class Copy:
         all_rows = self.tensor.shape[1] if self.transposed else self.tensor.shape[0]
         return whole // all_rows * self.rows
 
+    def _pieces(self, rows: int, columns: int) -> Iterator[Native]:
+        """Yield rows that are wider than a block in pieces."""
+        step = max(1, BLOCK_BYTES // max(1, self.tensor.n_bytes // self.tensor.count))
+        for row in range(rows):
+            for left in range(0, columns, step):
+                yield self.tensor.native(row, row + 1, left, min(columns, left + step))
+
     def blocks(self) -> Iterator[Native]:
         """Yield the bytes in order, a few megabytes at a time."""
         if not self.tensor.count:
+            return
+        if len(self.tensor.shape) == 1:
+            yield self.tensor.native(0, 1, 0, self.shape[0])
             return
         rows, columns = self.tensor.matrix_shape
         if self.transposed:
             rows, columns = columns, rows
         end = rows if self.rows is None else self.rows
         step = max(1, BLOCK_BYTES * rows // self.tensor.n_bytes)
+        if not self.transposed and step == 1:
+            yield from self._pieces(end, columns)
+            return
         for start in range(0, end, step):
             stop = min(end, start + step)
             if self.transposed:

@@ -7,6 +7,10 @@ wrapped module puts before them. Two names on one storage stay one storage.
 from __future__ import annotations
 
 import math
+import pickletools
+import struct
+import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NESTED = ("state_dict", "model", "model_state_dict", "module")
+MAX_MEMBER = 64 << 20
+MAX_NESTING = 8
 WRAPPERS = ("_orig_mod.", "module.")
 
 
@@ -31,8 +37,12 @@ def open_torch(path: Path) -> Inventory:
     tensors: dict[str, StoredTensor] = {}
     for their_name, tensor in state.items():
         name = _unwrapped(their_name)
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise CorruptInputError(f"{path}: the name {name[:80]!r} is no text") from None
         if name in tensors:
-            raise CorruptInputError(f"{path} holds {name} twice, with and without a prefix")
+            raise CorruptInputError(f"{path} holds {name!r} twice, with and without a prefix")
         _check(path, name, tensor, size)
         tensors[name] = stored_tensor(name, tensor)
     return Inventory(path, "torch", tensors, files=(path,))
@@ -41,7 +51,7 @@ def open_torch(path: Path) -> Inventory:
 def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
     """Return a tensor in memory as one that can be read by blocks."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    whole = local.shape == tensor.shape and local.device.type != "meta"
+    whole = local.shape == tensor.shape and local.device.type != "meta" and not local.is_complex()
     return StoredTensor(
         name,
         tuple(tensor.shape),
@@ -51,6 +61,7 @@ def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> Sto
         _reader(local) if whole else None,
         trainable=tensor.requires_grad,
         owner=owner,
+        strides=None if tensor.is_contiguous() else tuple(tensor.stride()),
     )
 
 
@@ -118,10 +129,13 @@ def _reader(tensor: Tensor) -> Read:
 def _load(path: Path) -> Any:
     import torch
 
+    mapped = _is_zip(path)  # a legacy file is read whole
+    if mapped:
+        _check_zip(path)
     try:
-        if _is_zip(path):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return torch.load(path, map_location="cpu", weights_only=True)  # legacy: read whole
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except MemoryError:
         raise CorruptInputError(f"{path} claims more than the memory there is") from None
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, OSError, KeyError, ...
@@ -134,6 +148,60 @@ def _load(path: Path) -> Any:
 def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"PK"
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse a zip file that would grow when it is read."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            for info in file.infolist():
+                name = info.filename.rpartition("/")[2]
+                limit = 64 if name in ("byteorder", "version") else MAX_MEMBER
+                if info.compress_type or ("/data/" not in info.filename and info.file_size > limit):
+                    raise CorruptInputError(
+                        f"{path}: {name[:80]!r} in it is compressed, or {info.file_size:,} bytes: "
+                        "torch.save writes no such file"
+                    )
+                if name == "data.pkl":
+                    _check_nesting(path, file.read(info))
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        if isinstance(error, CorruptInputError):
+            raise
+        raise CorruptInputError(f"{path} is no sound file of torch.save: {error}") from None
+
+
+def _check_nesting(path: Path, raw: bytes) -> None:
+    """Refuse tuples of tuples of tuples: hashing one that holds the last twice never ends."""
+    mark = -1
+    stack: list[int] = []
+    memo: dict[Any, int] = {}
+    try:
+        for op, arg, _ in pickletools.genops(raw):
+            if op.name in ("BINGET", "LONG_BINGET", "GET"):
+                stack.append(memo.get(arg, 0))
+            elif op.name in ("BINPUT", "LONG_BINPUT", "PUT"):
+                memo[arg] = stack[-1]
+            elif op.name == "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            elif op.name == "DUP":
+                stack.append(stack[-1])
+            else:
+                popped: list[int] = []
+                before = op.stack_before
+                if pickletools.stackslice in before or op.name == "POP_MARK":
+                    while stack[-1] != mark:
+                        popped.append(stack.pop())
+                    stack.pop()
+                    before = before[: before.index(pickletools.markobject)]
+                for _ in before:
+                    popped.append(stack.pop())
+                deep = 1 + max(popped, default=0) if op.name.startswith("TUPLE") else 0
+                if deep > MAX_NESTING:
+                    raise CorruptInputError(f"{path}: its pickle nests tuples, as no model does")
+                after = op.stack_after
+                stack += [mark if item is pickletools.markobject else deep for item in after]
+    except (IndexError, UnicodeDecodeError, struct.error) as error:
+        raise CorruptInputError(f"{path}: its pickle is damaged: {error}") from None
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
@@ -166,10 +234,11 @@ def _check(path: Path, name: str, tensor: Tensor, file_size: int) -> None:
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise UserError(f"{path}: {name} is {tensor.layout} on {tensor.device}: not read here")
+        raise UserError(f"{path}: {name!r} is {tensor.layout} on {tensor.device}: not read here")
     held = tensor.untyped_storage().nbytes()
-    if held > file_size or tensor.numel() * tensor.element_size() > held:
+    wider = tensor.numel() * tensor.element_size() > held  # rows that are repeated take no bytes
+    if held > file_size or (wider and (tensor.ndim > 2 or tensor.numel() > 1 << 34)):
         raise CorruptInputError(
-            f"{path} lies: {name} of shape {tuple(tensor.shape)} does not fit a storage of "
+            f"{path} lies: {name!r} of shape {tuple(tensor.shape)} does not fit a storage of "
             f"{held:,} bytes in a file of {file_size:,}"
         )
