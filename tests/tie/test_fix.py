@@ -330,3 +330,12 @@ def test_a_config_of_the_claim_alone_is_told(tmp_path):
     w = torch.randn(V, D)
     report = fix(alone(tmp_path, **{"wte.weight": w, HEAD: w.clone()}), tmp_path / "new")
     assert "holds tie_word_embeddings alone" in report.explain
+
+
+def test_a_head_that_scores_other_things_than_tokens_never_becomes_the_vocabulary(tmp_path):
+    source = with_head(tmp_path, lambda w: torch.randn(10, D))
+    with pytest.raises(UserError, match="scores something other than tokens"):
+        fix(source, tmp_path / "new", keep="output")
+    assert not (tmp_path / "new").exists()
+    _, state = mended(source, tmp_path / "new", keep="input")
+    assert state[WTE].shape == (V, D)

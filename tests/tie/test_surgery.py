@@ -126,7 +126,7 @@ def test_gradients_through_a_wrapped_tied_head_reach_w_from_both_its_uses(tiny, 
     [
         (None, "tied already"),
         (nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 97)), r"no linear layer.*\(97, 32\)"),
-        (nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)]), "output='head.0' or 'head.1'"),
+        (nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)]), "output_name='head.0' or 'head.1'"),
         (nn.Linear(32, 97, bias=False, dtype=torch.float64), "dtype"),
     ],
 )
@@ -139,10 +139,10 @@ def test_what_cannot_be_tied_is_refused_and_left_alone(tiny, head, says):
 
 def test_the_layer_to_tie_can_be_named(tiny):
     tiny.head = nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)])
-    assert tie(tiny, output="head.1").outputs == ("head.1.weight",)
+    assert tie(tiny, output_name="head.1").outputs == ("head.1.weight",)
     with pytest.raises(UserError, match=r"no linear layer D -> V.*head\.0"):
         tiny.head = nn.ModuleList([nn.Linear(32, 97)])
-        tie(tiny, output="head.7")
+        tie(tiny, output_name="head.7")
     with pytest.raises(UserError, match="none of 'input'"):
         tie(tiny, keep="both")
 
@@ -338,12 +338,12 @@ def test_without_a_word_from_the_module_shapes_decide():
 @pytest.mark.parametrize(
     ("model", "names", "says"),
     [
-        (Bare(heads=2), {}, r"heads\.0\.weight, heads\.1\.weight.*output="),
-        (Bare(tables=2), {}, r"tables\.0\.weight, tables\.1\.weight.*input="),
+        (Bare(heads=2), {}, r"heads\.0\.weight, heads\.1\.weight.*output_name="),
+        (Bare(tables=2), {}, r"tables\.0\.weight, tables\.1\.weight.*input_name="),
         (Bare(heads=0), {}, "nothing to tie"),
-        (Bare(), {"output": "nose"}, "output='nose' names no matrix"),
-        (Bare(), {"input": "positions"}, r"could be the output|nothing to tie"),
-        (Bare(), {"input": "positions", "output": "heads"}, "shape"),
+        (Bare(), {"output_name": "nose"}, "output_name='nose' names no matrix"),
+        (Bare(), {"input_name": "positions"}, r"could be the output|nothing to tie"),
+        (Bare(), {"input_name": "positions", "output_name": "heads"}, "shape"),
         (nn.LayerNorm(3), {}, "nothing to tie"),
     ],
 )
@@ -354,7 +354,7 @@ def test_where_there_is_doubt_the_candidates_are_listed(model, names, says):
 
 def test_the_names_asked_for_settle_it():
     model = Bare(tables=2, heads=2)
-    report = tie(model, input="tables.1", output="heads.0.weight")
+    report = tie(model, input_name="tables.1", output_name="heads.0.weight")
     assert (report.input, report.outputs) == ("tables.1.weight", ("heads.0.weight",))
     assert model.heads[0].weight is model.tables[1].weight
     assert model.heads[1].weight is not model.tables[0].weight

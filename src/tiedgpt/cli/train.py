@@ -16,6 +16,8 @@ from tiedgpt.cli.program import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from tiedgpt.train.options import TrainOptions
 
+ABOUT = "Train a GPT on your text. The same command again goes on where the last one stopped."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(TrainOptions):
@@ -32,7 +34,7 @@ class Arguments(TrainOptions):
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    given = parse(Arguments, "train", arguments, "Train a GPT on your text. The same command again goes on where it stopped.")
+    given = parse(Arguments, "train", arguments, ABOUT)
     options = TrainOptions(
         **{option.name: getattr(given, option.name) for option in fields(TrainOptions)}
     )

@@ -118,6 +118,9 @@ class Ledger:
                 )
         return text
 
+    def __str__(self) -> str:
+        return self.explain
+
     def difference(self, after: Ledger) -> Movement:
         """Say what came in and what went out between this ledger and a later one, and why."""
         return compare_ledgers(self, after)

@@ -79,6 +79,9 @@ class Audit:
         """All findings in plain words, a paragraph each."""
         return "\n\n".join(f"{f.title}\n{f.explain}" for f in self.findings)
 
+    def __str__(self) -> str:
+        return f"{self.source}: {self.verdict}\n\n{self.explain}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         c = self.comparison

@@ -166,7 +166,7 @@ def drifted(
 def _nature(c: Comparison) -> str:
     if c.cosine is None:
         return "One of them is zero or holds numbers that are not finite."
-    if c.differing_rows < c.rows_compared / 2 and c.cosine > 0.5:
+    if c.differing_rows < c.rows_compared / 2:
         return (
             "Most rows are equal: some tokens were changed on one side, as happens when tokens "
             "are added or retrained on a tied matrix whose two names have come apart."

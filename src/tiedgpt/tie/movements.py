@@ -35,6 +35,9 @@ class Movement:
             return "Nothing came in and nothing went out: the same parameters, shared the same way."
         return f"{self.total:+,} parameters. " + " ".join(self.reasons)
 
+    def __str__(self) -> str:
+        return self.explain
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {

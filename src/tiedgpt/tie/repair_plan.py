@@ -69,6 +69,12 @@ def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | No
     vocabulary = inventory.vocabulary
     if layout.extra and vocabulary is not None and vocabulary < copy.shape[0]:
         copy = Copy(copy.tensor, transposed=copy.transposed, rows=vocabulary)
+    if chosen == "output" and vocabulary is not None and copy.shape[0] < vocabulary:
+        raise UserError(
+            f"{inventory.source}: {predicts.name} has {copy.shape[0]:,} rows for a vocabulary of "
+            f"{vocabulary:,}: it scores something other than tokens, and tying to it would lose "
+            'them; keep="input" drops it'
+        )
     plan = _tied(inventory, reads, predicts, copy, chosen, audit)
     gone = _gone(reads, copy.shape[0]) + _gone(predicts, copy.shape[0], across=layout.transposed)
     vectors, cut = _beside(inventory, predicts, layout.head_rows, copy.shape[0])

@@ -27,14 +27,16 @@ def require_keep(keep: str) -> None:
         raise UserError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
 
 
-def share(module: nn.Module, keep: Keep, *, input: str | None, output: str | None) -> TieReport:
+def share(
+    module: nn.Module, keep: Keep, *, input_name: str | None, output_name: str | None
+) -> TieReport:
     """Put the input's Parameter in the place of the output's; see `surgery.tie`."""
     for name, part in module.named_modules():
         if isinstance(part, GPT):
             raise UserError(f"the GPT is {name!r} inside {type(module).__name__}: tie that one")
     slots = dict(module.named_parameters(remove_duplicate=False))
-    reads = _input_name(module, slots, input)
-    predicts = _output_names(module, slots, reads, output)
+    reads = _input_name(module, slots, input_name)
+    predicts = _output_names(module, slots, reads, output_name)
     matrix, other = slots[reads], slots[predicts[0]]
     before = named(module)
     apart = merge(matrix, other, keep, names=(reads, predicts[0]))
@@ -147,7 +149,7 @@ def _only(role: str, names: list[str], candidates: list[str]) -> str:
     several = "several matrices" if names else "no matrix for certain"
     shown = ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
     raise UserError(
-        f"{several} could be the {role} ({shown}): name the right one, {role}={listed[0]!r}"
+        f"{several} could be the {role} ({shown}): name the right one, {role}_name={listed[0]!r}"
     )
 
 
@@ -160,7 +162,7 @@ def _asked_for(role: str, given: str, slots: dict[str, nn.Parameter], candidates
         return f"{given}.weight"
     if not inside:
         names = ", ".join(_matrices(slots)[:8])
-        raise UserError(f"{role}={given!r} names no matrix here; there are {names}")
+        raise UserError(f"{role}_name={given!r} names no matrix here; there are {names}")
     return _only(role, inside, inside)
 
 

@@ -63,8 +63,8 @@ def tie(
     model: nn.Module,
     keep: Keep = "input",
     *,
-    input: str | None = None,
-    output: str | None = None,
+    input_name: str | None = None,
+    output_name: str | None = None,
 ) -> TieReport:
     """Make one matrix of the two that read and predict, in place.
 
@@ -73,20 +73,20 @@ def tie(
     `lm_head` was replaced by a Linear, or by a Sequential that holds one): the input's Parameter
     takes the place of the output's, so that both names hold one object; a bias stays.
 
-    `keep` says whose values are left: the "input"'s, the "output"'s, or their "mean". `input` and
-    `output` name a module or a parameter where the module itself does not tell. Raises
+    `keep` says whose values are left: the "input"'s, the "output"'s, or their "mean". `input_name`
+    and `output_name` name a module or a parameter where the module does not tell. Raises
     `UserError` where there is nothing to tie, where there are several candidates (it lists them),
     or where shapes, dtypes or devices differ.
     """
     require_keep(keep)
     if not isinstance(model, GPT):
-        return share(model, keep, input=input, output=output)
-    if input not in (None, "wte", "wte.weight"):
-        raise UserError(f"input={input!r}: in a tiedgpt.GPT, wte reads")
+        return share(model, keep, input_name=input_name, output_name=output_name)
+    if input_name not in (None, "wte", "wte.weight"):
+        raise UserError(f"input_name={input_name!r}: in a tiedgpt.GPT, wte reads")
     model = require_gpt(model)
     if model.head is None or unembeds(model):
         raise UserError("the model is tied already: wte.weight reads and predicts")
-    name, layer = _own_matrix(model, model.head, output)
+    name, layer = _own_matrix(model, model.head, output_name)
     before = named(model)
     apart = merge(model.wte.weight, layer.weight, keep, names=("wte.weight", f"{name}.weight"))
     if plain_matrix(model.head) is not None:
@@ -149,7 +149,7 @@ def _own_matrix(model: GPT, head: nn.Module, output: str | None) -> tuple[str, n
         name = output.removesuffix(".weight")
         if name not in found:
             raise UserError(
-                f"output={output!r} is no linear layer D -> V of the head; "
+                f"output_name={output!r} is no linear layer D -> V of the head; "
                 f"there {_there_are(list(found))}"
             )
         return name, found[name]
@@ -159,7 +159,7 @@ def _own_matrix(model: GPT, head: nn.Module, output: str | None) -> tuple[str, n
     if found:
         raise UserError(
             f"{len(found)} layers of the head have a matrix {size}: choose with "
-            f"output={' or '.join(map(repr, found))}"
+            f"output_name={' or '.join(map(repr, found))}"
         )
     raise UserError(
         f"the head ({describe(head)}) has no linear layer with a matrix {size}, which alone can "
@@ -219,7 +219,7 @@ def _how_to_tie(model: GPT) -> str:
             "can be wte.weight; replace_head(model, None) lets wte predict instead"
         )
     name = next(iter(found))
-    call = "tie(model)" if len(found) == 1 else f'tie(model, output="{name}")'
+    call = "tie(model)" if len(found) == 1 else f'tie(model, output_name="{name}")'
     rest = "" if plain_matrix(model.head) is not None else ", the rest of the head stays"
     return (
         f"to tie it: {call} lets wte.weight take the place of {name}.weight{rest}; "
