@@ -65,6 +65,14 @@ def test_generate_takes_the_newest_run_and_reads_a_pipe(text):
     assert done.returncode == 0 and done.stdout.startswith("7 cats")
 
 
+def test_another_text_behind_the_same_name_is_noticed(text, capfd):
+    command = ["train", "cats.txt", *QUICK, "--tokenizer", "char", "--out", "run"]
+    assert main(command) == 0
+    text.write_text(text.read_text().replace("mats", "hats"))
+    assert main(command) == 1
+    assert "the text is another than when run began" in capfd.readouterr().err
+
+
 def test_data_may_come_through_a_pipe(text):
     done = tiedgpt("train", "-", *QUICK, "--tokenizer", "char", input=text.read_text())
     assert done.returncode == 0, done.stderr

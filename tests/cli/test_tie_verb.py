@@ -74,3 +74,16 @@ def test_names_with_several_numbers_keep_all_their_rows():
         "top.weight",
     ]
     assert sum(len(members) for _, members in shown) == 7
+
+
+def test_generate_says_that_two_equal_matrices_were_tied(saved, tiny, capfd):
+    from safetensors.torch import load_file, save_file
+
+    from tiedgpt import Tokenizer
+
+    state = load_file("sound/model.safetensors")
+    state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    save_file(state, "sound/model.safetensors")
+    Tokenizer.characters(["ab"]).save_pretrained("sound")
+    assert main(["generate", "sound", "--prompt", "ab", "--max-new-tokens", "2"]) == 0
+    assert "are equal: tied" in capfd.readouterr().err

@@ -58,7 +58,10 @@ def run(arguments: list[str]) -> int:
 
     from tiedgpt.infer import Engine
 
-    stream = Engine(source, given.precision).stream(
+    engine = Engine(source, given.precision)
+    for note in engine.notes:
+        print(f"({note})", file=sys.stderr)
+    stream = engine.stream(
         prompt,
         max_new_tokens=given.max_new_tokens,
         temperature=given.temperature,

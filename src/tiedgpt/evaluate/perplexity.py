@@ -24,11 +24,6 @@ class Score:
     tokens: int
     """Tokens that were predicted."""
 
-    @property
-    def perplexity(self) -> float:
-        """exp(nats)."""
-        return math.exp(min(self.nats, 700.0))
-
 
 @torch.no_grad()
 def score(

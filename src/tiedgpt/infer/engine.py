@@ -24,6 +24,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.request import Options, Request, require_positive
 from tiedgpt.infer.stopping import StopWatch
 from tiedgpt.text import StreamDecoder, Tokenizer
+from tiedgpt.weights.load import load
 
 PRECISIONS = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FinishReason = Literal["stop", "length", "context"]
@@ -109,12 +110,14 @@ class Engine:
         if precision not in PRECISIONS:
             raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
         dtype = PRECISIONS[precision]
+        self.notes: tuple[str, ...] = ()  # what loading has to tell: two equal matrices, tied
         if isinstance(model_or_source, GPT):
             model = model_or_source
             if dtype not in (None, model.wte.weight.dtype):
                 model = copy.deepcopy(model).to(dtype)
         else:
-            model = GPT.from_pretrained(model_or_source, dtype=dtype)
+            loaded = load(model_or_source, dtype=dtype)
+            model, self.notes = loaded.model, loaded.notes
             model.to("cuda" if torch.cuda.is_available() else "cpu")
             tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
         if tokenizer is not None and len(tokenizer) > model.config.vocab_size:

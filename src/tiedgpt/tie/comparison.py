@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.weights.stored import FLOATS, StoredTensor
+from tiedgpt.weights.stored import StoredTensor
 
 Block = NDArray[np.floating[Any]]
 N_FIRST_ROWS = 10
@@ -210,8 +210,3 @@ def _compare_bytes(a: StoredTensor, b: StoredTensor) -> Comparison:
     largest = 0.0 if differing == 0 else None
     cosine = 1.0 if differing == 0 else None
     return Comparison(n_rows, differing, tuple(first_rows), largest, cosine, 0, False)
-
-
-def is_float(tensor: StoredTensor) -> bool:
-    """Whether a tensor's type is one of plain floats."""
-    return tensor.dtype in FLOATS

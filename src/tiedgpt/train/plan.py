@@ -39,7 +39,7 @@ class Plan:
     eval_every: int
     """Steps between evaluations on a part of the validation text."""
     eval_batches: int
-    """Batches of that part; the last evaluation takes the whole."""
+    """Batches of that part; the last evaluation takes all, up to two million tokens."""
     save_every: int
 
     def __post_init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Read a GPT of transformers' layout: headers first, every shape checked before memory is taken.
+"""Read a GPT of transformers' layout: headers and shapes first, then each tensor once.
+
+Only two matrices that must be compared are read before every shape was checked.
 
 A directory (config.json beside model.safetensors, a sharded index, or pytorch_model.bin), one
 file of weights, or a hub name -> a `GPT` in eval mode.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,13 @@ from tiedgpt.weights.two_matrices import settle
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loaded:
     """A model, where it came from, and what is worth telling about it."""
 
     model: GPT
     path: Path
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...]
 
 
 def load_model(
@@ -76,7 +78,6 @@ def load(
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
     fields, foreign = config_fields(claims)
     supplied = _supply(fields, config)
-    loaded = Loaded(model=None, path=path)  # type: ignore[arg-type]
     settled = settle(
         path,
         claim=supplied.get("tie_word_embeddings"),
@@ -84,7 +85,6 @@ def load(
         head=files.get(HEAD),
         resolve=resolve,
     )
-    loaded.notes += settled.notes
     for name, tensor in ((EMBEDDING, settled.embedding), (HEAD, settled.head)):
         files.pop(name, None)
         if tensor is not None:
@@ -97,9 +97,9 @@ def load(
                 f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
             )
     _check_tensors(path, files, shapes(built))
-    loaded.model = _build(built, files, dtype)
-    loaded.model.foreign_config = foreign
-    return loaded
+    model = _build(built, files, dtype)
+    model.foreign_config = foreign
+    return Loaded(model, path, settled.notes)
 
 
 def _supply(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

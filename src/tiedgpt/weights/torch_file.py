@@ -164,10 +164,13 @@ def _check_zip(path: Path) -> None:
                     )
                 if name == "data.pkl":
                     _check_nesting(path, file.read(info))
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        if isinstance(error, CorruptInputError):
-            raise
-        raise CorruptInputError(f"{path} is no sound file of torch.save: {error}") from None
+    except CorruptInputError:
+        raise
+    except (
+        Exception
+    ) as error:  # zipfile raises BadZipFile, EOFError, struct.error, RuntimeError, ...
+        why = str(error) or type(error).__name__
+        raise CorruptInputError(f"{path} is no sound file of torch.save: {why}") from None
 
 
 def _check_nesting(path: Path, raw: bytes) -> None:
