@@ -87,7 +87,7 @@ QUICK = {
     "a config": "from tiedgpt import GPTConfig; GPTConfig.preset('gpt3-175b').parameter_count()",
     "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
     "data": "import tiedgpt.data",
-    "safetensors": "import tiedgpt.weights.safetensors_file",
+    "safetensors": "import tiedgpt.weights.formats.safetensors_file",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
 }

@@ -28,8 +28,8 @@ from tests.tie.checkpoints import (
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix, ledger
-from tiedgpt.weights.safetensors_file import SafetensorsFile
-from tiedgpt.weights.torch_file import stored_tensor
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.formats.torch_file import stored_tensor
 
 
 def kinds(found) -> list[str]:

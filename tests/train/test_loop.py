@@ -12,7 +12,7 @@ from tiedgpt.train import loop as loop_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.loop import Ended, Evaluated, Started, Stepped, train
 from tiedgpt.train.step import train_step
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
 
 
 def run_all(run, config, plan, tokenizer, stop_after=None):

@@ -17,9 +17,9 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.candidates import MAY_PREDICT, PREDICTS, is_position, role_word
 from tiedgpt.tie.heads import unembeds
+from tiedgpt.weights.formats.torch_file import stored_tensor
 from tiedgpt.weights.opening import CLAIM, claim_of
 from tiedgpt.weights.stored import Inventory
-from tiedgpt.weights.torch_file import stored_tensor
 
 PRODUCTS = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
 

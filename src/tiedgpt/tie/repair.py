@@ -22,8 +22,8 @@ from tiedgpt.tie.auditing import Audit, examine
 from tiedgpt.tie.candidates import Roles, find_roles
 from tiedgpt.tie.explanations import megabytes
 from tiedgpt.tie.repair_plan import Plan, plan_repair
+from tiedgpt.weights.formats.safetensors_file import write_safetensors
 from tiedgpt.weights.opening import CLAIM, open_inventory
-from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.stored import Inventory, printable
 from tiedgpt.weights.tensor_copy import Copy
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json
-from tiedgpt.weights.safetensors_file import SafetensorsFile, Stored, write_safetensors
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile, Stored, write_safetensors
 
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""

@@ -29,10 +29,10 @@ from tiedgpt.weights.config_json import (
     drop_foreign_ids,
     model_type_from,
 )
+from tiedgpt.weights.formats.torch_file import FileTensor
 from tiedgpt.weights.names import EMBEDDING, HEAD, ModelType, from_file, is_transposed, shapes
 from tiedgpt.weights.opening import open_inventory
 from tiedgpt.weights.stored import StoredTensor
-from tiedgpt.weights.torch_file import FileTensor
 from tiedgpt.weights.two_matrices import settle
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

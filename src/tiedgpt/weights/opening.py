@@ -16,8 +16,8 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
+from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
 
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
@@ -89,19 +89,19 @@ def _open_file(path: Path) -> Inventory:
 
 def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
     if head[:4] == b"GGUF":
-        from tiedgpt.weights.gguf_file import open_gguf
+        from tiedgpt.weights.formats.gguf_file import open_gguf
 
         return open_gguf
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return _open_safetensors
     if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04") or path.suffix in (".pt", ".pth", ".bin"):
-        from tiedgpt.weights.torch_file import open_torch
+        from tiedgpt.weights.formats.torch_file import open_torch
 
         return open_torch
     if path.suffix == ".gguf":
         raise CorruptInputError(f"{path} is no GGUF file: it does not begin with GGUF")
     if path.suffix == ".onnx" or (head[0] & 7 in (0, 2) and 1 <= head[0] >> 3 <= 25):
-        from tiedgpt.weights.onnx_file import open_onnx
+        from tiedgpt.weights.formats.onnx_file import open_onnx
 
         return open_onnx
     raise CorruptInputError(

@@ -12,8 +12,8 @@ from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.config_json import config_json
+from tiedgpt.weights.formats.safetensors_file import Stored, write_safetensors
 from tiedgpt.weights.names import is_transposed, model_type_of, to_file
-from tiedgpt.weights.safetensors_file import Stored, write_safetensors
 
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 

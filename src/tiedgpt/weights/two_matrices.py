@@ -17,7 +17,7 @@ from torch import Tensor
 from tiedgpt.errors import CorruptInputError, UserError
 
 if TYPE_CHECKING:
-    from tiedgpt.weights.torch_file import FileTensor
+    from tiedgpt.weights.formats.torch_file import FileTensor
 
 RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 BLOCK_ROWS = 4096

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.tie.checkpoints import D, V, matrix, write_onnx
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
-from tiedgpt.weights.onnx_file import TYPES, open_onnx
+from tiedgpt.weights.formats.onnx_file import TYPES, open_onnx
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

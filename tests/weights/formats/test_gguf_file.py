@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.weights.gguf_file import TYPES, open_gguf
+from tiedgpt.weights.formats.gguf_file import TYPES, open_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

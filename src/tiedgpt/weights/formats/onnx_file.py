@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.protobuf import Span
+from tiedgpt.weights.formats.protobuf import Span
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
 
 TYPES = {
