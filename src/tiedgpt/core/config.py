@@ -38,6 +38,11 @@ class GPTConfig:
     """GPT-2 normalises before each sublayer and once at the end; GPT-1 after each sublayer."""
     layer_norm_epsilon: float = 1e-5
     """Added to the variance in every LayerNorm."""
+    bias: bool = True
+    """Whether products and norms add a bias; nanoGPT trains without."""
+    attention_windows: tuple[int, ...] | None = None
+    """How many positions a position sees, itself and those before it, in each layer; 0: all. The
+    pattern repeats over the layers: GPT-3's dense and banded ones are (0, w). None: all dense."""
     embd_pdrop: float = 0.1
     """Dropout on the sum of token and position embeddings."""
     attn_pdrop: float = 0.1
@@ -85,14 +90,37 @@ class GPTConfig:
         epsilon = self.layer_norm_epsilon
         if not _is_number(epsilon) or not 0 < epsilon < 1:
             raise UserError(f"layer_norm_epsilon={epsilon!r} is not a number between 0 and 1")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise UserError(f"tie_word_embeddings={self.tie_word_embeddings!r} is not a bool")
+        for name in ("tie_word_embeddings", "bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} is not a bool")
+        self._check_windows()
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and 0 <= value < self.vocab_size):
                 raise UserError(
                     f"{name}={value!r} is no id of a vocabulary of {self.vocab_size} tokens"
                 )
+
+    def _check_windows(self) -> None:
+        """Take any sequence of windows, as JSON and TOML give lists, and keep a tuple."""
+        windows = self.attention_windows
+        if windows is None:
+            return
+        if not isinstance(windows, (tuple, list)) or not 1 <= len(windows) <= self.n_layer:
+            raise UserError(
+                f"attention_windows={windows!r} is no pattern of 1 to {self.n_layer} windows, one "
+                "a layer"
+            )
+        for window in windows:
+            if not _is_int(window) or window < 0:
+                raise UserError(f"attention_windows has {window!r}, no number of positions")
+        dense = all(w == 0 or w >= self.n_positions for w in windows)
+        object.__setattr__(self, "attention_windows", None if dense else tuple(windows))
+
+    def window(self, layer: int) -> int | None:
+        """Return how many positions, itself included, a position of this layer sees; None: all."""
+        windows = self.attention_windows or (0,)
+        return windows[layer % len(windows)] or None
 
     @property
     def head_dim(self) -> int:
@@ -108,12 +136,12 @@ class GPTConfig:
         """Return the number of parameters, by formula; the tied matrix counts once."""
         width, inner = self.n_embd, self.inner_dim
         embeddings = (self.vocab_size + self.n_positions) * width
-        attention = 3 * width * width + 3 * width + width * width + width
-        mlp = width * inner + inner + inner * width + width
-        norms = 2 * 2 * width
-        final_norm = 2 * width if self.norm == "pre" else 0
+        products = 4 * width * width + 2 * width * inner
+        biases = 5 * width + inner if self.bias else 0
+        norm = 2 * width if self.bias else width
+        final_norm = norm if self.norm == "pre" else 0
         head = 0 if self.tie_word_embeddings else self.vocab_size * width
-        return embeddings + self.n_layer * (attention + mlp + norms) + final_norm + head
+        return embeddings + self.n_layer * (products + biases + 2 * norm) + final_norm + head
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:

@@ -21,23 +21,33 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+BLOCK = 64
+"""Queries in a block of banded attention."""
+
+
 @dataclass(frozen=True)
 class Past:
-    """What a block needs to go on from earlier tokens: the cache and who sees whom."""
+    """What a block needs to go on from earlier tokens: the cache, and how many tokens are new."""
 
     cache: KVCache
-    mask: Tensor | None
-    """(B, 1, T, keys) bool, True where a query may look; None where plain causality says it."""
+    n_new: int
 
-    @classmethod
-    def of(cls, cache: KVCache, n_new: int, device: torch.device) -> Past:
-        """Let each new position see every position up to its own: key j, query i, j <= i."""
-        longest = max(cache.lengths)
-        alike = min(cache.lengths) == longest
-        if alike and (n_new == 1 or longest == 0):
-            return cls(cache, None)
-        queries = positions_after(cache.lengths, n_new, device)[:, None, :, None]
-        return cls(cache, torch.arange(longest + n_new, device=device) <= queries)
+    def visible(self, window: int | None) -> tuple[int, Tensor | None]:
+        """Return the first key that is seen at all, and who sees which key from there on.
+
+        That is (B, 1, T, keys) bool: each new position sees the keys up to its own, `window` of
+        them at the most. None where all are seen, or plain causality says it.
+        """
+        lengths = self.cache.lengths
+        shortest, longest = min(lengths), max(lengths)
+        first = 0 if window is None else max(0, shortest + 1 - window)
+        if shortest == longest and (self.n_new == 1 or longest == 0):
+            return first, None
+        device = self.cache.keys.device
+        queries = positions_after(lengths, self.n_new, device)[:, None, :, None]
+        keys = torch.arange(first, longest + self.n_new, device=device)
+        seen = keys <= queries
+        return first, seen if window is None else seen & (keys > queries - window)
 
 
 def positions_after(lengths: list[int], n_new: int, device: torch.device) -> Tensor:
@@ -46,34 +56,61 @@ def positions_after(lengths: list[int], n_new: int, device: torch.device) -> Ten
     return starts[:, None] + torch.arange(n_new, device=device)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with H heads."""
+def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float) -> Tensor:
+    """(B, H, T, D/H) thrice -> (B, H, T, D/H): position i sees j where i - window < j <= i.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Queries go in blocks, each with the keys of its own positions and of the `window` before them:
+    no (T, T) scores are formed (the band of Child et al. 2019, "Generating Long Sequences with
+    Sparse Transformers").
+    """
+    n_sequences, n_head, n_positions = q.shape[:3]
+    n_blocks = -(-n_positions // BLOCK)
+    end, span = n_blocks * BLOCK - n_positions, window + BLOCK
+    q = F.pad(q, (0, 0, 0, end)).unflatten(2, (n_blocks, BLOCK)).flatten(0, 1)
+    k, v = (F.pad(t, (0, 0, window, end)).unfold(2, span, BLOCK).flatten(0, 1).mT for t in (k, v))
+    before = torch.arange(BLOCK, device=q.device)[:, None]
+    key = torch.arange(span, device=q.device)
+    block = torch.arange(n_blocks, device=q.device)[:, None, None]
+    seen = (before < key) & (key <= before + window) & (key + block * BLOCK >= window)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None], dropout_p=dropout_p)
+    return y.flatten(1, 2)[:, :n_positions].unflatten(0, (n_sequences, n_head))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with H heads, over all positions or a band of them."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.attn_pdrop = config.attn_pdrop
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.window = config.window(layer)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, layer: int, past: Past | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); position i sees positions j <= i only."""
         n_new = x.shape[1]
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
+        dropout_p = self.attn_pdrop if self.training else 0.0
         mask = None
         if past is not None:
             k, v = past.cache.store(layer, k, v)
-            mask = past.mask
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.attn_pdrop if self.training else 0.0,
-            is_causal=mask is None and n_new > 1,
-        )
+            first, mask = past.visible(self.window)
+            k, v = k[:, :, first:], v[:, :, first:]
+        causal = mask is None and n_new > 1
+        if causal and self.window is not None and self.window < n_new:
+            y = banded_attention(q, k, v, self.window, dropout_p)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
+            )
         return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def layer_norm(config: GPTConfig) -> nn.LayerNorm:
+    """Return a fresh norm over D."""
+    return nn.LayerNorm(config.n_embd, config.layer_norm_epsilon, bias=config.bias)
 
 
 class MLP(nn.Module):
@@ -81,8 +118,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.inner_dim)
-        self.c_proj = nn.Linear(config.inner_dim, config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, config.inner_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.inner_dim, config.n_embd, bias=config.bias)
         self.activation = ACTIVATION_FUNCTIONS[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,11 +133,11 @@ class Block(nn.Module):
     GPT-2 normalises what a sublayer reads (pre-LN); GPT-1 normalises the sum (post-LN).
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_1 = layer_norm(config)
+        self.attn = Attention(config, layer)
+        self.ln_2 = layer_norm(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.resid_pdrop)
         self.norm = config.norm

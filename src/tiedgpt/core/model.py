@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.embedding import READS_AND_PREDICTS, READS_ONLY, TiedEmbedding
-from tiedgpt.core.layers import Block, Past, positions_after
+from tiedgpt.core.layers import Block, Past, layer_norm, positions_after
 from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
@@ -42,9 +42,8 @@ class GPT(nn.Module):
         self.wte = TiedEmbedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        pre = config.norm == "pre"
-        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon) if pre else nn.Identity()
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = layer_norm(config) if config.norm == "pre" else nn.Identity()
         self.head: nn.Module | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -140,7 +139,7 @@ class GPT(nn.Module):
             raise UserError(f"{n_new} tokens{before}: a sequence here holds 1 to {room}")
         if cache is not None and len(lengths) != ids.shape[0]:
             raise UserError(f"{ids.shape[0]} sequences for a cache of {len(lengths)}")
-        past = None if cache is None else Past.of(cache, n_new, ids.device)
+        past = None if cache is None else Past(cache, n_new)
         return past, positions_after(lengths, n_new, ids.device)
 
     @classmethod

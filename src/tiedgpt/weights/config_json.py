@@ -13,7 +13,7 @@ from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.names import GPT2, MODEL_TYPES, ModelType, model_type_of
+from tiedgpt.weights.names import GPT2, MODEL_TYPES, TIEDGPT, ModelType, model_type_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -33,7 +33,7 @@ ALIASES = {
 }
 """Other names under which transformers takes the same keys."""
 
-FILE_FIELDS = tuple(name for name in GPTConfig.__dataclass_fields__ if name != "norm")
+FIELDS = tuple(GPTConfig.__dataclass_fields__)
 TRANSFORMERS_DEFAULTS = {
     "n_head": 12,
     "n_inner": None,
@@ -71,13 +71,21 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         raise CorruptInputError(
             f"tie_word_embeddings is {config['tie_word_embeddings']!r}, neither true nor false"
         )
-    theirs = {model_type.config_names.get(ours, ours): ours for ours in FILE_FIELDS}
+    theirs = {model_type.config_names.get(ours, ours): ours for ours in _fields_of(model_type)}
     ours = {theirs[key]: value for key, value in config.items() if key in theirs}
     foreign = {key: value for key, value in config.items() if key not in theirs}
     if "activation_function" in ours:
         ours["activation_function"] = _activation(ours["activation_function"], model_type)
-    ours["norm"] = model_type.norm
+    if model_type.norm is not None:
+        ours["norm"] = model_type.norm
     return ours, foreign
+
+
+def _fields_of(model_type: ModelType) -> tuple[str, ...]:
+    """Return the fields that its config.json can hold; transformers' classes ignore `bias`."""
+    if model_type is TIEDGPT:
+        return FIELDS
+    return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
 
 
 def _activation(name: Any, model_type: ModelType) -> str:
@@ -109,18 +117,15 @@ def drop_foreign_ids(fields: dict[str, Any]) -> None:
 def config_json(config: GPTConfig, foreign: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config.json under which transformers builds the same model.
 
-    Raises `UserError`, naming the field, where transformers' class cannot express it.
+    What no class of transformers computes is described under our own `model_type`.
     """
     model_type = model_type_of(config)
-    values = {name: value for name, value in asdict(config).items() if name in FILE_FIELDS}
-    if config.activation_function not in model_type.activations:
-        raise UserError(
-            f"activation_function={config.activation_function!r} cannot be written: "
-            f"{model_type.name} has none like it"
-        )
+    values = {
+        name: value for name, value in asdict(config).items() if name in _fields_of(model_type)
+    }
+    if config.bias:
+        del values["bias"]
     values["activation_function"] = model_type.activations[config.activation_function]
-    if model_type is not GPT2 and config.inner_dim != 4 * config.n_embd:
-        raise UserError(f"n_inner={config.n_inner} cannot be written: {model_type.name} fixes 4 D")
     named = {model_type.config_names.get(name, name): value for name, value in values.items()}
     fixed = {
         "model_type": model_type.name,

@@ -1,16 +1,16 @@
-"""Read a GPT of transformers' layout: headers and shapes first, then each tensor once.
+"""Read a GPT: headers and shapes first, then each tensor once.
 
 Only two matrices that must be compared are read before every shape was checked.
 
-A directory (config.json beside model.safetensors, a sharded index, or pytorch_model.bin), one
-file of weights, or a hub name -> a `GPT` in eval mode.
+SOURCE is a directory, a file in any known format, or a hub name (`opening.py`); what is in it is
+found under our names (`found.py`), and becomes a `GPT` in eval mode here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,18 @@ from torch.overrides import TorchFunctionMode
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.config_json import (
-    FILE_FIELDS,
-    TRANSFORMERS_DEFAULTS,
-    config_fields,
-    drop_foreign_ids,
-    model_type_from,
-)
-from tiedgpt.weights.formats.torch_file import FileTensor
-from tiedgpt.weights.names import EMBEDDING, HEAD, ModelType, from_file, is_transposed, shapes
+from tiedgpt.weights.config_json import FIELDS, drop_foreign_ids
+from tiedgpt.weights.found import FileTensor, Found, found
+from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import StoredTensor
+from tiedgpt.weights.stored import printable
 from tiedgpt.weights.two_matrices import settle
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,10 @@ class Loaded:
 
     model: GPT
     path: Path
+    layout: str
+    """The format and whose names: "safetensors, transformers gpt2"."""
+    n_bytes: int
+    """Of its tensors in the file."""
     notes: tuple[str, ...]
 
 
@@ -63,21 +65,22 @@ def load(
     *,
     resolve: str | None = None,
     dtype: torch.dtype | None = None,
+    others: Callable[[str], bool] | None = None,
+    progress: Progress | None = None,
     **config: Any,
 ) -> Loaded:
-    """Load a model and say what was found; see `GPT.from_pretrained`."""
-    inventory = open_inventory(source)
-    if inventory.format not in ("safetensors", "torch"):
-        raise UserError(
-            f"{source} is {inventory.format}: `tie` looks into it, and it is not loaded as a model"
-        )
-    path = Path(inventory.source)
-    claims = inventory.config
-    files = _rename(path, inventory.tensors, model_type_from(claims))
+    """Load a model and say what was found; see `GPT.from_pretrained`.
+
+    `others(name)` says which tensors, by our names, belong to something beside the language model,
+    such as a classifier on it: they are left out.
+    """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
-    fields, foreign = config_fields(claims)
-    supplied = _supply(fields, config)
+    inventory = open_inventory(source)
+    path = Path(inventory.source)
+    gpt = found(inventory)
+    files = {name: t for name, t in gpt.tensors.items() if others is None or not others(name)}
+    supplied = _supply(gpt.fields, config)
     settled = settle(
         path,
         claim=supplied.get("tie_word_embeddings"),
@@ -90,49 +93,38 @@ def load(
         if tensor is not None:
             files[name] = tensor
     supplied["tie_word_embeddings"] = settled.head is None
-    built = _config(path, supplied, files, known_type="model_type" in claims)
+    built = _config(path, supplied, files, gpt)
     for name, value in config.items():
         if name != "tie_word_embeddings" and getattr(built, name) != value:
             raise UserError(
                 f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
             )
     _check_tensors(path, files, shapes(built))
-    model = _build(built, files, dtype)
-    model.foreign_config = foreign
-    return Loaded(model, path, settled.notes)
+    model = _build(built, files, dtype, progress)
+    model.foreign_config = dict(gpt.foreign)
+    return Loaded(
+        model, path, f"{inventory.format}, {gpt.layout}",
+        sum(tensor.stored.n_bytes for tensor in files.values()), (*gpt.notes, *settled.notes),
+    )  # fmt: skip
 
 
-def _supply(fields: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _supply(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Add what the caller gives to what the file says; they must not disagree."""
     for name, value in given.items():
-        if name not in FILE_FIELDS:
-            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FILE_FIELDS)}")
+        if name not in FIELDS:
+            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
         if name in fields and fields[name] != value:
             raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
-    return fields | dict(given)
-
-
-def _rename(
-    path: Path, tensors: Mapping[str, StoredTensor], model_type: ModelType
-) -> dict[str, FileTensor]:
-    """Return the tensors by our names and in our layout, mask buffers left out."""
-    renamed: dict[str, FileTensor] = {}
-    for their_name, tensor in tensors.items():
-        name = from_file(their_name, model_type)
-        if name is None:
-            continue
-        if name in renamed:
-            raise CorruptInputError(f"{path} holds {name} twice, with and without its prefix")
-        renamed[name] = FileTensor(tensor, transposed=is_transposed(name))
-    if EMBEDDING not in renamed and HEAD not in renamed:
-        raise CorruptInputError(f"{path} holds no GPT: there is no {EMBEDDING} among its tensors")
-    return renamed
+    return {**fields, **given}
 
 
 def _config(
-    path: Path, fields: dict[str, Any], tensors: dict[str, FileTensor], *, known_type: bool
+    path: Path, fields: dict[str, Any], tensors: dict[str, FileTensor], gpt: Found
 ) -> GPTConfig:
-    """Return the config; where config.json and the weights disagree on a size, weights decide."""
+    """Return the config; where what the file says and its weights differ on a size, weights decide.
+
+    What neither they nor the caller says is what such a file means where it is silent.
+    """
     fields = dict(fields)
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions", ""))):
         shape = tensors[name].shape if name in tensors else ()
@@ -145,17 +137,17 @@ def _config(
         raise CorruptInputError(f"{path}: layers are missing among the {in_file} that are there")
     if fields.setdefault("n_layer", in_file) != in_file:
         raise CorruptInputError(
-            f"{path}: config.json says n_layer={fields['n_layer']}, the weights have {in_file}"
+            f"{path}: its config says n_layer={fields['n_layer']}, the weights have {in_file}"
         )
-    if known_type:
-        fields = TRANSFORMERS_DEFAULTS | fields
-    elif "n_head" not in fields:
+    fields = {**gpt.assumed, **fields}
+    if "n_head" not in fields:
         raise UserError(
             f"{path} does not say how many heads it has, and shapes do not tell: give n_head"
         )
     inner = tensors.get("h.0.mlp.c_fc.weight")
     if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
         fields["n_inner"] = inner.shape[0]
+    fields.setdefault("bias", any(name.endswith(".bias") for name in tensors))
     drop_foreign_ids(fields)
     try:
         return GPTConfig(**fields)
@@ -169,7 +161,7 @@ def _check_tensors(
     """Every parameter is there once, in its shape, and nothing else is."""
     problems = (
         [f"{name} is missing" for name in expected if name not in tensors]
-        + [f"{name} is not a GPT's" for name in tensors if name not in expected]
+        + [f"{printable(name)} is not a GPT's" for name in tensors if name not in expected]
         + [
             f"{name} is {tensor.shape}, not {expected[name]}"
             for name, tensor in tensors.items()
@@ -179,6 +171,8 @@ def _check_tensors(
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
+    for tensor in tensors.values():
+        tensor.require_readable()
 
 
 class _NoDraws(TorchFunctionMode):
@@ -192,14 +186,23 @@ class _NoDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _build(config: GPTConfig, tensors: dict[str, FileTensor], dtype: torch.dtype | None) -> GPT:
+def _build(
+    config: GPTConfig,
+    tensors: dict[str, FileTensor],
+    dtype: torch.dtype | None,
+    progress: Progress | None,
+) -> GPT:
     """Fill a model with the tensors, each read once; the embedding's dtype holds for all."""
     with torch.device("meta"), _NoDraws():
         model = GPT(config)
     state: dict[str, Tensor] = {}
+    done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
         tensor = tensors[name].read()
         dtype = tensor.dtype if dtype is None else dtype
         state[name] = tensor.to(dtype)
+        done += tensors[name].n_bytes
+        if progress is not None:
+            progress(done, whole)
     model.load_state_dict(state, assign=True)
     return model.eval()

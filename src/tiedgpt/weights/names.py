@@ -7,9 +7,9 @@ names after a prefix, with the matrices of the blocks as (in, out).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.config import ACTIVATIONS, GPTConfig
 
 HEAD = "head.weight"
 EMBEDDING = "wte.weight"
@@ -30,7 +30,8 @@ class ModelType:
     """Ours -> theirs, where they differ."""
     activations: dict[str, str]
     """Ours -> theirs."""
-    norm: str
+    norm: str | None
+    """Which norm the class has; None where the config says it."""
 
 
 GPT2 = ModelType(
@@ -51,12 +52,27 @@ GPT1 = ModelType(
     activations={"gelu_new": "gelu", "relu": "relu", "silu": "silu"},  # its "gelu" is the tanh form
     norm="post",
 )
-MODEL_TYPES = {model_type.name: model_type for model_type in (GPT2, GPT1)}
+TIEDGPT = ModelType(
+    name="tiedgpt",
+    architecture="TiedGPTLMHeadModel",
+    prefix="transformer.",
+    tensor_names={},
+    config_names={},
+    activations={name: name for name in ACTIVATIONS},
+    norm=None,
+)
+"""Ours, for what transformers has no class for: it refuses the name and computes nothing wrong."""
+MODEL_TYPES = {model_type.name: model_type for model_type in (GPT2, GPT1, TIEDGPT)}
 
 
 def model_type_of(config: GPTConfig) -> ModelType:
-    """Return the transformers class that computes what this config describes."""
-    return GPT2 if config.norm == "pre" else GPT1
+    """Return the class of transformers that computes what this config describes, else our own."""
+    if config.attention_windows is not None:
+        return TIEDGPT
+    if config.norm == "pre":
+        return GPT2
+    plain = config.activation_function in GPT1.activations
+    return GPT1 if plain and config.inner_dim == 4 * config.n_embd else TIEDGPT
 
 
 def is_transposed(name: str) -> bool:
@@ -109,4 +125,11 @@ def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         found |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
     if not config.tie_word_embeddings:
         found[HEAD] = (config.vocab_size, width)
+    if not config.bias:
+        found = {name: shape for name, shape in found.items() if not name.endswith(".bias")}
     return found
+
+
+def with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a format needs which knows no model without biases."""
+    return shapes(replace(config, bias=True))

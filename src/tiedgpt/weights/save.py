@@ -7,13 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.config_json import config_json
 from tiedgpt.weights.formats.safetensors_file import Stored, write_safetensors
-from tiedgpt.weights.names import is_transposed, model_type_of, to_file
+from tiedgpt.weights.names import (
+    TIEDGPT,
+    is_transposed,
+    model_type_of,
+    shapes,
+    to_file,
+    with_biases,
+)
 
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
@@ -36,10 +46,12 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")
     if model.head is not None and plain_matrix(model.head) is model.wte.weight:
         raise UserError("the head holds W itself while the config says untied: call tie(model)")
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     model_type = model_type_of(config)
     description = config_json(config, model.foreign_config, _dtype_name(model))
     require_room(directory, sum(p.numel() * p.element_size() for p in parameters.values()))
+    if model_type is not TIEDGPT:  # transformers knows no model without biases
+        parameters |= zero_biases(config, model.wte.weight.dtype)
     tensors = {
         to_file(name, model_type): Stored(parameter, transposed=is_transposed(name))
         for name, parameter in parameters.items()
@@ -55,6 +67,12 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
             temporary.write_text(model_card(config), encoding="utf-8")
 
 
+def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return zeros for the biases that a model has not, by our names."""
+    lacking = with_biases(config).keys() - shapes(config).keys()
+    return {name: torch.zeros(with_biases(config)[name], dtype=dtype) for name in sorted(lacking)}
+
+
 def model_card(config: GPTConfig) -> str:
     """Return a short model card: what the model is and how to load it."""
     count = f"{config.parameter_count():,}"
@@ -63,8 +81,14 @@ def model_card(config: GPTConfig) -> str:
         if config.tie_word_embeddings
         else "the head predicts with a matrix of its own"
     )
+    theirs = model_type_of(config) is not TIEDGPT
+    loads = (
+        " or with transformers\n(`AutoModelForCausalLM.from_pretrained(directory)`)."
+        if theirs
+        else ";\ntransformers has no class that computes it."
+    )
     return f"""---
-library_name: transformers
+library_name: {"transformers" if theirs else "tiedgpt"}
 pipeline_tag: text-generation
 tags: [{model_type_of(config).name}]
 ---
@@ -76,8 +100,7 @@ tags: [{model_type_of(config).name}]
 {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;
 {config.n_positions} positions.
 
-Load it with `tiedgpt` (`GPT.from_pretrained(directory)`) or with transformers
-(`AutoModelForCausalLM.from_pretrained(directory)`).
+Load it with `tiedgpt` (`GPT.from_pretrained(directory)`){loads}
 """
 
 

@@ -90,6 +90,28 @@ class StoredTensor:
             read=read if whole and self.dtype in FLOATS else None,
         )  # fmt: skip
 
+    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
+        """Return it with other leading axes: as many elements, rows of the same length."""
+        assert math.prod(shape) == self.count and shape[-1:] == self.shape[-1:]
+        return replace(self, shape=shape, strides=None)
+
+    def row_range(self, start: int, stop: int) -> StoredTensor:
+        """Return rows [start, stop) of a tensor of rows, as one of its own."""
+        whole, rows = self.read, self.matrix_shape[0]
+        assert 0 <= start < stop <= rows and self.strides is None
+        width = self.n_bytes // rows
+        lies = self.storage
+        storage = Storage(lies.place, lies.start + start * width, lies.start + stop * width)
+
+        def read(first: int, end: int, left: int, right: int) -> Native:
+            assert whole is not None
+            return whole(start + first, start + end, left, right)
+
+        return replace(
+            self, shape=(stop - start, self.shape[-1]), n_bytes=(stop - start) * width,
+            storage=storage, read=read if whole else None,
+        )  # fmt: skip
+
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape as rows of the last axis."""

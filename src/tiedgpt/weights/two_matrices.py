@@ -17,7 +17,7 @@ from torch import Tensor
 from tiedgpt.errors import CorruptInputError, UserError
 
 if TYPE_CHECKING:
-    from tiedgpt.weights.formats.torch_file import FileTensor
+    from tiedgpt.weights.found import FileTensor
 
 RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 BLOCK_ROWS = 4096
@@ -82,6 +82,8 @@ def settle(
         raise UserError(f'{path} holds two matrices: say which, "keep-input" or "keep-output"')
     if claim is False or resolve == "untie":
         return Settled(embedding, head)
+    if embedding.stored.is_view_of(head.stored) and embedding.transposed == head.transposed:
+        return Settled(embedding, None)
     apart = difference(embedding.read(), head.read())
     if apart.rows == 0:
         return Settled(embedding, None, ("wte.weight and lm_head.weight are equal: tied",))

@@ -1,7 +1,8 @@
 """torch.save's files as an inventory: mapped, weights only, no code in them ever runs.
 
 The state dict may lie under "model" or "state_dict", and its names may carry what a compiled or
-wrapped module puts before them. Two names on one storage stay one storage.
+wrapped module puts before them. Two names on one storage stay one storage. What nanoGPT's
+checkpoints say beside it in plain values ("model_args", "config") is the inventory's config.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import FLOATS, Inventory, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 NESTED = ("state_dict", "model", "model_state_dict", "module")
 MAX_MEMBER = 64 << 20
 MAX_NESTING = 8
+KEPT = ("model_args", "config")
+"""Dicts of plain values beside the state dict that are kept, of which each at most so much:"""
+MAX_KEPT, MAX_KEPT_TEXT = 256, 1024
 WRAPPERS = ("_orig_mod.", "module.")
 
 
 def open_torch(path: Path) -> Inventory:
-    """Open a file of torch.save; anything but tensors in it is a `CorruptInputError`."""
-    state = _state_dict(path, _load(path))
+    """Open a file of torch.save; one that holds no tensors by name is a `CorruptInputError`."""
+    saved = _load(path)
+    state = _state_dict(path, saved)
     size = path.stat().st_size
     tensors: dict[str, StoredTensor] = {}
     for their_name, tensor in state.items():
@@ -45,7 +49,8 @@ def open_torch(path: Path) -> Inventory:
             raise CorruptInputError(f"{path} holds {name!r} twice, with and without a prefix")
         _check(path, name, tensor, size)
         tensors[name] = stored_tensor(name, tensor)
-    return Inventory(path, "torch", tensors, files=(path,))
+    config = {key: _plain(saved[key]) for key in KEPT if isinstance(saved.get(key), Mapping)}
+    return Inventory(path, "torch", tensors, config=config, files=(path,))
 
 
 def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
@@ -63,33 +68,6 @@ def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> Sto
         owner=owner,
         strides=None if tensor.is_contiguous() else tuple(tensor.stride()),
     )
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A stored tensor as one of ours: as it lies, or a matrix with its axes changed over."""
-
-    stored: StoredTensor
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in our layout."""
-        turned = self.transposed and len(self.stored.shape) == 2
-        return self.stored.shape[::-1] if turned else self.stored.shape
-
-    def read(self) -> Tensor:
-        """Return it in memory of its own; `UserError` for a type that is not read here."""
-        import torch
-
-        if self.stored.dtype not in FLOATS:
-            raise UserError(
-                f"{self.stored.name} is {self.stored.dtype}: quantized weights are not read here"
-            )
-        native = self.stored.native(0, self.stored.matrix_shape[0])
-        flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
-        tensor = flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
-        return tensor.T.contiguous() if self.transposed and tensor.ndim == 2 else tensor
 
 
 def _storage(tensor: Tensor) -> Storage:
@@ -226,9 +204,28 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
     raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
 
 
+def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what is said in plain values that JSON has too."""
+    return {
+        key: value for key, value in list(values.items())[:MAX_KEPT]
+        if isinstance(key, str) and _is_plain(key) and _is_plain(value)
+    }  # fmt: skip
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_KEPT_TEXT and value.isprintable()
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return value is None
+
+
 def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
+    while name.startswith(WRAPPERS):
+        for wrapper in WRAPPERS:
+            name = name.removeprefix(wrapper)
     return name
 
 

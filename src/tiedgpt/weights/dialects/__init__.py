@@ -1,0 +1,1 @@
+"""Whose names and whose layout: one file for each project that writes GPTs."""

@@ -1,0 +1,99 @@
+"""A GPT in a file, by our names and in our layout, whoever wrote the file.
+
+Each project's way of naming and laying out is one file in `dialects/`, which says whether a
+checkpoint is its own and, if so, what is found in it. They are asked in turn; none looks at the
+name of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIALECTS = ("transformers",)
+"""In the order in which they are asked; the last takes what is left."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A stored tensor as one of ours: as it lies, or a matrix with its axes changed over."""
+
+    stored: StoredTensor
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in our layout."""
+        turned = self.transposed and len(self.stored.shape) == 2
+        return self.stored.shape[::-1] if turned else self.stored.shape
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes in memory as it is read."""
+        return self.stored.count * FLOATS.get(self.stored.dtype, 4)
+
+    def require_readable(self) -> None:
+        """Raise `UserError` for a type that is not read here."""
+        if not self.stored.is_decodable:
+            raise UserError(
+                f"{printable(self.stored.name)} is {self.stored.dtype}: integers and quantized "
+                f"weights other than Q8_0 are not read as a model; {', '.join(FLOATS)} are"
+            )
+
+    def read(self) -> Tensor:
+        """Return it in memory of its own; what is quantized as float32.
+
+        Raises `UserError` for a type that is not read here.
+        """
+        import torch
+
+        self.require_readable()
+        rows = self.stored.matrix_shape[0]
+        if self.stored.dtype in FLOATS:
+            native = self.stored.native(0, rows)
+            flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
+            tensor = flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
+        else:
+            tensor = torch.from_numpy(self.stored.rows(0, rows)).view(self.stored.shape)
+        return tensor.T.contiguous() if self.transposed and tensor.ndim == 2 else tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint holds and says of a GPT."""
+
+    layout: str
+    """Whose names and layout: "transformers gpt2", "nanoGPT", ..."""
+    fields: Mapping[str, Any]
+    """What it says, under GPTConfig's names."""
+    tensors: dict[str, FileTensor]
+    """Our names; `head.weight` where there is a second matrix."""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """What such a checkpoint means where it is silent."""
+    foreign: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of its config that change nothing here."""
+    notes: tuple[str, ...] = ()
+
+
+def found(inventory: Inventory) -> Found:
+    """Return the GPT in a checkpoint.
+
+    Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
+    contradict each other.
+    """
+    for name in DIALECTS:
+        dialect = import_module(f"tiedgpt.weights.dialects.{name}")
+        if dialect.recognises(inventory):
+            answer: Found = dialect.found(inventory)
+            return answer
+    raise CorruptInputError(f"{inventory.source} holds no GPT that is known here")
