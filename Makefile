@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+PEERS := $(VENV)/.installed-peers
 
 .PHONY: demo test test-all lint format clean
 .DELETE_ON_ERROR:
@@ -20,7 +21,7 @@ demo: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest
 
-test-all: $(DEV)
+test-all: $(PEERS)
 	$(BIN)/python -m pytest -m ""
 
 lint: $(DEV)
@@ -46,3 +47,7 @@ $(RUN): pyproject.toml constraints.txt | $(VENV)/bin/python
 $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev]'
 	touch $@ $(RUN)
+
+$(PEERS): $(DEV)  # compiles llama.cpp, for minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,peers]'
+	touch $@ $(DEV) $(RUN)

@@ -1,10 +1,16 @@
 """Tiny models that the tests make themselves."""
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
 from tiedgpt import GPT, GPTConfig
 
+# Speed is bench/'s business; on a build machine every run draws the same examples.
+settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
 
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}

@@ -12,13 +12,13 @@ import tiedgpt
 SOURCE = Path(tiedgpt.__file__).parent
 LAYERS = {
     "errors": -2, "files": -1, "core": 0, "text": 1, "weights": 2, "data": 2, "tie": 3,
-    "infer": 3, "tune": 3, "inspect": 3, "evaluate": 4, "plots": 4, "train": 5, "serve": 5,
-    "cli": 6,
+    "infer": 3, "heads": 3, "tune": 3, "inspect": 3, "evaluate": 4, "plots": 4, "train": 5,
+    "serve": 5, "cli": 6,
 }  # fmt: skip
 DOORS = {
     ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),
     ("core/model.py", "save_pretrained", "tiedgpt.weights.save"),
-    ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.hub"),
+    ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.tokenizer_files"),
 }
 """The ways up that people expect on a class: file, method, module."""
 

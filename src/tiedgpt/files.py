@@ -92,6 +92,33 @@ def require_room(directory: Path, n_bytes: int) -> None:
         )
 
 
+def beside(path: Path, name: str) -> Path:
+    """Return the file `name` that a file or directory names: in its directory, and nowhere else.
+
+    A link out of the directory is followed only into the blobs of a Hugging Face cache. Raises
+    `CorruptInputError` for a path, for such a link, and where there is no such file.
+    """
+    directory = path if path.is_dir() else path.parent
+    shown = name[:80].encode("unicode_escape").decode()
+    try:
+        there = bool(name) and Path(name).name == name and (directory / name).is_file()
+    except (OSError, ValueError):  # too long, a zero byte, a lone surrogate
+        there = False
+    if not there:
+        raise CorruptInputError(f"{path} names the file {shown!r}, which is not beside it")
+    if leads_out(directory, directory / name):
+        raise CorruptInputError(f"{path} names the file {shown!r}, a link out of its directory")
+    return directory / name
+
+
+def leads_out(directory: Path, file: Path) -> bool:
+    """Whether a file in a directory is a link to elsewhere, other than to a hub cache's blobs."""
+    home, lies = directory.resolve(), file.resolve()
+    blobs = home.parent.parent / "blobs"  # beside snapshots/REVISION
+    in_cache = home.parent.name == "snapshots" and lies.parent == blobs
+    return not (lies.is_relative_to(home) or in_cache)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; anything else is a `CorruptInputError`."""
     try:

@@ -1,8 +1,11 @@
+import json
 import os
 import pydoc_data.topics
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from tiedgpt.text import Tokenizer
 
@@ -30,3 +33,29 @@ def gpt2_folder() -> Path:
     if not folder:
         pytest.skip("TIEDGPT_GPT2_BPE names no folder with GPT-2's encoder.json and vocab.bpe")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def gpt1_folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small vocab.json and merges.txt of GPT-1's kind, as the tokenizers library trains them."""
+    rust = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    rust.normalizer = normalizers.BertNormalizer(lowercase=True)
+    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=["<unk>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    rust.train_from_iterator([corpus[:100_000]], trainer)
+    model = json.loads(rust.to_str())["model"]
+    folder = tmp_path_factory.mktemp("gpt1")
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in model["merges"]), ""]
+    (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt1(gpt1_folder: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(gpt1_folder)

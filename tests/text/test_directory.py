@@ -9,7 +9,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.text import Tokenizer
 
-PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+PAIRS = [
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("encoder_bpe_40000.json", "vocab_40000.bpe"),
+]
 TEXT = "the naïve 日本 def f(x): 1234 👍\n"
 
 
@@ -70,7 +74,7 @@ def test_tokenizer_json_wins_over_the_older_files(bpe, saved):
 
 
 def test_what_is_no_path_is_a_hub_name(bpe, saved, monkeypatch):
-    from tiedgpt.weights import hub
+    from tiedgpt.weights import tokenizer_files
 
     asked = []
 
@@ -78,9 +82,10 @@ def test_what_is_no_path_is_a_hub_name(bpe, saved, monkeypatch):
         asked.append((source, set(patterns)))
         return saved
 
-    monkeypatch.setattr(hub, "local_directory", fetched)
+    monkeypatch.setattr(tokenizer_files, "local_directory", fetched)
     assert len(Tokenizer.from_pretrained("somebody/some-gpt")) == 1000
     names = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json"}
+    names |= {"meta.pkl", "gpt2_tokenizer.bin"}
     assert asked == [("somebody/some-gpt", names.union(*PAIRS))]
 
 
@@ -196,18 +201,18 @@ def test_word_vocabulary_is_not_taken_for_characters(char, tmp_path):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_gpt1_vocabulary_is_not_taken_for_bytes(tmp_path):
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b</w>": 1, "ab</w>": 2}')
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b</w>\n")
+def test_vocabulary_of_neither_bytes_nor_words_is_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(UserError) as error:
         Tokenizer.from_pretrained(tmp_path)
     assert "not byte-level" in one_line(error, "vocab.json")
 
 
-def test_file_of_weights_is_not_read_as_a_tokenizer(saved):
-    (saved / "model.safetensors").write_bytes(b"\xff" * 100)
+def test_file_of_another_purpose_is_not_read_as_a_tokenizer(saved):
+    (saved / "notes.txt").write_bytes(b"\xff" * 100)
     with pytest.raises(UserError, match="holds no tokenizer"):
-        Tokenizer.from_pretrained(saved / "model.safetensors")
+        Tokenizer.from_pretrained(saved / "notes.txt")
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path):
@@ -235,15 +240,20 @@ def test_truncated_tokenizer_is_refused_wherever_it_ends(saved):
 
 
 @pytest.mark.parametrize("junk", [None, 7, -1, "x", [], {}, [1], {"type": "x"}, "delete"])
-@pytest.mark.parametrize("kind", ["bpe", "char"])
+@pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
 def test_no_damage_ends_in_an_error_that_is_not_ours(request, tmp_path, kind, junk):
-    request.getfixturevalue(kind)
-    small = Tokenizer.train(["abab"], 260) if kind == "bpe" else Tokenizer.characters(["abc"])
+    small = {
+        "bpe": lambda: Tokenizer.train(["abab"], 260),
+        "char": lambda: Tokenizer.characters(["abc"]),
+        "gpt1": lambda: request.getfixturevalue("gpt1"),
+    }[kind]()
     small.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     places = [(content, key) for key in content]
-    for part in ("model", "pre_tokenizer", "decoder"):
+    for part in {"model", "normalizer", "pre_tokenizer", "decoder"} - {
+        part for part in content if content[part] is None
+    }:
         places += [(content[part], key) for key in content[part]]
     places += [(content["added_tokens"][0], key) for key in content["added_tokens"][0]]
     places += [(content["model"]["vocab"], "a"), (content["added_tokens"], 0)]

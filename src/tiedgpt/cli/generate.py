@@ -41,6 +41,12 @@ class Arguments:
     """When the context is full: stop, or slide on, dropping the start."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: the model's own."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    n_head: int | None = None
+    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
+    """What to do where the file holds two different matrices."""
     format: Literal["human", "json"] = "human"
     """json: one object with ids, text, finish_reason and log-probabilities."""
 
@@ -57,8 +63,15 @@ def run(arguments: list[str]) -> int:
             raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
 
     from tiedgpt.infer import Engine
+    from tiedgpt.text import Tokenizer
 
-    engine = Engine(source, given.precision)
+    engine = Engine(
+        source,
+        given.precision,
+        tokenizer=None if given.tokenizer is None else Tokenizer.from_pretrained(given.tokenizer),
+        resolve=given.resolve,
+        **({} if given.n_head is None else {"n_head": given.n_head}),
+    )
     for note in engine.notes:
         print(f"({note})", file=sys.stderr)
     stream = engine.stream(

@@ -23,6 +23,7 @@ NO_ROOM = NoRoomError.exit_code
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
+    "convert": "any GPT into the format of another tool, proven",
     "tie": "is the head the embedding? show, audit or mend it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
 }

@@ -16,5 +16,5 @@ def parse(options: type[Options], verb: str, arguments: list[str], description: 
         prog=f"tiedgpt {verb}",
         args=arguments,
         description=description,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )

@@ -13,7 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, ParamSpec, TypeVar, Unpack, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ class Engine:
     """Generates with a model and, for text, its tokenizer.
 
     `precision`: "auto" is the model's own; "fp32", "bf16" and "fp16" convert (a model that was
-    given is copied, not changed). A source is put on the GPU where there is one.
+    given is copied, not changed). A source is put on the GPU where there is one; `resolve` and
+    `config` (such as n_head) say what its file does not, as in `GPT.from_pretrained`.
     """
 
     def __init__(
@@ -106,17 +107,21 @@ class Engine:
         precision: str = "auto",
         *,
         tokenizer: Tokenizer | None = None,
+        resolve: str | None = None,
+        **config: Any,
     ) -> None:
         if precision not in PRECISIONS:
             raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
         dtype = PRECISIONS[precision]
         self.notes: tuple[str, ...] = ()  # what loading has to tell: two equal matrices, tied
         if isinstance(model_or_source, GPT):
+            if resolve is not None or config:
+                raise UserError("resolve and config are for a source that is loaded")
             model = model_or_source
             if dtype not in (None, model.wte.weight.dtype):
                 model = copy.deepcopy(model).to(dtype)
         else:
-            loaded = load(model_or_source, dtype=dtype)
+            loaded = load(model_or_source, dtype=dtype, resolve=resolve, **config)
             model, self.notes = loaded.model, loaded.notes
             model.to("cuda" if torch.cuda.is_available() else "cpu")
             tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
@@ -211,7 +216,7 @@ class Engine:
                 generator.seed()
             else:
                 generator.manual_seed((request.seed + copies * 0x9E3779B97F4A7C15) % 2**63)
-            decoder = self.tokenizer.stream() if self.tokenizer else None
+            decoder = self.tokenizer.stream(after=ids[-1]) if self.tokenizer else None
             sequences.append(_Sequence(ids, len(ids), generator, StopWatch(request.stops), decoder))
         return sequences
 

@@ -112,6 +112,10 @@ class ByteLevelBPE:
         except UnicodeEncodeError:  # written by no byte-level trainer; taken as the text it is
             return token.encode()
 
+    def last_bytes(self) -> dict[int, bytes]:
+        """None: a token is the same bytes wherever it stands."""
+        return {}
+
     @cached_property
     def _twin(self) -> "tiktoken.Encoding | None":
         from tiedgpt.text.twin import tiktoken_twin

@@ -1,5 +1,7 @@
 """One id a character: the vocabulary is the characters of a text, sorted, then `<|endoftext|>`.
 
+A vocabulary from elsewhere (nanoGPT's) may give other ids to its characters and end no text.
+
 Kept as a Hugging Face tokenizer (WordLevel over single characters, fused without spaces), so that
 a `tokenizer.json` of it loads in transformers with the same ids. Encoding is one numpy look-up.
 """
@@ -32,12 +34,17 @@ def character_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
         raise UserError(
             "a character vocabulary needs text, and there is none; give at least one character"
         )
-    vocabulary = {character: id for id, character in enumerate(sorted(characters))}
+    rust = tokenizer_of_ids({character: id for id, character in enumerate(sorted(characters))})
+    rust.add_special_tokens([END_OF_TEXT])
+    return rust
+
+
+def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+    """The tokenizer with these ids of single characters, and no token more."""
     # No character is called "<unk>", so that transformers, too, refuses unknown ones.
     rust = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     rust.pre_tokenizer = _split_characters()
     rust.decoder = decoders.Fuse()
-    rust.add_special_tokens([END_OF_TEXT])
     return rust
 
 
@@ -68,6 +75,10 @@ class Characters:
     def token_bytes(self, token: str) -> bytes:
         """The UTF-8 bytes that a token of the vocabulary stands for."""
         return token.encode()
+
+    def last_bytes(self) -> dict[int, bytes]:
+        """None: a token is the same bytes wherever it stands."""
+        return {}
 
     @cached_property
     def _id_of_code_point(self) -> NDArray[np.int64]:

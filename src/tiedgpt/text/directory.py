@@ -1,8 +1,9 @@
 """A path -> a Hugging Face tokenizer and its settings; and back to a directory.
 
-Three layouts are read: `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had
-the former); `encoder.json` with `vocab.bpe` (OpenAI's release). Everything from outside is
-checked here, so that what is wrong with a file is said in one line that names it.
+Read are `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had the former);
+`encoder.json` with `vocab.bpe` (OpenAI's GPT-2) and `encoder_bpe_40000.json` with `vocab_40000.bpe`
+(OpenAI's GPT-1). Whether such a pair is of bytes or of GPT-1's words, its tokens tell. Everything
+from outside is checked here, so that what is wrong with a file is said in one line that names it.
 """
 
 import json
@@ -18,22 +19,29 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.characters import END_OF_TEXT
+from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 
 _WHOLE = "tokenizer.json"
-_PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+_PAIRS = [
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("encoder_bpe_40000.json", "vocab_40000.bpe"),
+]
 _CONFIG = "tokenizer_config.json"
 _ADDED = "added_tokens.json"
 FILE_NAMES = [_WHOLE, _CONFIG, _ADDED, *(name for pair in _PAIRS for name in pair)]
+EXPECTED = f"{_WHOLE}, or {' or '.join(' with '.join(pair) for pair in _PAIRS)}"
 
 _AGAIN = "get the file again from where it came from"
 # Tokens that no merge makes: <|endoftext|>, <s>, [PAD]; and those with which fairseq pads.
-_SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
+SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
 
 
-def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | None:
     """The tokenizer at `path`, a directory or one of its files, and its `tokenizer_config.json`.
 
-    Raises UserError if there is no tokenizer, CorruptInputError if one of its files is damaged.
+    None if `path` holds none of the files. Raises CorruptInputError if one of them is damaged,
+    UserError if it cannot be read.
     """
     directory = path if path.is_dir() else path.parent
     config = _read_object(directory / _CONFIG) if (directory / _CONFIG).is_file() else {}
@@ -44,11 +52,8 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     for vocabulary, merges in pairs:
         files = directory / vocabulary, directory / merges
         if all(file.is_file() for file in files):
-            return _read_pair(*files, config), config
-    raise UserError(
-        f"{path} holds no tokenizer; expected {_WHOLE}, or "
-        f"{' or '.join(' with '.join(pair) for pair in _PAIRS)}"
-    )
+            return _read_pair(*files, config)
+    return None
 
 
 def write_tokenizer(directory: Path, rust: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
@@ -65,18 +70,24 @@ def special_id(
 
     Raises CorruptInputError if the named token is not in the vocabulary.
     """
-    named = config.get(key)
-    if named is None:
+    if config.get(key) is None:
         id: int | None = rust.token_to_id(END_OF_TEXT)
         return id
-    token = named.get("content") if isinstance(named, dict) else named
-    id = rust.token_to_id(token) if isinstance(token, str) else None
+    token = token_of(config, key)
+    id = rust.token_to_id(token) if token is not None else None
     if id is None:
         raise CorruptInputError(
-            f"{where}: {_CONFIG} names {token!r} as {key}, which is not in the vocabulary; "
+            f"{where}: {_CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
             f"correct or remove that key"
         )
     return id
+
+
+def token_of(config: dict[str, Any], key: str) -> str | None:
+    """The token that `config` names under `key`, as a string or an object with its content."""
+    named = config.get(key)
+    token = named.get("content") if isinstance(named, dict) else named
+    return token if isinstance(token, str) else None
 
 
 def _read(file: Path) -> str:
@@ -112,28 +123,49 @@ def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
 
 def _read_pair(
     vocabulary_file: Path, merges_file: Path, config: dict[str, Any]
-) -> tokenizers.Tokenizer:
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     vocabulary = _read_ids(vocabulary_file)
-    if not vocabulary.keys() >= set(BYTE_ALPHABET):
+    of_bytes = vocabulary.keys() >= set(BYTE_ALPHABET)
+    if not of_bytes and not any(token.endswith(END_OF_WORD) for token in vocabulary):
         raise UserError(
-            f"{vocabulary_file}: lacks some of the 256 bytes, so it is not byte-level (GPT-1's is "
-            f"not, for one); use a byte-level BPE, as GPT-2's"
+            f"{vocabulary_file}: lacks some of the 256 bytes, so it is not byte-level, and has no "
+            f"token that ends with {END_OF_WORD}, as GPT-1's; use GPT-2's or GPT-1's kind of BPE"
         )
     merges = _read_merges(merges_file, vocabulary, vocabulary_file.name)
     made = {left + right for left, right in merges}
-    unmade = [token for token in vocabulary if len(token) > 1 and token not in made]
-    lost = [token for token in unmade if not _SPECIAL.fullmatch(token)]
+    unmade = [token for token in vocabulary if token not in made and not _is_basic(token, of_bytes)]
+    lost = [token for token in unmade if not SPECIAL.fullmatch(token)]
     if lost:
         raise CorruptInputError(
             f"{merges_file}: no line makes {lost[0]!r} and {len(lost) - 1} other tokens of "
             f"{vocabulary_file.name}, so it is cut short or not of that vocabulary; {_AGAIN}"
         )
-    model = models.BPE(vocab=vocabulary, merges=merges)
-    rust = byte_level_tokenizer(model, prefix_space=config.get("add_prefix_space") is True)
+    if of_bytes:
+        model = models.BPE(vocab=vocabulary, merges=merges)
+        rust = byte_level_tokenizer(model, prefix_space=config.get("add_prefix_space") is True)
+    else:
+        unknown = token_of(config, "unk_token") or UNKNOWN
+        if unknown not in vocabulary:
+            raise CorruptInputError(
+                f"{vocabulary_file}: has no {unknown!r}, which stands for unknown "
+                f"characters in a BPE as GPT-1's; {_AGAIN}"
+            )
+        config = config | {"unk_token": unknown}
+        rust = lower_case_tokenizer(
+            models.BPE(
+                vocab=vocabulary, merges=merges, unk_token=unknown, end_of_word_suffix=END_OF_WORD
+            )
+        )
+        unmade = list({*unmade, unknown})
     rust.add_special_tokens(sorted(unmade, key=vocabulary.__getitem__))
     if (vocabulary_file.parent / _ADDED).is_file():
         _add(rust, vocabulary_file.parent / _ADDED)
-    return rust
+    return rust, config
+
+
+def _is_basic(token: str, of_bytes: bool) -> bool:
+    """Whether merging starts from a token: one byte, or one character that may end a word."""
+    return len(token) == 1 or (not of_bytes and len(token.removesuffix(END_OF_WORD)) == 1)
 
 
 def _add(rust: tokenizers.Tokenizer, file: Path) -> None:

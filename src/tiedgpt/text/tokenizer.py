@@ -1,7 +1,8 @@
 """`Tokenizer`: text -> ids -> text, whatever the vocabulary is made of.
 
-What depends on the kind of vocabulary is a `Codec`: byte-level BPE (`bpe.py`) or single characters
-(`characters.py`). Special tokens, decoding and files are the same for both and are here.
+What depends on the kind of vocabulary is a `Codec`: byte-level BPE (`bpe.py`), GPT-1's lower-case
+BPE (`gpt1.py`) or single characters (`characters.py`). Special tokens and decoding are the same for
+all and are here.
 """
 
 import re
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
-from tiedgpt.text.directory import FILE_NAMES, read_tokenizer, special_id, write_tokenizer
+from tiedgpt.text.directory import special_id, write_tokenizer
+from tiedgpt.text.gpt1 import LowerCaseBPE
 from tiedgpt.text.stream import StreamDecoder
 
 
 class Codec(Protocol):
-    """What depends on the kind of vocabulary; neither method sees special tokens."""
+    """What depends on the kind of vocabulary; no method sees special tokens."""
 
     kind: str
 
@@ -35,8 +37,11 @@ class Codec(Protocol):
     def token_bytes(self, token: str) -> bytes:
         """The bytes that a token of the vocabulary stands for."""
 
+    def last_bytes(self) -> dict[int, bytes]:
+        """The ids that stand for other bytes at the end of a text, with these bytes."""
 
-_CODECS = (ByteLevelBPE, Characters)
+
+_CODECS = (ByteLevelBPE, LowerCaseBPE, Characters)
 # Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved.
 _KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
 
@@ -67,17 +72,17 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Tokenizer":
-        """Read a tokenizer from a directory, from one of its files, or from the Hugging Face hub.
+        """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
-        Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`.
-        A path that exists wins over a hub name. Raises UserError if there is no tokenizer or it is
-        of another kind, CorruptInputError if a file is damaged.
+        Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
+        and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; llm.c's `gpt2_tokenizer.bin`;
+        the one inside a GGUF file. A file of weights stands for the directory that it lies in. A
+        path that exists wins over a hub name. Raises UserError if there is no tokenizer or it is of
+        another kind, CorruptInputError if a file is damaged.
         """
-        from tiedgpt.weights.hub import local_directory
+        from tiedgpt.weights.tokenizer_files import open_tokenizer
 
-        path = local_directory(source, FILE_NAMES)
-        rust, settings = read_tokenizer(path)
-        return cls(rust, settings, str(path))
+        return open_tokenizer(source)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -98,7 +103,7 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """What a token is made of: "bpe" (bytes) or "char" (one character)."""
+        """What a token is made of: "bpe" (bytes), "gpt1" (of a word) or "char" (one character)."""
         return self._codec.kind
 
     def __len__(self) -> int:
@@ -114,8 +119,9 @@ class Tokenizer:
         """`text` -> ids, without a token before or after it.
 
         "<|endoftext|>" in the text is ordinary text, which cannot end a document, unless
-        `allow_special`. Raises UserError if the text is not valid Unicode or, for characters, has
-        one that is not in the vocabulary.
+        `allow_special`. GPT-1's vocabulary has `<unk>` for characters that it lacks. Raises
+        UserError if the text is not valid Unicode or, for characters, has one that is not in the
+        vocabulary.
         """
         _refuse_surrogates(text)
         if allow_special and self._special:
@@ -134,14 +140,20 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text: their bytes joined, with U+FFFD for what is not UTF-8; special tokens show.
 
-        Raises UserError for an id outside the vocabulary.
+        Of GPT-1's words the last has no blank after it. Raises UserError for an id outside the
+        vocabulary.
         """
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        known = list(ids)
+        parts = list(map(self.token_bytes, known))
+        if known:
+            parts[-1] = self._last_bytes.get(known[-1], parts[-1])
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of text that one id stands for, possibly part of a character.
 
-        Raises UserError for an id outside the vocabulary.
+        Where a word ends in GPT-1's vocabulary they have the blank that follows it. Raises
+        UserError for an id outside the vocabulary.
         """
         found = self._bytes[id] if 0 <= id < self._size else None
         if found is None:
@@ -154,15 +166,25 @@ class Tokenizer:
     def byte_lengths(self) -> NDArray[np.int64]:
         """(V,): how many bytes of text each id stands for; 0 for special tokens: they are no text.
 
-        The sum over a text's ids is its length in bytes, as bits per byte needs it.
+        The sum over a text's ids is its length in bytes, as bits per byte needs it. With GPT-1's
+        vocabulary that is the decoded text, lower-case and with one blank after each word, also the
+        last; what is `<unk>` in it counts as nothing.
         """
         lengths = np.array([len(token or b"") for token in self._bytes], dtype=np.int64)
         lengths[[id for id, _ in self._special.values()]] = 0
         return lengths
 
-    def stream(self) -> StreamDecoder:
-        """A decoder for ids that come one by one; its pieces, joined, are what `decode` gives."""
-        return StreamDecoder(self.token_bytes)
+    def stream(self, after: int | None = None) -> StreamDecoder:
+        """A decoder for ids that come one by one; its pieces, joined, are what `decode` gives.
+
+        Where they go on from a prompt, `after` is its last id: if that ended a word of GPT-1's, the
+        pieces begin with the blank between.
+        """
+        return StreamDecoder(self.token_bytes, self._last_bytes, after)
+
+    def to_json(self) -> str:
+        """The text of this tokenizer's `tokenizer.json`, for writers of other formats."""
+        return self._rust.to_str()
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers loads, too.
@@ -186,6 +208,12 @@ class Tokenizer:
         for id, added in self._rust.get_added_tokens_decoder().items():
             table[id] = added.content.encode()
         return table
+
+    @cached_property
+    def _last_bytes(self) -> dict[int, bytes]:
+        """The ids that stand for other bytes at the end of a text, with these bytes."""
+        added = self._rust.get_added_tokens_decoder()
+        return {id: last for id, last in self._codec.last_bytes().items() if id not in added}
 
     @cached_property
     def _special(self) -> dict[str, tuple[int, tokenizers.AddedToken]]:
@@ -234,7 +262,7 @@ def _codec_for(rust: tokenizers.Tokenizer, where: str) -> Codec:
     names = type(rust.model).__name__, type(rust.decoder).__name__
     raise UserError(
         f"{where}: a tokenizer with the model {names[0]} and the decoder {names[1]} is not "
-        f"supported; use one with a byte-level BPE, as GPT-2's, or single characters"
+        f"supported; use one with a byte-level BPE, as GPT-2's, GPT-1's BPE, or single characters"
     )
 
 

@@ -1,8 +1,8 @@
 """Any checkpoint as an inventory of its tensors: recognised by content, headers only.
 
-SOURCE: a file of safetensors, torch.save, GGUF or ONNX; a sharded index; a Hugging Face directory;
-a run directory, which stands for the model in it; or a hub name. What config.json beside the
-weights claims is taken along.
+SOURCE: a file of safetensors, torch.save, GGUF, ONNX or llm.c; a sharded index; a TensorFlow or
+numpy checkpoint; a directory with one of these; a run directory, which stands for the model in it;
+or a hub name. What config.json beside the weights claims is taken along.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
+from tiedgpt.files import beside, read_json
 from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
@@ -29,13 +29,19 @@ WEIGHT_NAMES = (
     "model.onnx",
     "onnx/model.onnx",
 )
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".onnx")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
 )
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
+NUMPY_SHAPES = "params_shapes.json"
+LLMC_MAGIC = (20240326).to_bytes(4, "little")
+LLMC_OTHERS = tuple(number.to_bytes(4, "little") for number in (20240327, 20240328, 20240520))
+"""llm.c's debug states, tokenizers and tokens end in .bin as well."""
+TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 CLAIM = "tie_word_embeddings"
 
 
@@ -59,14 +65,24 @@ def _weights_in(directory: Path) -> Path:
             return directory / name
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
-    files = sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES)
-    files = [file for file in files if file.is_file()]
+    if (directory / NUMPY_SHAPES).is_file():
+        return directory / NUMPY_SHAPES
+    present = sorted(file for file in directory.iterdir() if file.is_file())
+    files = [file for file in present if file.suffix in WEIGHT_SUFFIXES and _may_be_weights(file)]
+    files += [file for file in present if file.suffix == ".index" and _is_tensorflow_index(file)]
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:6])
         raise UserError(f"{directory} holds {len(files)} files of weights ({names}): name one")
-    raise UserError(f"{directory} has no weights: no safetensors, .bin, .pt, .gguf or .onnx file")
+    raise UserError(
+        f"{directory} has no weights: no safetensors, .bin, .pt, .gguf, .onnx or model.ckpt.index"
+    )
+
+
+def _may_be_weights(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) not in LLMC_OTHERS
 
 
 def _open_file(path: Path) -> Inventory:
@@ -88,16 +104,31 @@ def _open_file(path: Path) -> Inventory:
 
 
 def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
+    """Return what opens a file that begins so; a name counts only where no beginning tells."""
     if head[:4] == b"GGUF":
         from tiedgpt.weights.formats.gguf_file import open_gguf
 
         return open_gguf
+    if head[:4] == LLMC_MAGIC:
+        from tiedgpt.weights.formats.llmc_file import open_llmc
+
+        return open_llmc
+    if path.name == NUMPY_SHAPES:
+        from tiedgpt.weights.formats.npy_shards import open_npy_shards
+
+        return lambda path: open_npy_shards(path.parent)
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return _open_safetensors
-    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04") or path.suffix in (".pt", ".pth", ".bin"):
+    looks_like_onnx = head[0] == 8 and head[1:2] < b" "  # field 1, ir_version, a small number
+    torch_name = path.suffix in TORCH_SUFFIXES and not looks_like_onnx
+    if head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head) or torch_name:
         from tiedgpt.weights.formats.torch_file import open_torch
 
         return open_torch
+    if _is_tensorflow_index(path):
+        from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
+
+        return open_bundle
     if path.suffix == ".gguf":
         raise CorruptInputError(f"{path} is no GGUF file: it does not begin with GGUF")
     if path.suffix == ".onnx" or (head[0] & 7 in (0, 2) and 1 <= head[0] >> 3 <= 25):
@@ -105,8 +136,19 @@ def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
 
         return open_onnx
     raise CorruptInputError(
-        f"{path} is of no known format: safetensors, torch.save, GGUF and ONNX are read"
+        f"{path} is of no known format: safetensors, torch.save, GGUF, ONNX, llm.c's .bin, "
+        "TensorFlow's checkpoints and numbered .npy files are read"
     )
+
+
+def _is_tensorflow_index(path: Path) -> bool:
+    """Whether a file ends as the tables do in which TensorFlow lists its tensors."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell() < 48:
+            return False
+        file.seek(-8, os.SEEK_END)
+        return file.read() == TABLE_MAGIC
 
 
 def _open_safetensors(path: Path) -> Inventory:
@@ -144,12 +186,12 @@ def _open_index(path: Path) -> Inventory:
     tensors: dict[str, StoredTensor] = {}
     files: list[Path] = []
     kind = ""
-    for shard in sorted({str(shard) for shard in weight_map.values()}):
-        file = path.parent / shard
-        if Path(shard).name != shard or not _is_file(file):
-            raise CorruptInputError(
-                f"{path} names the shard {shard[:80]!r}, which is not beside it"
-            )
+    shards = {str(shard): str(name) for name, shard in reversed(weight_map.items())}
+    for shard, name in sorted(shards.items()):
+        try:
+            file = beside(path, shard)
+        except CorruptInputError as error:
+            raise CorruptInputError(f"{error} (for {printable(name)[:80]})") from None
         if shard.endswith(".index.json"):
             raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
         opened = _open_file(file)
@@ -163,14 +205,6 @@ def _open_index(path: Path) -> Inventory:
     return Inventory(path, kind, tensors, files=(*files, path))
 
 
-def _is_file(path: Path) -> bool:
-    """Whether there is such a file, also where the name is none that the system takes."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, a zero byte, a lone surrogate
-        return False
-
-
 def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
     """Add what config.json says, where there is one."""
     if not config_path.is_file():
@@ -182,10 +216,9 @@ def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
     source = f"config.json says {CLAIM}: {str(claim).lower()}"
     if claim is None:
         source = f"config.json does not say {CLAIM}"
-        if inventory.format == "GGUF":
-            source = inventory.claim_source
-    if inventory.format == "GGUF":
-        config = dict(inventory.config) | config
+        if inventory.claim is not None or inventory.format in ("GGUF", "llm.c"):
+            claim, source = inventory.claim, inventory.claim_source
+    config = dict(inventory.config) | config  # beside what the file itself says
     return replace(
         inventory, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
     )

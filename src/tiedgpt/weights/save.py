@@ -48,7 +48,7 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         raise UserError("the head holds W itself while the config says untied: call tie(model)")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     model_type = model_type_of(config)
-    description = config_json(config, model.foreign_config, _dtype_name(model))
+    describe(model)  # what cannot be described is refused before anything is written
     require_room(directory, sum(p.numel() * p.element_size() for p in parameters.values()))
     if model_type is not TIEDGPT:  # transformers knows no model without biases
         parameters |= zero_biases(config, model.wte.weight.dtype)
@@ -56,15 +56,29 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         to_file(name, model_type): Stored(parameter, transposed=is_transposed(name))
         for name, parameter in parameters.items()
     }
-    json.dumps(description).encode()  # what cannot be written is refused before anything is
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
-    write_json(directory / "config.json", description)
-    write_json(directory / "generation_config.json", _generation_config(config))
+    write_description(model, directory)
     card = directory / "README.md"
     if not card.exists() or OUR_CARD in card.read_text(encoding="utf-8", errors="replace"):
         with replacing(directory / "README.md") as temporary:
             temporary.write_text(model_card(config), encoding="utf-8")
+
+
+def describe(model: GPT) -> dict[str, Any]:
+    """Return the model's config.json; `UserError` where it cannot be written."""
+    description = config_json(model.config, model.foreign_config, _dtype_name(model))
+    try:
+        json.dumps(description).encode()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the model's foreign_config cannot be written: {error}") from None
+    return description
+
+
+def write_description(model: GPT, directory: Path) -> None:
+    """Write config.json and generation_config.json."""
+    write_json(directory / "config.json", describe(model))
+    write_json(directory / "generation_config.json", _generation_config(model.config))
 
 
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.weights.formats.gguf_file import TYPES, open_gguf
+from tiedgpt.weights.formats.gguf_file import TYPES, StoredArray, open_gguf, read_pairs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -136,3 +136,65 @@ def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path
     value = text(b"note") + struct.pack("<I", 8) + text(long)
     (tmp_path / "value").write_bytes(header(n_pairs=1, body=value))
     assert open_gguf(tmp_path / "value").config == {}
+
+
+def array(kind: int, length: int, body: bytes, key=b"k") -> bytes:
+    return text(key) + struct.pack("<IIQ", 9, kind, length) + body
+
+
+def test_arrays_are_stepped_over_and_read_when_asked_for(tmp_path):
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "gpt2")
+    wanted = {
+        "texts": ["", "ein", "Ġwö", "🚀" * 3],
+        "whole": [1, -2, 3],
+        "floats": [0.5, -2.0],
+        "flags": [True, False],
+        "one": ["x"],
+    }
+    for key, values in wanted.items():
+        writer.add_array(key, values)
+    writer.add_tensor("w", matrix())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    pairs = read_pairs(path)
+    assert all(isinstance(pairs[key], StoredArray) for key in wanted)
+    assert {key: pairs[key].values() for key in wanted} == wanted
+    assert not open_gguf(path).config.keys() & wanted.keys()
+
+
+def test_arrays_of_arrays_and_texts_that_are_none_are_refused_when_read(tmp_path):
+    bodies = {
+        "arrays": array(9, 1, struct.pack("<IQB", 0, 1, 7)),
+        "UTF-8": array(8, 2, text(b"fine") + text(b"\xff\xfe")),
+    }
+    for why, body in bodies.items():
+        path = tmp_path / "x.gguf"
+        path.write_bytes(header(n_pairs=1, body=body))
+        with pytest.raises(CorruptInputError, match=why):
+            read_pairs(path)["k"].values()
+
+
+def test_an_array_that_is_gone_when_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(n_pairs=1, body=array(4, 100, bytes(400))))
+    found = read_pairs(path)["k"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptInputError, match="cut off"):
+        found.values()
+
+
+def test_our_own_pair_says_whether_two_matrices_are_meant(tmp_path):
+    def file(value: bytes) -> bytes:
+        return header(n_pairs=1, body=text(b"tiedgpt.tie_word_embeddings") + value)
+
+    path = tmp_path / "x.gguf"
+    for value in (True, False):
+        path.write_bytes(file(struct.pack("<I?", 7, value)))
+        assert open_gguf(path).claim is value
+        assert str(value).lower() in open_gguf(path).claim_source
+    path.write_bytes(file(struct.pack("<II", 4, 1)))
+    with pytest.raises(CorruptInputError, match="neither true nor false"):
+        open_gguf(path)

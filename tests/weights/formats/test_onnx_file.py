@@ -198,3 +198,29 @@ def test_a_name_of_megabytes_is_refused(tmp_path):
     (tmp_path / "a.onnx").write_bytes(graph_of(tensor).SerializeToString())
     with pytest.raises(CorruptInputError, match="70,000 bytes"):
         open_onnx(tmp_path / "a.onnx")
+
+
+def test_a_link_out_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (tmp_path / "in" / "data.bin").symlink_to(tmp_path / "secret")
+    (tmp_path / "in" / "x.onnx").write_bytes(external())
+    with pytest.raises(CorruptInputError, match=r"'w' lies in data\.bin, a link out"):
+        open_onnx(tmp_path / "in" / "x.onnx")
+
+
+def test_a_shape_of_megabytes_is_refused(tmp_path):
+    shape = b"\x0a\x80\x80\x40" + b"\x01" * (1 << 20)  # field 1, a mebibyte of packed sizes
+    tensor = b"\x2a" + b"\x84\x80\x40" + shape
+    graph = b"\x3a" + b"\x88\x80\x40" + tensor
+    (tmp_path / "x.onnx").write_bytes(graph)
+    with pytest.raises(CorruptInputError, match="a shape of 1,048,576 bytes"):
+        open_onnx(tmp_path / "x.onnx")
+
+
+def test_the_metadata_of_others_are_let_be(tmp_path):
+    model = graph_of(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
+    helper.set_model_props(model, {"author": "x" * 200_000, "tie_word_embeddings": "no", "e": ""})
+    onnx.save(model, tmp_path / "a.onnx")
+    inventory = open_onnx(tmp_path / "a.onnx")
+    assert (inventory.config, inventory.claim) == ({}, None)

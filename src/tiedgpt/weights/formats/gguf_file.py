@@ -3,6 +3,9 @@
 Layout (ggml-org/ggml docs/gguf.md, versions 2 and 3, little-endian): "GGUF", version u32, number
 of tensors u64, number of pairs u64, the pairs, the tensors' infos, padding, data. Every count and
 length is checked against the bytes that are left before anything is made of it. No torch.
+
+Arrays (vocabularies, merges) are stepped over; `read_pairs` says where they lie, and
+`StoredArray.values` reads one.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ SCALARS = {
     12: "d",
 }
 STRING, ARRAY = 8, 9
+TIE_CLAIM = "tiedgpt.tie_word_embeddings"
+"""Our own pair, which llama.cpp ignores: whether two matrices in a file are meant to be two."""
 MAX_DIMENSIONS = 8
 MAX_TEXT = 64 << 10
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -50,6 +55,38 @@ TYPES: dict[int, tuple[str, int, int]] = {
 HEAD_RULE = (
     "the GGUF format: readers predict with output.weight where there is one, else with token_embd"
 )
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of the header where it lies; its length was checked against the file's."""
+
+    path: Path
+    item_kind: int
+    length: int
+    start: int
+    stop: int
+
+    def values(self) -> list[Any]:
+        """Return its numbers or texts; `CorruptInputError` for arrays of arrays and non-UTF-8."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.stop - self.start)
+        if len(data) < self.stop - self.start:
+            raise CorruptInputError(f"{self.path} was cut off while it was read")
+        if self.item_kind in SCALARS:
+            return list(struct.unpack(f"<{self.length}{SCALARS[self.item_kind]}", data))
+        if self.item_kind != STRING:
+            raise CorruptInputError(f"{self.path}: an array holds arrays, not texts or numbers")
+        texts, at = [], 0
+        for _ in range(self.length):
+            end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+            try:
+                texts.append(data[at + 8 : end].decode("utf-8"))
+            except UnicodeDecodeError:
+                raise CorruptInputError(f"{self.path}: text {len(texts)} is not UTF-8") from None
+            at = end
+        return texts
 
 
 @dataclass
@@ -100,19 +137,36 @@ class _Cursor:
 
 def open_gguf(path: Path) -> Inventory:
     """Read the header of a GGUF file; `CorruptInputError` where it lies or the file is cut off."""
+    pairs, tensors = _open(path)
+    claim, claim_source = pairs.get(TIE_CLAIM), HEAD_RULE
+    if claim is not None:
+        if not isinstance(claim, bool):
+            raise CorruptInputError(f"{path}: {TIE_CLAIM} is {claim!r}, neither true nor false")
+        claim_source = f"the file says {TIE_CLAIM}: {str(claim).lower()}"
+    return Inventory(
+        path, "GGUF", tensors, claim=claim, claim_source=claim_source, files=(path,),
+        config={key: value for key, value in pairs.items() if isinstance(value, (str, int, float))},
+    )  # fmt: skip
+
+
+def read_pairs(path: Path) -> dict[str, Any]:
+    """Return the key-value pairs of a GGUF file; arrays as `StoredArray`s, not read yet.
+
+    Raises as `open_gguf`.
+    """
+    return _open(path)[0]
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            pairs, tensors = _read(_Cursor(path, data))
+            return _read(_Cursor(path, data))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         if isinstance(error, CorruptInputError):
             raise
         raise CorruptInputError(f"{path} is no GGUF file: {error}") from None
-    return Inventory(
-        path, "GGUF", tensors, claim=None, claim_source=HEAD_RULE, files=(path,),
-        config={key: value for key, value in pairs.items() if isinstance(value, (str, int, float))},
-    )  # fmt: skip
 
 
 def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -150,7 +204,7 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def _value(cursor: _Cursor, kind: int, depth: int = 0) -> Any:
-    """Return a scalar or text; arrays (vocabularies, merges) are stepped over."""
+    """Return a scalar, a text (None where it is too long to say something), or an array's place."""
     if kind == STRING:
         return cursor.value_text()
     if kind in SCALARS:
@@ -158,9 +212,10 @@ def _value(cursor: _Cursor, kind: int, depth: int = 0) -> Any:
     if kind != ARRAY or depth > 8:
         raise CorruptInputError(f"{cursor.path}: a value has the unknown type {kind}")
     item_kind, length = cursor.number("I"), cursor.number("Q")
+    start = cursor.at
     if item_kind in SCALARS:
         cursor.take(length * struct.calcsize("<" + SCALARS[item_kind]))
-        return None
+        return StoredArray(cursor.path, item_kind, length, start, cursor.at)
     if length * 8 > cursor.left:
         raise CorruptInputError(f"{cursor.path} lies: an array of {length:,} values does not fit")
     for _ in range(length):
@@ -168,7 +223,7 @@ def _value(cursor: _Cursor, kind: int, depth: int = 0) -> Any:
             cursor.skip_text()
         else:
             _value(cursor, item_kind, depth + 1)
-    return None
+    return StoredArray(cursor.path, item_kind, length, start, cursor.at)
 
 
 def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -6,12 +6,15 @@ files beside it, are stepped over and read on request. No torch, no onnx, no pro
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import leads_out
 from tiedgpt.weights.formats.protobuf import Span
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
 
@@ -21,7 +24,11 @@ TYPES = {
     12: ("uint32", 4), 13: ("uint64", 8), 16: ("bfloat16", 2),
 }  # fmt: skip
 """TensorProto.DataType -> name, bytes an element."""
-MODEL_GRAPH = 7
+MODEL_GRAPH, MODEL_METADATA = 7, 14
+METADATA_KEY = "tiedgpt"
+"""Under which our own files say, in JSON, what GPT they hold."""
+CONSTANT = "constant."
+"""What the names of their graphs' own numbers begin with: they are no parameters."""
 GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
 NODE_INPUT, NODE_OUTPUT, NODE_OP, NODE_ATTRIBUTE = 1, 2, 4, 5
 ATTRIBUTE_TENSOR, ATTRIBUTE_GRAPH, ATTRIBUTE_GRAPHS = 5, 6, 11
@@ -41,6 +48,8 @@ class _Graph:
     file_size: int
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     is_graph: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
+    """The config of a file of ours."""
     aliases: dict[str, str] = field(default_factory=dict)
     """A node's output -> the initializer that it is a transposed, cast or plain copy of."""
     reads: list[str] = field(default_factory=list)
@@ -58,6 +67,8 @@ def open_onnx(path: Path) -> Inventory:
                 if number == MODEL_GRAPH and isinstance(value, Span):
                     graph.is_graph = True
                     _walk(graph, value, 0)
+                elif number == MODEL_METADATA and isinstance(value, Span):
+                    _metadata(graph, value)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -66,13 +77,33 @@ def open_onnx(path: Path) -> Inventory:
         raise CorruptInputError(where) from None
     if not graph.is_graph:
         raise CorruptInputError(f"{path} is no ONNX file: it holds no graph")
+    claim = graph.said.get("tie_word_embeddings")
+    source = "an ONNX graph says nothing of a tie"
+    if isinstance(claim, bool):
+        source = f"its metadata say tie_word_embeddings: {str(claim).lower()}"
     return Inventory(
-        path, "ONNX", graph.tensors, files=(path,),
-        claim_source="an ONNX graph says nothing of a tie",
+        path, "ONNX", graph.tensors,
+        config={**graph.said, METADATA_KEY: graph.said} if graph.said else {},
+        files=(path,),
+        claim=claim if isinstance(claim, bool) else None, claim_source=source,
         reads=tuple(dict.fromkeys(graph.reads)),
         predicts=() if graph.last is None else (graph.last,),
         products=tuple(dict.fromkeys(graph.products)),
     )  # fmt: skip
+
+
+def _metadata(graph: _Graph, span: Span) -> None:
+    """Take the entry of our own files; what others say may be of any kind and size."""
+    both = {number: value for number, value in span.fields() if isinstance(value, Span)}
+    if not {1, 2} <= both.keys() or len(both[1]) > 64 or both[1].text() != METADATA_KEY:
+        return
+    try:
+        said = json.loads(both[2].text())
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict) or graph.said:
+        raise CorruptInputError(f"its metadata under {METADATA_KEY!r} are no config")
+    graph.said = said
 
 
 def _walk(graph: _Graph, span: Span, depth: int) -> None:
@@ -144,7 +175,7 @@ def _tensor(graph: _Graph, span: Span, name: str = "") -> StoredTensor | None:
     external: dict[str, str] = {}
     for number, value in span.fields():
         if number == TENSOR_DIMS:
-            shape += [value] if isinstance(value, int) else value.varints()
+            shape += [value] if isinstance(value, int) else _sizes(value)
         elif number == TENSOR_TYPE and isinstance(value, int):
             type_number = value
         elif number == TENSOR_NAME and isinstance(value, Span):
@@ -176,6 +207,12 @@ def _tensor(graph: _Graph, span: Span, name: str = "") -> StoredTensor | None:
     )
 
 
+def _sizes(span: Span) -> list[int]:
+    if len(span) > 64 * 10:
+        raise CorruptInputError(f"a shape of {len(span):,} bytes at byte {span.start:,} is none")
+    return span.varints()
+
+
 def _entry(span: Span) -> dict[str, str]:
     both = {number: value.text() for number, value in span.fields() if isinstance(value, Span)}
     return {both.get(1, ""): both.get(2, "")}
@@ -200,6 +237,8 @@ def _external(path: Path, name: str, entries: dict[str, str], size: int | None) 
         raise CorruptInputError(f"{name[:80]!r}: its external offset is no number") from None
     if not file.is_file():
         raise CorruptInputError(f"{name[:80]!r} lies in {location}, which is not beside {path}")
+    if leads_out(path.parent, file):
+        raise CorruptInputError(f"{name[:80]!r} lies in {location}, a link out of the directory")
     if (
         start < 0
         or length < 0

@@ -19,9 +19,9 @@ _SIZES = {FIXED64: 8, FIXED32: 4}
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of a mapped file that hold a message or a run of values."""
+    """Bytes [start, stop) of a file, mapped or read, that hold a message or a run of values."""
 
-    data: mmap.mmap
+    data: mmap.mmap | bytes
     start: int
     stop: int
 
@@ -38,16 +38,16 @@ class Span:
         """Yield (field number, value): an int for a varint, else a Span over the bytes."""
         at = self.start
         while at < self.stop:
-            tag, at = self._varint(at)
+            tag, at = self.varint(at)
             number, kind = tag >> 3, tag & 7
             if number == 0:
                 raise CorruptInputError(f"no message: field 0 at byte {at:,}")
             if kind == VARINT:
-                value, at = self._varint(at)
+                value, at = self.varint(at)
                 yield number, value
                 continue
             if kind == BYTES:
-                size, at = self._varint(at)
+                size, at = self.varint(at)
             elif kind in _SIZES:
                 size = _SIZES[kind]
             else:
@@ -64,11 +64,12 @@ class Span:
         """Return a packed run of varints."""
         numbers, at = [], self.start
         while at < self.stop:
-            number, at = self._varint(at)
+            number, at = self.varint(at)
             numbers.append(number)
         return numbers
 
-    def _varint(self, at: int) -> tuple[int, int]:
+    def varint(self, at: int) -> tuple[int, int]:
+        """Return the number that begins at byte `at`, and the byte after it."""
         value = shift = 0
         while at < self.stop and shift < 70:
             byte = self.data[at]

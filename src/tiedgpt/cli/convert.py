@@ -1,0 +1,181 @@
+"""`tiedgpt convert SOURCE DEST --to FORMAT`: any GPT into the format of another tool, proven."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tiedgpt.cli.options import parse
+from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+
+ABOUT = "Write a GPT in another format, open it again, and prove that it is the same."
+LARGE = 100 << 20
+"""Bytes from which a bar is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Write a GPT in another format."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """A directory, a file of any format that is read here, or a hub name."""
+    dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
+    """The file to write; for transformers a directory."""
+    to: Literal["transformers", "gguf", "onnx", "nanogpt", "llmc"]
+    """The format: a Hugging Face directory, llama.cpp's, ONNX, nanoGPT's ckpt.pt, llm.c's .bin."""
+    precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0"] = "auto"
+    """auto: the model's own, where the format has it."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    n_head: int | None = None
+    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    activation_function: str | None = None
+    """gelu_new or gelu, where the file does not say it (nanoGPT before June 2023)."""
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
+    """What to do where the file holds two different matrices."""
+    duplicate_head: bool = False
+    """GGUF: write W a second time, for readers that know no tied GPT-2."""
+    approximate_gelu: bool = False
+    """nanoGPT: write a model of the tanh form, though nanoGPT computes the exact one."""
+    overwrite: bool = False
+    """Replace DEST if it is a file."""
+    format: Literal["human", "json"] = "human"
+    """json: one object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Convert; return the exit code."""
+    given = parse(Arguments, "convert", arguments, ABOUT)
+
+    from tiedgpt.weights.convert import convert, require_place
+    from tiedgpt.weights.load import load
+
+    supplied = {
+        name: value
+        for name in ("n_head", "activation_function")
+        if (value := getattr(given, name)) is not None
+    }
+    require_place(Path(given.dest), given.to, overwrite=given.overwrite)
+    with bar("reading") as progress:
+        loaded = load(given.source, resolve=given.resolve, progress=progress, **supplied)
+    tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
+    if given.format == "human":
+        print(_found(loaded, tokenizer), flush=True)
+    options = {
+        name: True for name in ("duplicate_head", "approximate_gelu") if getattr(given, name)
+    }
+    with bar("writing") as progress:
+        written = convert(
+            loaded,
+            Path(given.dest),
+            given.to,
+            tokenizer=tokenizer,
+            precision=None if given.precision == "auto" else given.precision,
+            overwrite=given.overwrite,
+            progress=progress,
+            **options,
+        )
+    if given.format == "human":
+        print(_written(written, given.to))
+    else:
+        import json
+
+        print(json.dumps(_facts(loaded, tokenizer, written, given.to), indent=2))
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr for what is large."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+    )  # fmt: skip
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        if total >= LARGE and not progress.live.is_started:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def _tokenizer(source: str, *, asked: bool) -> Any:
+    """Return the tokenizer with a model, or None where there is none and none was asked for."""
+    from tiedgpt.text import Tokenizer
+
+    try:
+        return Tokenizer.from_pretrained(source)
+    except CorruptInputError:
+        raise
+    except UserError:
+        if asked:
+            raise
+        return None
+
+
+def _found(loaded: Any, tokenizer: Any) -> str:
+    config = loaded.model.config
+    n_parameters = sum(p.numel() for p in loaded.model.parameters())
+    dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
+    matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
+    tied = loaded.model.head is None
+    lines = [
+        f"found     {loaded.path}: {loaded.layout}",
+        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, {dtype}; "
+        f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
+        f"{config.n_positions:,} positions",
+        f"tie       one matrix of {matrix} reads and predicts"
+        if tied
+        else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
+        f"tokens    {tokenizer.kind} vocabulary of {len(tokenizer):,}"
+        if tokenizer is not None
+        else "tokens    no tokenizer with it (--tokenizer SOURCE names one)",
+    ]
+    lines += [f"note      {note}" for note in loaded.notes]
+    return "\n".join(lines)
+
+
+def _written(written: Any, to: str) -> str:
+    once = {1: "once", 2: "twice"}.get(written.copies, f"{written.copies} times")
+    checked = (
+        "every weight came back, bit for bit"
+        if written.exact
+        else f"logits differ by {written.difference:.1e} of their size "
+        f"({written.tolerance:g} is allowed)"
+    )
+    return (
+        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W stands in it {once} "
+        f"({written.matrix_bytes / 1e6:,.1f} MB)\n"
+        f"checked   opened again: {checked}"
+        + "".join(f"\nnote      {note}" for note in written.notes)
+    )
+
+
+def _facts(loaded: Any, tokenizer: Any, written: Any, to: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "source": str(loaded.path),
+        "layout": loaded.layout,
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "tied": loaded.model.head is None,
+        "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},
+        "notes": list(loaded.notes),
+        "to": to,
+        **asdict(written),
+        "path": str(written.path),
+    }

@@ -1,0 +1,290 @@
+"""From any format to another, and the proof that nothing was lost on the way.
+
+SOURCE is loaded, written to a hidden place beside DEST, opened again and compared; only what passed
+is moved to DEST. In a format of the same precision every weight must come back bit for bit; in a
+coarser one the logits must stay within a tolerance that is stated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
+from tiedgpt.files import remove, sync, writing
+from tiedgpt.text import Tokenizer
+from tiedgpt.weights.found import found
+from tiedgpt.weights.load import Loaded, Progress, load
+from tiedgpt.weights.names import EMBEDDING, HEAD
+from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.save import write_description
+from tiedgpt.weights.stored import Inventory, by_storage
+
+TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2}
+"""Root mean square of the logits' differences over that of the logits, by the precision written."""
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISION_OF = {dtype: name for name, dtype in DTYPES.items()}
+HEADERS_AND_VOCABULARY = 16 << 20
+"""Bytes beside tensors that a file of a small model may well have."""
+CHECKED_SHAPE = (2, 48)
+SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format that can be written."""
+
+    about: str
+    precisions: tuple[str, ...]
+    suffix: str = ""
+    """Of a file; "": a directory is written."""
+    bundled: str = ""
+    """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
+    holds_tokenizer: bool = False
+    options: tuple[str, ...] = ()
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether a directory is written at `path`."""
+        return not self.suffix or (bool(self.bundled) and path.suffix != self.suffix)
+
+
+TARGETS = {
+    "transformers": Target(
+        "a Hugging Face directory, our own format", ("fp32", "fp16", "bf16"),
+        holds_tokenizer=True,
+    ),
+    "gguf": Target(
+        "llama.cpp's file, tokenizer inside", ("fp32", "fp16", "bf16", "q8_0"),
+        suffix=".gguf", holds_tokenizer=True, options=("duplicate_head",),
+    ),
+    "onnx": Target(
+        "a graph with cache inputs and outputs, for onnxruntime", ("fp32", "fp16", "bf16"),
+        suffix=".onnx", bundled="model.onnx",
+    ),
+    "nanogpt": Target(
+        "nanoGPT's ckpt.pt", ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
+    ),
+    "llmc": Target("llm.c's .bin", ("fp32", "bf16"), suffix=".bin"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, and how it compares."""
+
+    path: Path
+    n_bytes: int
+    """Of the file, or of all files in the directory."""
+    matrix_bytes: int
+    """Of W in it."""
+    copies: int
+    """How often W, or a head's matrix of the same size, stands in it."""
+    exact: bool
+    """Whether every weight came back bit for bit."""
+    difference: float
+    """Root mean square of the logits' differences over that of the logits."""
+    tolerance: float
+    notes: tuple[str, ...]
+    """What opening it again had to tell."""
+
+
+def convert(
+    loaded: Loaded,
+    path: Path,
+    to: str,
+    *,
+    tokenizer: Tokenizer | None,
+    precision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Written:
+    """Write a model that was loaded to `path` in the format `to`, and prove it.
+
+    `precision` None keeps the model's own where the format has it, else takes fp32. Raises
+    `UserError`, before anything is written, for what the format cannot express or where `path` is
+    taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
+    """
+    target, precision = _target(to, precision, loaded.model)
+    require_place(path, to, overwrite=overwrite)
+    for name in options:
+        if name not in target.options:
+            raise UserError(f"{name} is no option of {to}")
+    model, name = loaded.model, path.name
+    before = _Evidence.of(model)
+    hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with writing(path):
+            hidden.mkdir(parents=True)
+            _write(model, hidden / name, to, tokenizer, precision, progress, options)
+        written = _compare(before, hidden / name, target, tokenizer, precision)
+        with writing(path):
+            _move(hidden, path, overwrite)
+    finally:
+        remove(hidden)
+    return Written(path, **written)
+
+
+def _target(to: str, precision: str | None, model: GPT) -> tuple[Target, str]:
+    if to not in TARGETS:
+        raise UserError(f"{to!r} is no format that is written here; there are {', '.join(TARGETS)}")
+    target = TARGETS[to]
+    if precision is None:
+        own = PRECISION_OF.get(model.wte.weight.dtype, "fp32")
+        precision = own if own in target.precisions else "fp32"
+    if precision not in target.precisions:
+        raise UserError(
+            f"{to} is not written in {precision!r} here; there are {', '.join(target.precisions)}"
+        )
+    return target, precision
+
+
+def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
+    """Raise `UserError` where something is at `path` that would be lost."""
+    if TARGETS[to].is_directory(path):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is there already: give a directory that is new or empty")
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: give the name of a file")
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} is there already: give another name, or --overwrite")
+
+
+def _write(
+    model: GPT,
+    path: Path,
+    to: str,
+    tokenizer: Tokenizer | None,
+    precision: str,
+    progress: Progress | None,
+    options: dict[str, Any],
+) -> None:
+    if to == "transformers":
+        if PRECISION_OF.get(model.wte.weight.dtype) != precision:
+            model = model.to(DTYPES[precision])
+        model.save_pretrained(path)
+    elif TARGETS[to].is_directory(path):
+        write_description(model, path)
+    if TARGETS[to].is_directory(path) and tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    if to == "transformers":
+        return
+    if TARGETS[to].is_directory(path):
+        path, tokenizer = path / TARGETS[to].bundled, None
+    writer: Callable[..., None] = getattr(
+        import_module(f"tiedgpt.weights.writers.{to}"), f"write_{to}"
+    )
+    writer(model, path, tokenizer=tokenizer, precision=precision, progress=progress, **options)
+
+
+def _move(hidden: Path, path: Path, overwrite: bool) -> None:
+    """Put what was proven in its place, the file that names the others last."""
+    made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
+    for file in made:
+        place = path.parent / file.name
+        if place.exists() and not place.is_dir() and not overwrite:
+            raise UserError(f"{place} is there already: give another name, or --overwrite")
+    for file in made:
+        for part in [file, *file.rglob("*")] if file.is_dir() else [file]:
+            sync(part)
+        os.replace(file, path.parent / file.name)
+    sync(path.parent)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What is kept of a model to compare another with, so that both need not be held at once."""
+
+    digests: dict[str, bytes]
+    dtype: torch.dtype
+    ids: Tensor
+    logits: Tensor
+
+    @classmethod
+    def of(cls, model: GPT, ids: Tensor | None = None) -> _Evidence:
+        config = model.config
+        if ids is None:
+            n = min(CHECKED_SHAPE[1], config.n_positions)
+            draw = torch.Generator().manual_seed(0)
+            ids = torch.randint(config.vocab_size, (CHECKED_SHAPE[0], n), generator=draw)
+        with torch.inference_mode():
+            logits = _in_fp32(model, ids)
+        digests = {name: _digest(p) for name, p in model.named_parameters()}
+        return cls(digests, model.wte.weight.dtype, ids, logits)
+
+
+def _in_fp32(model: GPT, ids: Tensor) -> Tensor:
+    """Return the logits with products in fp32 at least, whatever the weights' type."""
+    dtype = model.wte.weight.dtype
+    if dtype in (torch.float32, torch.float64):
+        return model(ids)
+    try:
+        return model.float()(ids)
+    finally:
+        model.to(dtype)  # exact: every value came from this type
+
+
+def _digest(parameter: Tensor) -> bytes:
+    raw = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return b"" if not raw.any() else hashlib.blake2b(raw.data, digest_size=16).digest()
+
+
+def _compare(
+    before: _Evidence, path: Path, target: Target, tokenizer: Tokenizer | None, precision: str
+) -> dict[str, Any]:
+    """Open what was written; return the facts of `Written`, or raise `CheckFailedError`."""
+    try:
+        again = load(path)
+        inventory = open_inventory(path)
+        carried = target.holds_tokenizer or target.is_directory(path)
+        if carried and tokenizer is not None:
+            same = Tokenizer.from_pretrained(path).encode(SAMPLE) == tokenizer.encode(SAMPLE)
+            if not same:
+                raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
+    except CorruptInputError as error:
+        raise CheckFailedError(f"what was written cannot be read again: {error}") from None
+    after = _Evidence.of(again.model, before.ids)
+    names = before.digests.keys() | after.digests.keys()  # zeros for biases that are not there
+    exact = all(before.digests.get(name, b"") == after.digests.get(name, b"") for name in names)
+    apart = (after.logits - before.logits).square().mean().sqrt()
+    difference = float(apart / before.logits.square().mean().sqrt().clamp_min(1e-30))
+    tolerance = TOLERANCES[precision]
+    coarser = DTYPES.get(precision) != before.dtype
+    if not (exact or (coarser and difference <= tolerance)):
+        raise CheckFailedError(
+            f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
+            f"size, {tolerance:g} is allowed; it is not kept"
+        )
+    copies, matrix_bytes = _copies(inventory)
+    return {
+        "n_bytes": _size(path), "matrix_bytes": matrix_bytes, "copies": copies,
+        "exact": exact, "difference": difference, "tolerance": tolerance, "notes": again.notes,
+    }  # fmt: skip
+
+
+def _copies(inventory: Inventory) -> tuple[int, int]:
+    """Count the places of W and of matrices like it, unlisted bytes included; and W's bytes."""
+    tensors = found(inventory).tensors
+    matrices = [tensors[name].stored for name in (EMBEDDING, HEAD) if name in tensors]
+    copies = len(by_storage(matrices))
+    listed = sum(group[0].n_bytes for group in by_storage(inventory.tensors.values()))
+    whole = sum(file.stat().st_size for file in inventory.files)
+    one = matrices[0].n_bytes
+    unlisted = (whole - listed) // one if one > HEADERS_AND_VOCABULARY else 0
+    return copies + unlisted, one
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else path.parent.iterdir()
+    return sum(file.stat().st_size for file in files if file.is_file())

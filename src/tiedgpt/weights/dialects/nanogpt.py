@@ -1,0 +1,244 @@
+"""nanoGPT's and minGPT's state dicts: OpenAI's names over nn.Linear's layout, which is ours.
+
+nanoGPT's `ckpt.pt` says its sizes beside the weights ("model_args") and holds wte and lm_head on
+one storage. minGPT's file is the bare state dict: two matrices, and nothing says how many heads
+there are, unless the config.json of its logging lies beside. The first minGPT (2020) had names of
+its own, and queries, keys and values apart. Which GELU was trained with stands in none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.found import FileTensor, Found
+from tiedgpt.weights.names import EMBEDDING, HEAD, MASK_BUFFERS
+from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor, printable
+
+PREFIX = "transformer."
+MODEL_ARGS = {
+    "block_size": ("n_positions",),
+    "vocab_size": ("vocab_size",),
+    "n_layer": ("n_layer",),
+    "n_head": ("n_head",),
+    "n_embd": ("n_embd",),
+    "bias": ("bias",),
+    "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+}
+"""nanoGPT's names -> ours. A fork's further ones are refused where they switch something on."""
+KEPT_BESIDE = (
+    "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id",
+    "eos_token_id",
+)  # fmt: skip
+"""What nanoGPT has no place for: our writer puts it into "config", which nanoGPT carries along."""
+MINGPT_HEADS = {
+    "openai-gpt": 12, "gpt2": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25,
+    "gopher-44m": 16, "gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3,
+}  # fmt: skip
+"""minGPT's model_type -> n_head."""
+FIRST_NAMES = {
+    "tok_emb.weight": EMBEDDING,
+    "pos_emb": "wpe.weight",
+    "head.weight": HEAD,
+    "ln1": "ln_1",
+    "ln2": "ln_2",
+    "attn.proj": "attn.c_proj",
+    "mlp.0": "mlp.c_fc",
+    "mlp.2": "mlp.c_proj",
+}
+"""The first minGPT's names -> ours; from ln1 on, of a part of a block."""
+FIRST_BLOCK = re.compile(r"blocks\.(\d{1,6})\.([\w.]+)\.(weight|bias)")
+FIRST_MASK = re.compile(r"blocks\.\d+\.attn\.mask")
+QKV = ("attn.query", "attn.key", "attn.value")
+"""What c_attn holds, in its order."""
+GELU_NOTE = (
+    "the file does not say which GELU it was trained with; {taken} is taken, as {whose} has it: "
+    "activation_function={other!r} takes the other"
+)
+
+
+def recognises(inventory: Inventory) -> bool:
+    """Whether this is nanoGPT's or minGPT's: by "model_args", or a c_attn that lies (out, in)."""
+    if inventory.format not in ("torch", "safetensors"):
+        return False
+    if {"n_embd", "block_size"} <= _model_args(inventory).keys():
+        return True
+    if isinstance(inventory.config.get("model_type"), str):
+        return False  # config.json of transformers
+    if _is_first_mingpt(inventory):
+        return True
+    names = [prefix + "h.0.attn.c_attn.weight" for prefix in (PREFIX, "")]
+    shapes = [inventory.tensors[name].shape for name in names if name in inventory.tensors]
+    return any(len(shape) == 2 and shape[0] == 3 * shape[1] for shape in shapes)
+
+
+def found(inventory: Inventory) -> Found:
+    """Return the GPT in such a checkpoint; one storage under two names is one matrix."""
+    if _is_first_mingpt(inventory):
+        return Found(
+            "minGPT", _mingpt_fields(inventory), _first_mingpt(inventory),
+            assumed={"activation_function": "gelu"},
+        )  # fmt: skip
+    tensors: dict[str, FileTensor] = {}
+    masked = False
+    for their_name, stored in inventory.tensors.items():
+        name = their_name.removeprefix(PREFIX)
+        name = HEAD if name == "lm_head.weight" else name
+        if MASK_BUFFERS.fullmatch(name):
+            masked = True
+        elif name in tensors:
+            raise CorruptInputError(f"{inventory.source} holds {name} twice, with {PREFIX} too")
+        else:
+            tensors[name] = FileTensor(stored)
+    one = _drop_shared_head(tensors)
+    args = _model_args(inventory)
+    biased = any(name.endswith(".bias") for name in tensors)
+    if not args and masked and biased and HEAD in tensors:
+        return Found(
+            "minGPT", _mingpt_fields(inventory), tensors,
+            assumed={"activation_function": "gelu_new"},
+        )  # fmt: skip
+    fields: dict[str, Any] = {"bias": biased, **_fields(inventory, args)}
+    notes: tuple[str, ...] = ("wte.weight and lm_head.weight are one storage: tied",) if one else ()
+    assumed, note = _gelu(args, masked)
+    told = fields.get("activation_function")
+    if told is None:
+        notes += note
+    elif told != "gelu":
+        notes += (f"it was trained with {told}; nanoGPT since June 2023 computes gelu on it",)
+    return Found("nanoGPT", fields, tensors, assumed={"activation_function": assumed}, notes=notes)
+
+
+def _model_args(inventory: Inventory) -> Mapping[str, Any]:
+    args = inventory.config.get("model_args")
+    return args if isinstance(args, Mapping) else {}
+
+
+def _fields(inventory: Inventory, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what nanoGPT's model_args say, and what our writer adds, under our names."""
+    fields: dict[str, Any] = {}
+    for name, value in args.items():
+        if name in MODEL_ARGS:
+            if value is not None:
+                fields |= dict.fromkeys(MODEL_ARGS[name], value)
+        elif value:
+            raise UserError(
+                f"{inventory.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
+                "itself does not know and which may change the computation: it is not built here"
+            )
+    beside = inventory.config.get("config")
+    if isinstance(beside, Mapping):
+        fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
+    return fields
+
+
+def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the GELU that is most likely meant, and a note unless it is certain.
+
+    nanoGPT computed the tanh form until June 2023 and the exact one since. "bias" stands in
+    model_args since January 2023. Mask buffers were saved where PyTorch was older than 2.0, of
+    March 2023, or the model was trained with dropout shortly before.
+    """
+    if args and "bias" not in args:
+        return "gelu_new", ()
+    taken, other, whose = "gelu", "gelu_new", "nanoGPT since June 2023"
+    if masked:
+        taken, other, whose = "gelu_new", "gelu", "nanoGPT in the days of PyTorch 1 and its masks"
+    return taken, (GELU_NOTE.format(taken=taken, other=other, whose=whose),)
+
+
+def _drop_shared_head(tensors: dict[str, FileTensor]) -> bool:
+    """Leave lm_head out where it is wte under a second name; say whether it was."""
+    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
+    if embedding is None or head is None or embedding.shape != head.shape:
+        return False
+    if not head.stored.is_view_of(embedding.stored):
+        return False
+    del tensors[HEAD]
+    return True
+
+
+def _mingpt_fields(inventory: Inventory) -> dict[str, Any]:
+    """Return what minGPT's own config.json says, where it lies beside: heads and dropout."""
+    model = inventory.config.get("model")
+    if not isinstance(model, Mapping):
+        return {}
+    told = {
+        name: model[name]
+        for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdrop")
+        if model.get(name) is not None
+    }
+    kind = model.get("model_type")
+    if isinstance(kind, str) and kind in MINGPT_HEADS:
+        told.setdefault("n_head", MINGPT_HEADS[kind])
+    return told
+
+
+def _is_first_mingpt(inventory: Inventory) -> bool:
+    return {"tok_emb.weight", "blocks.0.attn.key.weight"} <= inventory.tensors.keys()
+
+
+def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
+    """Return the first minGPT's tensors by our names, queries, keys and values joined."""
+    tensors: dict[str, FileTensor] = {}
+    joined: dict[str, list[StoredTensor | None]] = {}
+    for their_name, stored in inventory.tensors.items():
+        match = FIRST_BLOCK.fullmatch(their_name)
+        if FIRST_MASK.fullmatch(their_name):
+            continue
+        if match is None:
+            name = FIRST_NAMES.get(their_name, their_name)
+            if name == "wpe.weight" and len(stored.shape) == 3 and stored.shape[0] == 1:
+                stored = stored.reshaped(stored.shape[1:])
+            tensors[name] = FileTensor(stored)
+            continue
+        layer, part, kind = match.groups()
+        if part in QKV:
+            whole = joined.setdefault(f"h.{int(layer)}.attn.c_attn.{kind}", [None, None, None])
+            whole[QKV.index(part)] = stored
+            continue
+        tensors[f"h.{int(layer)}.{FIRST_NAMES.get(part, part)}.{kind}"] = FileTensor(stored)
+    for name, parts in joined.items():
+        tensors[name] = FileTensor(_join(inventory, name, parts))
+    _drop_shared_head(tensors)
+    return tensors
+
+
+def _join(inventory: Inventory, name: str, parts: list[StoredTensor | None]) -> StoredTensor:
+    """Return queries, keys and values as the rows of one tensor; nothing is read."""
+    there = [part for part in parts if part is not None]
+    first = there[0]
+    alike = {(part.shape, part.dtype, part.read is None) for part in there}
+    if len(there) < len(parts) or len(alike) > 1 or len(first.shape) not in (1, 2):
+        shapes = ", ".join(f"{part.name} {part.shape} {part.dtype}" for part in there)
+        raise CorruptInputError(
+            f"{inventory.source}: {name} is made of {', '.join(QKV)}, one shape and type each; "
+            f"there are {shapes}"
+        )
+    n_bytes = sum(part.n_bytes for part in there)
+    return replace(
+        first, name=name, shape=(len(there) * first.shape[0], *first.shape[1:]), n_bytes=n_bytes,
+        storage=Storage(tuple(part.storage for part in there), 0, n_bytes), strides=None,
+        read=None if first.read is None else _joined_reader(there),
+    )  # fmt: skip
+
+
+def _joined_reader(parts: list[StoredTensor]) -> Read:
+    """Read across tensors of one shape that follow each other along their first axis."""
+    length, axis = parts[0].shape[0], len(parts[0].shape) == 1
+
+    def read(first: int, end: int, left: int, right: int) -> Native:
+        blocks = []
+        start, stop = (left, right) if axis else (first, end)
+        for at, part in enumerate(parts):
+            a, b = max(start - at * length, 0), min(stop - at * length, length)
+            if a < b:
+                blocks.append(part.native(0, 1, a, b) if axis else part.native(a, b, left, right))
+        return np.concatenate(blocks, axis=1 if axis else 0)
+
+    return read

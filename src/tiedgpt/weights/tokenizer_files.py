@@ -1,0 +1,172 @@
+"""The tokenizer that comes with a checkpoint, whoever wrote it: SOURCE -> Tokenizer.
+
+A directory is searched for the files of each project; a file is recognised by its content, and one
+of weights stands for the directory that it lies in. What transformers and OpenAI keep is read by
+`text/directory.py`; here are the others: nanoGPT's `meta.pkl`, llm.c's `gpt2_tokenizer.bin`, GGUF.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import tokenizers
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text.characters import tokenizer_of_ids
+from tiedgpt.text.directory import EXPECTED, FILE_NAMES, SPECIAL, read_tokenizer
+from tiedgpt.text.merges import tokenizer_of_tokens
+from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.formats.llmc_tokenizer import MAGIC, read_llmc_tokenizer
+from tiedgpt.weights.formats.plain_pickle import BEGINS, read_plain_pickle
+from tiedgpt.weights.hub import local_directory
+
+_AGAIN = "get the file again from where it came from"
+META = "meta.pkl"
+TOKENS = "gpt2_tokenizer.bin"
+
+_GGUF = b"GGUF"
+_LLMC_MODEL = struct.pack("<i", 20240326)
+_TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
+"""How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".onnx", ".index", ".npy")
+
+
+def open_tokenizer(source: str | Path) -> Tokenizer:
+    """Return the tokenizer of a directory, a file or a hub name, as `Tokenizer.from_pretrained`.
+
+    Raises `UserError` where there is none or it is of a kind that is not supported,
+    `CorruptInputError` where a file of it is damaged.
+    """
+    path = local_directory(source, [*FILE_NAMES, META, TOKENS])
+    if path.is_dir():
+        found = _in_directory(path) or _in_only_gguf(path)
+    else:
+        found = _in_file(path)
+    if found is None:
+        raise UserError(
+            f"{path} holds no tokenizer{'' if path.is_dir() else ', nor does its directory'}; "
+            f"expected {EXPECTED}, or nanoGPT's {META} (kept in its data/NAME: copy it there), or "
+            f"{TOKENS}; a model of GPT-2's vocabulary takes Tokenizer.from_pretrained('gpt2')"
+        )
+    return found
+
+
+def _in_directory(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer of a directory, transformers' and OpenAI's files first."""
+    if found := read_tokenizer(directory):
+        return Tokenizer(*found, str(directory))
+    if (directory / META).is_file():
+        return _characters(directory / META)
+    files = [file for file in sorted(directory.glob("*.bin")) if _head(file)[:4] == MAGIC]
+    if len(files) > 1:
+        raise UserError(f"{directory} holds {len(files)} tokenizers of llm.c: name one")
+    return _of_llmc(files[0]) if files else None
+
+
+def _in_only_gguf(directory: Path) -> Tokenizer | None:
+    """Return the tokenizer inside a directory's GGUF file, if there is one such file."""
+    files = [file for file in sorted(directory.glob("*.gguf")) if file.is_file()]
+    if len(files) > 1:
+        raise UserError(f"{directory} holds {len(files)} GGUF files: name one")
+    return _in_file(files[0]) if files else None
+
+
+def _in_file(path: Path) -> Tokenizer | None:
+    """Return the tokenizer that a file is or has inside, or that of the model whose weights it is.
+
+    None where its directory has none, and for a file of another purpose.
+    """
+    head = _head(path)
+    if head.startswith(_GGUF):
+        from tiedgpt.weights.gguf_tokenizer import tokenizer_in
+
+        return tokenizer_in(path)
+    if head.startswith(MAGIC):
+        return _of_llmc(path)
+    of_weights = head.startswith((_LLMC_MODEL, *_TORCH)) or path.name.endswith(_WEIGHTS)
+    if not of_weights and (found := read_tokenizer(path)):
+        return Tokenizer(*found, str(path))
+    if not of_weights and (path.suffix == ".pkl" or BEGINS.match(head)):
+        return _characters(path)
+    if of_weights or head[8:9] == b"{":  # so begins a safetensors file of any name
+        return _in_directory(path.parent)
+    return None
+
+
+def _head(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(32)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+
+
+def _characters(file: Path) -> Tokenizer:
+    """Return nanoGPT's vocabulary of characters, with its ids and no token more."""
+    meta = read_plain_pickle(file)
+    ids = meta.get("stoi") if isinstance(meta, dict) else None
+    if not isinstance(ids, dict) or not ids:
+        raise CorruptInputError(f"{file} has no stoi, which gives each character its id; {_AGAIN}")
+    for character, id in ids.items():
+        if type(character) is not str or type(id) is not int or not 0 <= id < len(ids):
+            raise CorruptInputError(
+                f"{file} gives {_shown(character)} the id {_shown(id)} among {len(ids)} characters"
+                f"; {_AGAIN}"
+            )
+        if len(character) != 1:
+            raise UserError(
+                f"{file} gives an id to {_shown(character)}, which is not one character; only "
+                f"vocabularies of single characters are read from such files"
+            )
+        if "\ud800" <= character <= "\udfff":
+            raise CorruptInputError(f"{file} has {character!r}, which is no character; {_AGAIN}")
+    if len(set(ids.values())) < len(ids):
+        raise CorruptInputError(f"{file} gives two characters the same id; {_AGAIN}")
+    back = meta.get("itos", {id: character for character, id in ids.items()})
+    if back != {id: character for character, id in ids.items()}:
+        raise CorruptInputError(f"{file}: its itos is not its stoi the other way round; {_AGAIN}")
+    size = meta.get("vocab_size", len(ids))
+    if type(size) is not int or size != len(ids):
+        raise CorruptInputError(
+            f"{file} says vocab_size {_shown(size)} and has {len(ids)} characters; {_AGAIN}"
+        )
+    return Tokenizer(tokenizer_of_ids(ids), None, str(file))
+
+
+def _of_llmc(file: Path) -> Tokenizer:
+    """Return llm.c's tokens as a byte-level BPE, or as characters where each is one."""
+    stored = read_llmc_tokenizer(file)
+    if set(stored.tokens).issuperset(bytes([byte]) for byte in range(256)):
+        rust = tokenizer_of_tokens(stored.tokens, str(file))
+    else:
+        rust = _of_single_characters(stored.tokens, file)
+    if stored.end_of_text is None:
+        return Tokenizer(rust, None, str(file))
+    end = rust.id_to_token(stored.end_of_text)
+    return Tokenizer(rust, {"bos_token": end, "eos_token": end}, str(file))
+
+
+def _of_single_characters(tokens: list[bytes], file: Path) -> tokenizers.Tokenizer:
+    texts = [token.decode("utf-8", errors="replace") for token in tokens]
+    n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))
+    ids = {text: id for id, text in enumerate(texts[:n_characters])}
+    specials = texts[n_characters:]
+    if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
+        raise UserError(
+            f"{file}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor single "
+            f"characters; give the tokenizer that the model was trained with"
+        )
+    rust = tokenizer_of_ids(ids)
+    rust.add_special_tokens(specials)
+    return rust
+
+
+def _shown(value: object) -> str:
+    """Show a value of a file in a line, whatever its length."""
+    if not isinstance(value, str | int):
+        return f"a {type(value).__name__}"
+    text = repr(value) if isinstance(value, str) or -(10**20) < value < 10**20 else "a huge number"
+    return text if len(text) <= 40 else text[:40] + "..."

@@ -1,0 +1,1 @@
+"""Writers of other projects' formats: one small file each."""

@@ -1,0 +1,89 @@
+"""llm.c's checkpoints in this test's own words, from what its train_gpt2.cu writes and reads.
+
+256 int32: magic, version, T, V, L, H, C, Vp; then sixteen arrays, the padded rows of wte among
+them. Nothing of tiedgpt is used.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HEADER = "<256i"
+ORDER = (
+    ("wte", "Vp,C", "wte.weight"), ("wpe", "T,C", "wpe.weight"),
+    ("ln1w", "L,C", "ln_1.weight"), ("ln1b", "L,C", "ln_1.bias"),
+    ("qkvw", "L,3C,C", "attn.c_attn.weight"), ("qkvb", "L,3C", "attn.c_attn.bias"),
+    ("attprojw", "L,C,C", "attn.c_proj.weight"), ("attprojb", "L,C", "attn.c_proj.bias"),
+    ("ln2w", "L,C", "ln_2.weight"), ("ln2b", "L,C", "ln_2.bias"),
+    ("fcw", "L,4C,C", "mlp.c_fc.weight"), ("fcb", "L,4C", "mlp.c_fc.bias"),
+    ("fcprojw", "L,C,4C", "mlp.c_proj.weight"), ("fcprojb", "L,C", "mlp.c_proj.bias"),
+    ("lnfw", "C", "ln_f.weight"), ("lnfb", "C", "ln_f.bias"),
+)  # fmt: skip
+"""llm.c's name, shape, and OpenAI's name."""
+
+
+def shape_of(units: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    known = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
+    return tuple(known[unit] for unit in units.split(","))
+
+
+def number_of(name: str, sizes: dict[str, int]) -> int:
+    """How many numbers a tensor by OpenAI's name takes in the file."""
+    bare = name.split(".", 2)[2] if name.startswith("h.") else name
+    units = next(units for _, units, theirs in ORDER if theirs == bare)
+    return math.prod(shape_of(units.removeprefix("L,"), sizes))
+
+
+def write_checkpoint(
+    path: Path, version: int, state: dict[str, torch.Tensor] | None = None, **sizes: int
+) -> dict[str, np.ndarray]:
+    """Write a checkpoint; return its numbers as float32 by OpenAI's names, in the file's order.
+
+    `state` gives some tensors as (out, in); what it lacks is random, the padding too.
+    """
+    random = np.random.default_rng(3)
+    numbers: dict[str, np.ndarray] = {}
+    for _, units, theirs in ORDER:
+        per_layer = units.startswith("L,")
+        shape = shape_of(units.removeprefix("L,"), sizes)
+        names = [f"h.{i}.{theirs}" for i in range(sizes["L"])] if per_layer else [theirs]
+        for name in names:
+            array = random.standard_normal(shape).astype(np.float32)
+            if state is not None:
+                given = state[name].detach().float().numpy()
+                array[: len(given)] = given
+            numbers[name] = to_bfloat16(array)[1] if version == 5 else array
+    padded = 0 if version == 1 else sizes["Vp"]
+    header = np.zeros(256, "<i4")
+    header[:8] = [20240326, version, *(sizes[k] for k in ("T", "V", "L", "H", "C")), padded]
+    with path.open("wb") as file:
+        file.write(header.tobytes())
+        for array in numbers.values():
+            file.write((to_bfloat16(array)[0] if version == 5 else array).tobytes())
+    return numbers
+
+
+def to_bfloat16(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The upper halves of float32, rounded to the nearest (even); and what they stand for."""
+    bits = np.ascontiguousarray(array).view("<u4").astype(np.uint64)
+    upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return upper, (upper.astype("<u4") << 16).view("<f4")
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    """Read as llm.c's readers do: the sizes, and sixteen arrays by llm.c's names."""
+    raw = path.read_bytes()
+    header = np.frombuffer(raw, "<i4", 256)
+    assert header[0] == 20240326 and header[1] in (3, 5) and not header[8:].any()
+    sizes = dict(zip(("T", "V", "L", "H", "C", "Vp"), map(int, header[2:8]), strict=True))
+    dtype = np.dtype("<f4") if header[1] == 3 else np.dtype("<u2")
+    at, arrays = 1024, {}
+    for name, units, _ in ORDER:
+        shape = shape_of(units, sizes)
+        array = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape)
+        at += array.nbytes
+        arrays[name] = array if header[1] == 3 else (array.astype("<u4") << 16).view("<f4")
+    assert at == len(raw)
+    return sizes, arrays

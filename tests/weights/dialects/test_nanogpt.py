@@ -1,0 +1,268 @@
+"""nanoGPT's and minGPT's checkpoints load as what they are: layout, tie, biases and GELU."""
+
+import functools
+import io
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.testing import assert_close
+
+from tests.weights.dialects.karpathy import (
+    ARGS,
+    FirstMinGPT,
+    Karpathy,
+    save_nanogpt,
+    some_ids,
+)
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.tie import audit
+from tiedgpt.weights.dialects import nanogpt
+from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_inventory
+
+
+def same_logits(ours: GPT, theirs: torch.nn.Module, args: dict = ARGS) -> None:
+    ids = some_ids(args)
+    with torch.no_grad():
+        assert_close(ours(ids), theirs(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+def test_a_checkpoint_loads_as_nanogpt_computes(tmp_path, bias, prefix):
+    args = ARGS | {"bias": bias}
+    theirs = Karpathy(args)
+    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, args, prefix=prefix)
+    loaded = load(path)
+    config = loaded.model.config
+    assert loaded.layout == "torch, nanoGPT"
+    assert (config.vocab_size, config.n_positions, config.n_embd) == (67, 16, 32)
+    assert (config.n_layer, config.n_head, config.bias) == (2, 4, bias)
+    assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
+    assert config.activation_function == "gelu" and config.tie_word_embeddings
+    assert loaded.model.head is None
+    same_logits(loaded.model, theirs, args)
+
+
+def test_the_legacy_format_and_a_bare_state_dict_load_too(tmp_path):
+    theirs = Karpathy(ARGS)
+    path = save_nanogpt(tmp_path / "old.pt", theirs, ARGS, legacy=True)
+    same_logits(GPT.from_pretrained(path), theirs)
+    torch.save(theirs.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(UserError, match="n_head"):
+        GPT.from_pretrained(tmp_path / "bare.pt")
+    loaded = load(tmp_path / "bare.pt", n_head=4)
+    assert loaded.layout == "torch, nanoGPT" and not loaded.model.config.bias
+    same_logits(loaded.model, theirs)
+
+
+def test_one_storage_is_tied_without_reading_it(tmp_path, monkeypatch):
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
+    monkeypatch.setattr("tiedgpt.weights.two_matrices.difference", None)  # would be called
+    loaded = load(path)
+    assert "one storage" in loaded.notes[0]
+    assert audit(path).verdict == "tied"
+
+
+def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
+    """nanoGPT's 50,304 rows for 50,257 tokens take part in its softmax."""
+    args = ARGS | {"vocab_size": 128}
+    theirs = Karpathy(args)
+    model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", theirs, args))
+    assert model.config.vocab_size == 128
+    same_logits(model, theirs, args)
+
+
+def test_masks_are_dropped_and_date_the_gelu(tmp_path):
+    theirs = Karpathy(ARGS, masks=True, approximate="tanh")
+    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
+    assert loaded.model.config.activation_function == "gelu_new"
+    assert any("does not say which GELU" in note for note in loaded.notes)
+    same_logits(loaded.model, theirs)
+
+
+def test_before_bias_was_an_argument_the_gelu_is_certain(tmp_path):
+    args = {name: value for name, value in ARGS.items() if name != "bias"}
+    theirs = Karpathy(ARGS | {"bias": True}, masks=True, approximate="tanh")
+    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, args))
+    assert loaded.model.config.activation_function == "gelu_new" and loaded.model.config.bias
+    assert len(loaded.notes) == 1  # that it is tied; nothing about the GELU
+    same_logits(loaded.model, theirs)
+
+
+def test_the_gelu_can_be_given(tmp_path):
+    theirs = Karpathy(ARGS, approximate="tanh")
+    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    assert any("activation_function='gelu_new'" in note for note in load(path).notes)
+    model = GPT.from_pretrained(path, activation_function="gelu_new")
+    same_logits(model, theirs)
+
+
+def test_what_the_file_says_cannot_be_contradicted(tmp_path):
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
+    with pytest.raises(UserError, match="n_head=2 contradicts"):
+        GPT.from_pretrained(path, n_head=2)
+
+
+def test_a_forks_architecture_is_refused_by_name(tmp_path):
+    args = ARGS | {"use_rmsnorm": True}
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), args)
+    with pytest.raises(UserError, match="use_rmsnorm=True"):
+        GPT.from_pretrained(path)
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), args | {"use_rmsnorm": False})
+    assert GPT.from_pretrained(path).config.n_layer == 2
+
+
+def test_a_nanogpt_from_before_the_tie_is_asked_about(tmp_path):
+    theirs = Karpathy(ARGS, tied=False)
+    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    with pytest.raises(CorruptInputError, match='resolve="untie"'):
+        GPT.from_pretrained(path)
+    same_logits(GPT.from_pretrained(path, resolve="untie"), theirs)
+
+
+def test_other_containers_of_the_same_layout(tmp_path):
+    theirs = Karpathy(ARGS)
+    state = {name: t for name, t in theirs.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    model = GPT.from_pretrained(tmp_path / "model.safetensors", n_head=4)
+    same_logits(model, theirs)
+
+
+def test_a_config_beside_does_not_hide_model_args(tmp_path):
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    assert GPT.from_pretrained(path).config.n_head == 4
+
+
+MINGPT = ARGS | {"bias": True}
+
+
+def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
+    theirs = Karpathy(MINGPT, masks=True, tied=False, approximate="tanh")
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(CorruptInputError, match='resolve="untie"'):
+        GPT.from_pretrained(tmp_path / "model.pt", n_head=4)
+    with pytest.raises(UserError, match="n_head"):
+        GPT.from_pretrained(tmp_path / "model.pt", resolve="untie")
+    loaded = load(tmp_path / "model.pt", resolve="untie", n_head=4)
+    assert loaded.layout == "torch, minGPT"
+    assert loaded.model.config.activation_function == "gelu_new"
+    same_logits(loaded.model, theirs, MINGPT)
+
+
+def test_mingpts_own_config_tells_the_heads(tmp_path):
+    args = MINGPT | {"n_layer": 3, "n_head": 3, "n_embd": 48}
+    theirs = Karpathy(args, masks=True, tied=False, approximate="tanh")
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    model = {"model_type": "gpt-nano", "n_layer": None, "n_head": None, "n_embd": None}
+    logged = {"system": {"seed": 3407}, "model": model | {"attn_pdrop": 0.1}}
+    (tmp_path / "config.json").write_text(json.dumps(logged))
+    ours = GPT.from_pretrained(tmp_path, resolve="untie")
+    assert ours.config.n_head == 3
+    same_logits(ours, theirs, args)
+
+
+def test_the_first_mingpt_loads(tmp_path):
+    theirs = FirstMinGPT(MINGPT)
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt", resolve="untie", n_head=4)
+    assert loaded.layout == "torch, minGPT"
+    assert loaded.model.config.activation_function == "gelu"
+    same_logits(loaded.model, theirs, MINGPT)
+    joined = nanogpt.found(open_inventory(tmp_path / "model.pt")).tensors["h.1.attn.c_attn.weight"]
+    whole = joined.read().numpy()
+    assert (joined.stored.rows(30, 70) == whole[30:70]).all()
+    assert (joined.stored.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"blocks.0.attn.key.bias": None}, "attn.query, attn.key, attn.value"),
+        ({"blocks.1.attn.value.weight": torch.ones(3, 3)}, "one shape and type"),
+        ({"blocks.1.ln1.weight": None}, "h.1.ln_1.weight is missing"),
+        ({"blocks.0.extra.weight": torch.ones(3)}, "h.0.extra.weight is not a GPT's"),
+        ({"pos_emb": torch.ones(2, 16, 32)}, "wpe.weight is missing or no matrix"),
+    ],
+)
+def test_damage_to_the_first_mingpt_is_named(tmp_path, change, expected):
+    state = FirstMinGPT(MINGPT).state_dict() | change
+    torch.save({name: t for name, t in state.items() if t is not None}, tmp_path / "model.pt")
+    with pytest.raises(CorruptInputError, match=expected):
+        GPT.from_pretrained(tmp_path / "model.pt", resolve="untie", n_head=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"transformer.h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.weight is missing"),
+        ({"transformer.h.0.ln_1.weight": torch.ones(31)}, r"h.0.ln_1.weight is \(31,\)"),
+        ({"transformer.extra": torch.ones(3)}, "extra is not a GPT's"),
+        ({"wte.weight": torch.ones(67, 32)}, "wte.weight twice"),
+        ({"transformer.h.0.attn.c_attn.weight": torch.ones(32, 96)}, r"\(32, 96\), not \(96, 32\)"),
+        ({"transformer.h.0.ln_1.bias": torch.ones(32)}, "h.0.ln_1.bias is not a GPT's"),
+    ],
+)
+def test_damage_to_a_checkpoint_is_named(tmp_path, change, expected):
+    state = Karpathy(ARGS).state_dict() | change
+    state = {name: t for name, t in state.items() if t is not None}
+    torch.save({"model": state, "model_args": ARGS}, tmp_path / "ckpt.pt")
+    with pytest.raises(CorruptInputError, match=expected):
+        GPT.from_pretrained(tmp_path / "ckpt.pt")
+
+
+def test_lying_arguments_are_refused(tmp_path):
+    state = Karpathy(ARGS).state_dict()
+    for lie in ({"n_head": 5}, {"n_head": "x"}, {"n_layer": 9}, {"dropout": 7}, {"bias": "no"},
+                {"n_head": 2**70}, {"n_head": None}, {"bias": True}):  # fmt: skip
+        torch.save({"model": state, "model_args": ARGS | lie}, tmp_path / "ckpt.pt")
+        with pytest.raises(TiedGPTError, match=r"ckpt\.pt"):
+            GPT.from_pretrained(tmp_path / "ckpt.pt")
+
+
+def test_only_plain_values_are_kept_of_what_lies_beside(tmp_path):
+    beside = {"a": 1, "b": "x", "c": [1], "d": torch.ones(2), "e": float("nan"), "f": "y" * 5000,
+              "g": None, "h\n": 1, 5: 1, "i": 2**80, "j": 0.5, "k": {}}  # fmt: skip
+    state = {"transformer.wte.weight": torch.ones(3, 2)}
+    torch.save({"model": state, "config": beside, "model_args": 3}, tmp_path / "a.pt")
+    inventory = open_inventory(tmp_path / "a.pt")
+    assert inventory.config == {"config": {"a": 1, "b": "x", "g": None, "j": 0.5}}
+    torch.save({"model": state, "config": {str(n): n for n in range(999)}}, tmp_path / "a.pt")
+    assert len(open_inventory(tmp_path / "a.pt").config["config"]) == 256
+
+
+def test_a_checkpoint_cut_anywhere_is_refused(tmp_path):
+    whole = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS).read_bytes()
+    path = tmp_path / "cut.pt"
+    for size in range(1, len(whole), len(whole) // 23):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptInputError):
+            GPT.from_pretrained(path)
+
+
+@functools.cache
+def small_checkpoint() -> bytes:
+    args = ARGS | {"n_embd": 4, "n_layer": 1, "vocab_size": 7, "block_size": 2}
+    buffer = io.BytesIO()
+    state = Karpathy(args).state_dict()
+    torch.save({"model": state, "model_args": args, "config": {"a": 1}}, buffer)
+    return buffer.getvalue()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_give_our_error_or_a_model(tmp_path, data):
+    raw = bytearray(small_checkpoint())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "ckpt.pt").write_bytes(raw)
+    try:
+        GPT.from_pretrained(tmp_path / "ckpt.pt")
+    except TiedGPTError:
+        pass

@@ -1,0 +1,105 @@
+"""llm.c's checkpoints: what the header says is checked before anything is made of it."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.weights.dialects.llmc import HEADER, number_of, write_checkpoint
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.tie import audit
+from tiedgpt.weights.formats.llmc_file import count, open_llmc, parameters
+from tiedgpt.weights.opening import open_inventory
+
+SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
+
+
+@pytest.mark.parametrize("version", [1, 3, 5])
+def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
+    path = tmp_path / "model.bin"
+    sizes = SIZES | ({"Vp": 5} if version == 1 else {})
+    numbers = write_checkpoint(path, version, **sizes)
+    inventory = open_llmc(path)
+    assert inventory.format == "llm.c"
+    assert inventory.config["vocab_size"] == 5 and inventory.config["num_heads"] == 2
+    assert len(inventory.tensors) == 2 + 2 * 12 + 2
+    for name, tensor in inventory.tensors.items():
+        expected = numbers[name][:5] if name == "wte.weight" else numbers[name]
+        assert tensor.shape == expected.shape
+        found = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
+        assert np.array_equal(found, expected), name
+
+
+def test_the_count_by_formula_is_that_of_the_tensors():
+    sizes = (3, 8, 40, 5)
+    assert count(*sizes) == sum(int(np.prod(shape)) for _, shape in parameters(*sizes))
+
+
+def test_it_is_recognised_by_its_first_bytes_and_is_tied(tmp_path):
+    write_checkpoint(tmp_path / "x", 3, **SIZES)
+    assert open_inventory(tmp_path / "x").format == "llm.c"
+    assert audit(tmp_path / "x").verdict == "tied"
+
+
+def header(*numbers: int, body: int = 0) -> bytes:
+    return struct.pack(HEADER, *numbers, *[0] * (256 - len(numbers))) + bytes(body)
+
+
+MAGIC = 20240326
+HOSTILE = {
+    "nothing": b"",
+    "only the magic": struct.pack("<i", MAGIC),
+    "another magic": header(20240520, 3, 6, 5, 2, 2, 4, 8),
+    "big-endian": struct.pack(">256i", MAGIC, 3, 6, 5, 2, 2, 4, 8, *[0] * 248),
+    "a version of its past": header(MAGIC, 2, 6, 5, 2, 2, 4, 0),
+    "bfloat16 of its past, also called 3": header(MAGIC, 3, 6, 5, 2, 2, 4, 0),
+    "a version of its future": header(MAGIC, 9, 6, 5, 2, 2, 4, 8),
+    "no layers": header(MAGIC, 3, 6, 5, 0, 2, 4, 8),
+    "a negative width": header(MAGIC, 3, 6, 5, 2, 2, -4, 8),
+    "less rows than tokens": header(MAGIC, 3, 6, 5, 2, 2, 4, 4),
+    "sizes beyond every disk": header(MAGIC, 3, *[2**31 - 1] * 6),
+    "layers beyond every memory": header(MAGIC, 5, 1, 1, 2**31 - 1, 1, 1, 1),
+    "no body": header(MAGIC, 3, 6, 5, 2, 2, 4, 8),
+    "a body too long": header(MAGIC, 3, 6, 5, 2, 2, 4, 8, body=10_000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(name, tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(CorruptInputError, match=r"x\.bin"):
+        open_llmc(path)
+
+
+def test_a_file_cut_at_every_section_is_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    numbers = write_checkpoint(path, 3, **SIZES)
+    whole = path.read_bytes()
+    at = 1024
+    for name in numbers:
+        at += 4 * number_of(name, SIZES)
+        path.write_bytes(whole[: at - 1])
+        with pytest.raises(CorruptInputError, match="cut off"):
+            open_llmc(path)
+    assert at == len(whole)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
+    path = tmp_path / "a.bin"
+    if not path.exists():
+        write_checkpoint(path, 5, **SIZES)
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, 40))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.sampled_from([len(raw), len(raw) - 1, 1024, 30]))]
+    (tmp_path / "b.bin").write_bytes(raw)
+    try:
+        for found in open_llmc(tmp_path / "b.bin").tensors.values():
+            found.rows(0, found.matrix_shape[0])
+    except TiedGPTError:
+        pass

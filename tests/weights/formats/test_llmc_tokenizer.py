@@ -1,0 +1,88 @@
+"""llm.c's tokenizer files, built byte by byte as its `write_tokenizer` does."""
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.formats.llmc_tokenizer import read_llmc_tokenizer
+
+TOKENS = [b"a", b"\xff", b"ab", b"<|endoftext|>", b"x" * 255]
+
+
+def written(tokens, version=2, end=3, n_tokens=None, magic=20240328) -> bytes:
+    count = len(tokens) if n_tokens is None else n_tokens
+    header = struct.pack("<4i", magic, version, count, end)
+    return header.ljust(1024, b"\0") + b"".join(bytes([len(t)]) + t for t in tokens)
+
+
+def read(tmp_path, content: bytes):
+    file = tmp_path / "gpt2_tokenizer.bin"
+    file.write_bytes(content)
+    return read_llmc_tokenizer(file)
+
+
+def test_tokens_and_the_end_of_text_come_back(tmp_path):
+    stored = read(tmp_path, written(TOKENS))
+    assert stored.tokens == TOKENS
+    assert stored.end_of_text == 3
+
+
+def test_version_1_means_gpt2s_end_of_text_and_says_nothing_of_others(tmp_path):
+    assert read(tmp_path, written(TOKENS, version=1, end=0)).end_of_text is None
+    assert read(tmp_path, written(TOKENS, version=1, end=2)).end_of_text == 2
+    many = [struct.pack(">H", number) for number in range(50_257)]
+    assert read(tmp_path, written(many, version=1, end=0)).end_of_text == 50_256
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (written(TOKENS, magic=20240326), "no header"),
+        (written(TOKENS)[:1000], "no header"),
+        (written(TOKENS, version=3), "version 3"),
+        (written(TOKENS, end=5), "id 5 is to end a text"),
+        (written(TOKENS, end=-1), "id -1 is to end a text"),
+        (written(TOKENS, n_tokens=0), "0 tokens cannot lie"),
+        (written(TOKENS, n_tokens=-5), "-5 tokens cannot lie"),
+        (written(TOKENS, n_tokens=2**31 - 1), "2147483647 tokens cannot lie"),
+        (written(TOKENS, n_tokens=6), "token 5 is empty or cut short"),
+        (written(TOKENS, n_tokens=4), "goes on after"),
+        (written([b"a", b"", b"bcd"], end=0), "token 1 is empty"),
+        (written([b"a", b"b", b"a"], end=0), "the same token"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path, content, said):
+    with pytest.raises(CorruptInputError) as error:
+        read(tmp_path, content)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert "gpt2_tokenizer.bin" in str(error.value)
+
+
+def test_truncated_anywhere_it_is_refused(tmp_path):
+    content = written(TOKENS)
+    for end in [0, 4, 16, 1023, *range(1024, len(content))]:
+        with pytest.raises(CorruptInputError):
+            read(tmp_path, content[:end])
+
+
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4)
+)
+@settings(max_examples=200)
+def test_no_damage_ends_in_an_error_that_is_not_ours(tmp_path_factory, flips):
+    content = bytearray(written(TOKENS))
+    for at, byte in flips:
+        at = at % 16 if at % 2 else at % len(content)
+        content[at] = byte
+    try:
+        read(tmp_path_factory.getbasetemp(), bytes(content))
+    except CorruptInputError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_file_that_cannot_be_read_is_the_users_error(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_llmc_tokenizer(tmp_path / "none")

@@ -1,0 +1,243 @@
+"""GPT-1's numbered .npy files: read where they lie; hostile files are refused, and no pickle."""
+
+import json
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.weights.gpt1_release import block_shapes, names, write_release
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.formats import npy_shards
+from tiedgpt.weights.formats.npy_shards import open_npy_shards
+
+WIDTH, TOKENS, POSITIONS, LAYERS = 4, 11, 5, 2
+
+
+def random(shapes):
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def release_arrays():
+    return random([(POSITIONS, WIDTH), (TOKENS, WIDTH), *LAYERS * block_shapes(WIDTH)])
+
+
+@pytest.fixture
+def release(tmp_path):
+    return write_release(tmp_path / "model", release_arrays())
+
+
+def numbers(tensor):
+    return tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
+
+
+def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
+    inventory = open_npy_shards(release)
+    shapes = json.loads((release / "params_shapes.json").read_text())
+    pieces = [np.load(release / f"params_{number}.npy") for number in range(10)]
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    theirs = np.split(np.concatenate(pieces), ends)[:-1]
+    expected_names = ["model/wpe", "model/wte", *(n.removesuffix(":0") for n in names(2)[1:-2])]
+    assert list(inventory.tensors) == expected_names
+    for tensor, shape, array in zip(inventory.tensors.values(), shapes, theirs, strict=True):
+        assert np.array_equal(numbers(tensor), array.reshape(shape)), tensor.name
+    assert (inventory.format, inventory.config, len(inventory.files)) == ("numpy", {}, 11)
+
+
+@pytest.mark.parametrize("n_pieces", [1, 3, 57])
+def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path, monkeypatch):
+    monkeypatch.setattr(npy_shards, "BLOCK_BYTES", 40)  # as if files were larger than a block
+    arrays = release_arrays()
+    tensors = open_npy_shards(write_release(tmp_path / "m", arrays, n_pieces=n_pieces)).tensors
+    tokens = tensors["model/wte"]
+    assert np.array_equal(tokens.rows(2, 9), arrays[1][2:9])
+    assert np.array_equal(tokens.columns(1, 3), arrays[1][:, 1:3].T)
+    for tensor, array in zip(tensors.values(), arrays, strict=True):
+        assert np.array_equal(numbers(tensor), array)
+
+
+def test_names_of_the_file_beside_are_used(release):
+    order = list(open_npy_shards(release).tensors)
+    (release / "parameters_names.json").write_text(json.dumps(names(LAYERS)))
+    assert list(open_npy_shards(release).tensors) == order
+    swapped = names(LAYERS)
+    swapped[1], swapped[2] = "a", "b"
+    (release / "parameters_names.json").write_text(json.dumps(swapped))
+    assert list(open_npy_shards(release).tensors)[2:4] == ["a", "b"]
+
+
+def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
+    arrays = random([(TOKENS + 3 + POSITIONS, WIDTH), *block_shapes(WIDTH), (WIDTH, 1), (1,)])
+    directory = write_release(tmp_path / "m", arrays)
+    (directory / "encoder_bpe_40000.json").write_text(json.dumps({"a": 0, "b": 1}))
+    (directory / "hparams.json").write_text(json.dumps({"n_ctx": POSITIONS}))
+    for with_names in (False, True):
+        if with_names:
+            (directory / "parameters_names.json").write_text(json.dumps(names(1)))
+        inventory = open_npy_shards(directory)
+        assert next(iter(inventory.tensors)) == "model/we"
+        assert list(inventory.tensors)[-2:] == ["model/clf/w", "model/clf/b"]
+        assert inventory.config == {"encoder_size": 2, "hparams": {"n_ctx": POSITIONS}}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("<f2", "float16"), ("<f8", "float64")])
+def test_other_floats(dtype, name, tmp_path):
+    arrays = [array.astype(dtype) for array in release_arrays()]
+    tensors = open_npy_shards(write_release(tmp_path / "m", arrays, dtype=dtype)).tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {name}
+    assert np.array_equal(numbers(tensors["model/wte"]), arrays[1])
+
+
+# Bad input.
+
+
+class Bomb:
+    def __reduce__(self):
+        return exit, ()
+
+
+def test_a_pickle_is_never_opened(release):
+    np.save(release / "params_3.npy", np.array([Bomb()]), allow_pickle=True)
+    with pytest.raises(UserError, match=r"params_3\.npy holds Python objects"):
+        open_npy_shards(release)
+
+
+def npy(header: bytes, body: bytes = b"", version: bytes = b"\1\0", length=None) -> bytes:
+    size = struct.pack("<I" if version == b"\2\0" else "<H", length or len(header))
+    return b"\x93NUMPY" + version + size + header + body
+
+
+def described(descr="'<f4'", order="False", shape="(6,)") -> bytes:
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}  \n".encode()
+
+
+PIECES = {
+    "an empty file": (b"", "no .npy file"),
+    "another file": (b"PK\3\4" + bytes(40), "no .npy file"),
+    "only the magic": (b"\x93NUMPY", "no .npy file"),
+    "a version of the future": (npy(described(), version=b"\3\0"), "version 1 or 2"),
+    "a header that does not end": (npy(described(), length=60_000), "its header describes no row"),
+    "a header of gigabytes": (npy(described(), version=b"\2\0", length=2**31), "no row of numbers"),
+    "code in the header": (npy(b"__import__('os').abort()"), "no row of numbers"),
+    "records": (npy(described(descr="[('a', '<f4')]")), "no row of numbers"),
+    "whole numbers": (npy(described(descr="'<i4'"), bytes(24)), "holds '<i4', not floats"),
+    "big-endian": (npy(described(descr="'>f4'"), bytes(24)), "holds '>f4', not floats"),
+    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "not one long row"),
+    "more than the file": (npy(described(shape="(10000000000,)"), bytes(24)), "cut off"),
+    "fewer than the file": (npy(described(shape="(5,)"), bytes(24)), "cut off or too long"),
+    "a digit too many": (npy(described(shape="(" + "9" * 30 + ",)")), "not one long row"),
+    "another type than the first": (npy(described(descr="'<f2'"), bytes(12)), "holds float16"),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_hostile_pieces_are_refused(name, release):
+    raw, why = PIECES[name]
+    (release / "params_4.npy").write_bytes(raw)
+    with pytest.raises(CorruptInputError, match=why) as error:
+        open_npy_shards(release)
+    assert "params_4.npy" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+SHAPES = {
+    "no JSON": ("[[5, 4]", "is not JSON"),
+    "an object": ("{}", "no list"),
+    "nothing": ("[]", "no list"),
+    "a number": ("[7]", "entry 0 is no shape"),
+    "a negative size": ("[[5, 4], [-11, 4]]", "entry 1 is no shape"),
+    "a size of nothing": ("[[0, 4]]", "entry 0 is no shape"),
+    "a truth": ("[[true, 4]]", "entry 0 is no shape"),
+    "a fraction": ("[[5.5, 4]]", "entry 0 is no shape"),
+    "no axis": ("[[]]", "entry 0 is no shape"),
+    "too many axes": ("[[1, 1, 1, 1, 1, 1, 1, 1, 1]]", "entry 0 is no shape"),
+    "a huge size": ("[[100000000000000000000000, 4]]", "entry 0 is no shape"),
+    "deep": ("[" * 100_000, "is not JSON"),
+    "half a layer": ("[[5, 4], [11, 4], [1, 4, 12], [12]]", None),
+    "five more": (json.dumps([[5, 4], [11, 4], *[[4]] * 5]), "not those of whole layers"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_hostile_shapes_are_refused(name, release):
+    text, why = SHAPES[name]
+    (release / "params_shapes.json").write_text(text)
+    with pytest.raises(CorruptInputError, match=why or "belong to no tensor"):
+        open_npy_shards(release)
+
+
+def test_numbers_too_many_or_too_few_name_the_tensor(release):
+    (release / "params_9.npy").unlink()
+    with pytest.raises(CorruptInputError, match="model/h1/mlp/c_proj/w is cut off"):
+        open_npy_shards(release)
+    np.save(release / "params_9.npy", np.zeros(999, np.float32))
+    with pytest.raises(CorruptInputError, match="belong to no tensor"):
+        open_npy_shards(release)
+
+
+def test_a_missing_piece_is_named(release):
+    (release / "params_5.npy").rename(release / "params_05.npy")
+    with pytest.raises(CorruptInputError, match=r"lacks params_5\.npy"):
+        open_npy_shards(release)
+    for file in release.glob("params_*.npy"):
+        file.unlink()
+    with pytest.raises(CorruptInputError, match=r"lacks params_0\.npy"):
+        open_npy_shards(release)
+
+
+def test_a_link_out_of_the_directory_is_refused(release, tmp_path):
+    shutil.move(release / "params_2.npy", tmp_path / "elsewhere")
+    (release / "params_2.npy").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptInputError, match=r"params_2\.npy', a link out of its directory"):
+        open_npy_shards(release)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["model/we:0"], "has 1 names|has 2 names"),
+        ([7] * 40, "no text"),
+        (["model/we:0"] + ["model/clf/w"] * 40, "names model/clf/w twice"),
+        ({"a": 1}, "no list"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(wrong, why, release):
+    (release / "parameters_names.json").write_text(json.dumps(wrong))
+    with pytest.raises(CorruptInputError, match=why):
+        open_npy_shards(release)
+
+
+def test_a_file_cut_while_it_is_open_is_an_error(release):
+    tensors = open_npy_shards(release).tensors
+    (release / "params_0.npy").write_bytes(b"")
+    with pytest.raises(CorruptInputError, match="cut off while it was read"):
+        tensors["model/wpe"].rows(0, 1)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
+    directory = tmp_path / "m"
+    if not directory.exists():
+        write_release(directory, release_arrays(), n_pieces=2)
+    name = data.draw(st.sampled_from(["params_0.npy", "params_1.npy", "params_shapes.json"]))
+    sound = (directory / name).read_bytes()
+    changed = bytearray(sound)
+    for _ in range(data.draw(st.integers(0, 3))):
+        changed[data.draw(st.integers(0, min(len(changed), 140) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
+    if data.draw(st.booleans()):
+        del changed[data.draw(st.integers(0, len(changed))) :]
+    (directory / name).write_bytes(changed)
+    try:
+        for tensor in open_npy_shards(directory).tensors.values():
+            numbers(tensor)
+    except TiedGPTError:
+        pass
+    finally:
+        (directory / name).write_bytes(sound)

@@ -1,0 +1,317 @@
+"""TensorFlow checkpoints: what its Saver writes is read bit for bit; hostile files are refused."""
+
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, HPARAMS, TYPES, values
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.formats.crc32c import crc32c, masked
+from tiedgpt.weights.formats.leveldb_table import MAGIC, read_table
+from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
+from tiedgpt.weights.stored import decode
+
+INDEX = "model.ckpt.index"
+DATA = "model.ckpt.data-00000-of-00001"
+
+
+def numbers(tensor):
+    rows, _ = tensor.matrix_shape
+    return tensor.rows(0, rows).reshape(tensor.shape)
+
+
+# Files of TensorFlow's own.
+
+
+def test_every_tensor_is_what_was_saved():
+    inventory = open_bundle(DIRECTORY / "gpt2" / INDEX)
+    expected = values()
+    assert inventory.format == "TensorFlow"
+    assert inventory.config == {"hparams": HPARAMS}
+    assert [file.name for file in inventory.files] == [INDEX, DATA]
+    assert inventory.tensors.keys() == expected.keys()
+    for name, tensor in inventory.tensors.items():
+        assert (tensor.dtype, tensor.shape) == ("float32", expected[name].shape)
+        assert np.array_equal(numbers(tensor), expected[name]), name
+
+
+def test_rows_and_columns_are_read_where_they_lie():
+    wte = open_bundle(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
+    expected = values()["model/wte"]
+    assert np.array_equal(wte.rows(3, 5), expected[3:5])
+    assert np.array_equal(wte.columns(2, 7), expected[:, 2:7].T)
+    assert np.array_equal(wte.turned().rows(2, 7), expected[:, 2:7].T)
+
+
+def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
+    inventory = open_bundle(DIRECTORY / "tuned" / INDEX)
+    assert len({tensor.storage.place for tensor in inventory.tensors.values()}) == 2
+    for name, value in values().items():
+        assert np.array_equal(numbers(inventory.tensors[name]), value)
+        assert inventory.tensors[f"{name}/Adam"].shape == value.shape
+    step = inventory.tensors["global_step"]
+    assert (step.shape, step.dtype, step.native(0, 1).item()) == ((), "int64", 1)
+
+
+def test_every_type_is_listed_and_those_of_numbers_are_read():
+    tensors = open_bundle(DIRECTORY / "types" / INDEX).tensors
+    for name, value in TYPES.items():
+        native = tensors[name].native(0, tensors[name].matrix_shape[0])
+        assert tensors[name].shape == value.shape
+        assert native.tobytes() == value.tobytes(), name
+    brain = tensors["brain"]
+    assert brain.dtype == "bfloat16"
+    assert np.array_equal(decode(brain.native(0, 2), "bfloat16"), BRAIN)
+    assert (tensors["text"].dtype, tensors["text"].is_decodable) == ("string", False)
+
+
+def test_a_tensor_in_slices_is_refused_by_name():
+    with pytest.raises(UserError, match="model/wte is stored in slices"):
+        open_bundle(DIRECTORY / "sliced" / INDEX)
+
+
+# Damage.
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(DIRECTORY / "gpt2", tmp_path / "gpt2")
+
+
+def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
+    whole = bytearray((copy / DATA).read_bytes())
+    tensors = open_bundle(copy / INDEX).tensors
+    for name in ("model/h0/attn/c_attn/w", "model/wte", "model/ln_f/b"):
+        at = tensors[name].storage.stop - 1
+        damaged = whole.copy()
+        damaged[at] ^= 16
+        (copy / DATA).write_bytes(damaged)
+        for other, tensor in open_bundle(copy / INDEX).tensors.items():
+            if other != name:
+                numbers(tensor)
+                continue
+            for _ in range(2):  # it stays an error, also for rows that are sound
+                with pytest.raises(CorruptInputError, match=f"{name} are not those"):
+                    tensor.rows(0, 1)
+
+
+def test_a_changed_byte_anywhere_in_the_index_is_an_error_or_changes_nothing(copy):
+    whole = (copy / INDEX).read_bytes()
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (copy / INDEX).write_bytes(damaged)
+        try:
+            read = read_table(copy / INDEX)
+        except CorruptInputError as error:
+            assert INDEX in str(error)
+        else:  # the block of the (empty) meta index is not needed, nor is the footer's padding
+            assert len(read) == 29
+
+
+def test_a_file_cut_anywhere_is_refused(copy):
+    for name, step in ((INDEX, 7), (DATA, 997)):
+        whole = (copy / name).read_bytes()
+        for size in range(0, len(whole), step):
+            (copy / name).write_bytes(whole[:size])
+            with pytest.raises(CorruptInputError, match=r"model\.ckpt"):
+                open_bundle(copy / INDEX)
+        (copy / name).write_bytes(whole)
+
+
+def test_a_missing_file_of_data_is_named(copy):
+    (copy / DATA).unlink()
+    with pytest.raises(CorruptInputError, match=r"c_attn/b has no bytes: .*data-00000-of-00001"):
+        open_bundle(copy / INDEX)
+    (copy / DATA).mkdir()
+    with pytest.raises(CorruptInputError, match="data-00000-of-00001"):
+        open_bundle(copy / INDEX)
+
+
+def test_a_link_out_of_the_directory_is_refused(copy, tmp_path):
+    (copy / DATA).rename(tmp_path / "elsewhere")
+    (copy / DATA).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptInputError, match="a link out of its directory"):
+        open_bundle(copy / INDEX)
+
+
+# Tables built byte by byte.
+
+
+def varint(number: int) -> bytes:
+    number &= (1 << 64) - 1
+    out = b""
+    while number > 127:
+        out += bytes([number & 127 | 128])
+        number >>= 7
+    return out + bytes([number])
+
+
+def message(*fields) -> bytes:
+    """(number, value): an int as a varint, bytes as they are, a float's place taken by crc."""
+    out = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            out += varint(number << 3) + varint(value)
+        else:
+            out += varint(number << 3 | 2) + varint(len(value)) + value
+    return out
+
+
+def entry(shape=(2, 3), kind=1, shard=0, offset=0, size=24, crc=0, more=b"") -> bytes:
+    dims = b"".join(message((2, message((1, n)))) for n in shape)
+    plain = message((1, kind), (2, dims), (3, shard), (4, offset), (5, size))
+    return plain + varint(6 << 3 | 5) + struct.pack("<I", crc) + more
+
+
+def pair(key: bytes, value: bytes, before: bytes = b"") -> bytes:
+    shared = 0
+    while shared < min(len(key), len(before)) and key[shared] == before[shared]:
+        shared += 1
+    return varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+
+
+def block(pairs: list[tuple[bytes, bytes]]) -> bytes:
+    befores = [b"", *(key for key, _ in pairs)]
+    run = b"".join(pair(k, v, b) for (k, v), b in zip(pairs, befores, strict=False))
+    return run + struct.pack("<II", 0, 1)
+
+
+def sealed(body: bytes, kind: int = 0) -> bytes:
+    return body + bytes([kind]) + struct.pack("<I", masked(crc32c(body + bytes([kind]))))
+
+
+def table(blocks: list[bytes], kind: int = 0, handles=None, index=None) -> bytes:
+    out, places = b"", []
+    for body in blocks:
+        places.append(varint(len(out)) + varint(len(body)))
+        out += sealed(body, kind)
+    places = handles or places
+    body = index or block([(bytes([97 + at]), place) for at, place in enumerate(places)])
+    place = varint(len(out)) + varint(len(body))
+    footer = (varint(0) + varint(0) + place).ljust(40, b"\0") + MAGIC
+    return out + sealed(body) + footer
+
+
+HEADER = message((1, 1), (3, message((1, 1))))
+
+
+def bundle(*entries, header=HEADER) -> bytes:
+    return table([block([(b"", header), *entries])])
+
+
+def write(directory, index: bytes, data: bytes = bytes(24)):
+    (directory / "m.index").write_bytes(index)
+    (directory / "m.data-00000-of-00001").write_bytes(data)
+    return directory / "m.index"
+
+
+def test_a_table_of_several_blocks_is_read(tmp_path):
+    data = np.arange(600, dtype="<f4")
+    keys = [(b"k%03d" % at, data[6 * at : 6 * at + 6].tobytes()) for at in range(100)]
+    entries = [
+        (key, entry(offset=24 * at, crc=masked(crc32c(raw)))) for at, (key, raw) in enumerate(keys)
+    ]
+    blocks = [[(b"", HEADER), *entries[:40]], entries[40:41], entries[41:]]
+    path = write(tmp_path, table([block(pairs) for pairs in blocks]), data.tobytes())
+    found = open_bundle(path).tensors
+    assert list(found) == [key.decode() for key, _ in keys]
+    assert np.array_equal(np.stack([numbers(t) for t in found.values()]).ravel(), data)
+
+
+ONE = (b"w", entry())
+HOSTILE = {
+    "an empty file": (b"", "cut off"),
+    "only the footer": (bytes(40) + MAGIC, "no sound table"),
+    "no header": (table([block([ONE])]), "it has no header"),
+    "nothing at all": (table([block([])]), "it has no header"),
+    "no files of data": (bundle(ONE, header=message((1, 0))), "claims 0 files"),
+    "a billion files of data": (bundle(ONE, header=message((1, 10**9))), "files of data"),
+    "a file of data too many": (bundle(ONE, header=message((1, 2))), "w has no bytes"),
+    "a header of garbage": (bundle(ONE, header=b"\xff" * 9), "its header"),
+    "an entry of garbage": (bundle((b"w", b"\x0f\x00")), "w no message"),
+    "a key twice": (table([block([(b"", HEADER), ONE]), block([ONE])]), "'w' stands twice"),
+    "keys out of order": (bundle((b"w", entry()), (b"v", entry())), "'v' stands twice or out"),
+    "a slice alone": (bundle((b"\0\x01w", entry())), "slices of a tensor"),
+    "no type": (bundle((b"w", entry(kind=0))), "w has no type"),
+    "a shape larger than its bytes": (bundle((b"w", entry(shape=(2**40, 2**40)))), "w of shape"),
+    "a negative size": (bundle((b"w", entry(shape=(-2, -3)))), "w has a negative size"),
+    "an unknown rank": (bundle((b"w", entry(shape=(), more=message((2, b"\x18\1"))))), "no shape"),
+    "65 dimensions": (bundle((b"w", entry(shape=(1,) * 65, size=4))), "w has 65 dimensions"),
+    "another type's bytes": (bundle((b"w", entry(kind=19))), "w of shape .* in float16"),
+    "a shard that is not": (bundle((b"w", entry(shard=1))), "w lies in file 1 of 1"),
+    "a negative shard": (bundle((b"w", entry(shard=-1))), "w lies in file"),
+    "an offset past the end": (bundle((b"w", entry(offset=1))), "w claims bytes 1 to 25"),
+    "a negative offset": (bundle((b"w", entry(offset=-1))), "w claims bytes"),
+    "a huge text": (bundle((b"w", entry(kind=7, size=2**60))), "w claims bytes"),
+    "snappy": (table([block([(b"", HEADER), ONE])], kind=1), "compressed; save it"),
+    "another compression": (table([block([(b"", HEADER), ONE])], kind=9), "unknown way"),
+    "a block outside": (table([block([])], handles=[varint(2**63) + varint(9)]), "not in the file"),
+    "a block of nothing": (table([block([])], handles=[varint(0) + varint(0)]), "of 0 bytes"),
+    "a block twice": (table([block([])], handles=[b"\0\x08"] * 2), "two blocks lie on byte 0"),
+    "half a handle": (table([block([])], handles=[b"\0"]), "does not end"),
+    "more whole keys than bytes": (table([struct.pack("<I", 2**31)]), "whole keys"),
+    "a key that shares too much": (table([b"\x05\x01\x00k" + bytes(4)]), "longer than what is"),
+    "a key that does not end": (table([b"\x00\x7f\x00k" + bytes(4)]), "longer than what is"),
+    "a key of kilobytes": (table([block([(b"k" * 4097, b"")])]), "longer than what is"),
+    "a value that does not end": (table([b"\x00\x00\x7f" + bytes(4)]), "longer than what is"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_tables_are_refused(name, tmp_path):
+    index, why = HOSTILE[name]
+    with pytest.raises(CorruptInputError, match=why) as error:
+        open_bundle(write(tmp_path, index))
+    assert "m.index" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (message((1, 1), (2, 1)), "big-endian"),
+        (message((1, 1), (3, message((1, 9), (2, 9)))), "version 9"),
+    ],
+)
+def test_what_is_sound_and_not_read_is_a_users_error(header, why, tmp_path):
+    with pytest.raises(UserError, match=why):
+        open_bundle(write(tmp_path, bundle(ONE, header=header)))
+
+
+def test_a_name_is_never_a_path(tmp_path):
+    path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=masked(crc32c(bytes(24)))))))
+    tensor = open_bundle(path).tensors["../../etc/passwd"]
+    assert tensor.storage.place == str(tmp_path / "m.data-00000-of-00001")
+
+
+def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
+    found = open_bundle(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
+    assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
+
+
+def test_an_index_of_megabytes_is_none(tmp_path):
+    with pytest.raises(CorruptInputError, match="larger than"):
+        open_bundle(write(tmp_path, bytes(5 << 20)))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_entries_under_right_checksums_give_our_error_or_a_sound_file(tmp_path, data):
+    sound = entry(crc=masked(crc32c(bytes(24))))
+    pairs = [(b"", HEADER), (b"a", sound), (b"b", sound)]
+    body = bytearray(block(pairs))
+    for _ in range(data.draw(st.integers(0, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del body[data.draw(st.integers(0, len(body))) :]
+    try:
+        for tensor in open_bundle(write(tmp_path, table([bytes(body)]))).tensors.values():
+            if tensor.is_decodable:
+                numbers(tensor)
+    except TiedGPTError:
+        pass

@@ -1,0 +1,161 @@
+"""From every format that is written to every other, and what happens when it cannot be."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tiedgpt import GPT, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.weights import convert as convert_module
+from tiedgpt.weights.convert import TARGETS, convert
+from tiedgpt.weights.load import load
+
+TEXT = "the cat sat on the mat and the dog sat on the log, naïve café 2 + 2 = 4\n" * 40
+SUFFIXES = {"transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt", "llmc": ".bin"}
+OPTIONS = {"nanogpt": {"approximate_gelu": True}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([TEXT], 300)
+
+
+@pytest.fixture
+def source(tiny: GPT, tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    config = replace(
+        tiny.config, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def to(source: Path, path: Path, to: str, tokenizer: Tokenizer, **options):
+    return convert(load(source), path, to, tokenizer=tokenizer, **OPTIONS.get(to, {}), **options)
+
+
+@pytest.mark.parametrize("second", TARGETS)
+@pytest.mark.parametrize("first", TARGETS)
+def test_a_model_goes_through_any_two_formats_bit_for_bit(
+    source, tokenizer, tmp_path, ids, first, second
+):
+    one = to(source, tmp_path / f"one{SUFFIXES[first]}", first, tokenizer)
+    two = to(one.path, tmp_path / f"two{SUFFIXES[second]}", second, tokenizer)
+    assert one.exact and two.exact and one.copies == two.copies == 1
+    model, again = GPT.from_pretrained(source), GPT.from_pretrained(two.path)
+    assert again.head is None
+    assert torch.equal(again(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, p) for name, target in TARGETS.items() for p in target.precisions if p != "fp32"],
+)
+def test_coarser_precisions_stay_within_the_tolerance_that_is_told(
+    source, tokenizer, tmp_path, name, precision
+):
+    path = tmp_path / f"coarse{SUFFIXES[name]}"
+    written = to(source, path, name, tokenizer, precision=precision)
+    assert not written.exact
+    assert 0 < written.difference < written.tolerance
+    assert written.n_bytes < 0.8 * (source / "model.safetensors").stat().st_size
+
+
+def test_a_second_copy_of_w_is_counted(source, tokenizer, tmp_path):
+    written = to(source, tmp_path / "a.gguf", "gguf", tokenizer, duplicate_head=True)
+    assert written.copies == 2 and written.exact
+    assert GPT.from_pretrained(tmp_path / "a.gguf").head is None
+
+
+def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_path):
+    to(source, tmp_path / "dir", "onnx", tokenizer)
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= {
+        file.name for file in (tmp_path / "dir").iterdir()
+    }
+    assert GPT.from_pretrained(tmp_path / "dir").config == GPT.from_pretrained(source).config
+
+
+def test_what_a_format_cannot_express_is_named_and_nothing_is_left(tiny, tokenizer, tmp_path):
+    banded = replace(tiny.config, vocab_size=len(tokenizer), attention_windows=(0, 4))
+    GPT(banded).save_pretrained(tmp_path / "banded")
+    for name in ("gguf", "nanogpt", "llmc"):
+        with pytest.raises(UserError, match="attention_windows"):
+            to(tmp_path / "banded", tmp_path / "out" / "x", name, tokenizer)
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
+    real = convert_module.load
+
+    def damaged(path):
+        loaded = real(path)
+        with torch.no_grad():
+            loaded.model.wpe.weight[0, 0] += 1
+        return loaded
+
+    (tmp_path / "x.bin").write_bytes(b"before")
+    loaded = load(source)
+    monkeypatch.setattr(convert_module, "load", damaged)
+    with pytest.raises(CheckFailedError, match="not hold the model"):
+        convert(loaded, tmp_path / "x.bin", "llmc", tokenizer=None, overwrite=True)
+    assert (tmp_path / "x.bin").read_bytes() == b"before"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_nothing_is_replaced_unasked(source, tokenizer, tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"mine")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "mine").touch()
+    with pytest.raises(UserError, match="there already"):
+        to(source, tmp_path / "x.bin", "llmc", tokenizer)
+    with pytest.raises(UserError, match="new or empty"):
+        to(source, tmp_path / "d", "transformers", tokenizer)
+    with pytest.raises(UserError, match="is a directory"):
+        to(source, tmp_path / "d", "gguf", tokenizer)
+    to(source, tmp_path / "x.bin", "llmc", tokenizer, overwrite=True)
+    assert (tmp_path / "x.bin").stat().st_size > 4
+
+
+def test_the_command_prints_what_it_found_and_proved(source, tmp_path, capsys):
+    assert main(["convert", str(source), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
+    out = capsys.readouterr().out
+    assert "safetensors, transformers gpt2" in out
+    assert "one matrix of" in out and "reads and predicts" in out
+    assert "bpe vocabulary of" in out
+    assert "W stands in it once" in out
+    assert "bit for bit" in out
+    code = main(
+        ["convert", str(tmp_path / "a.gguf"), str(tmp_path / "b"), "--to", "transformers",
+         "--precision", "fp16", "--format", "json"]
+    )  # fmt: skip
+    facts = json.loads(capsys.readouterr().out)
+    assert code == 0 and facts["layout"] == "GGUF, GGUF gpt2" and facts["tied"]
+    assert not facts["exact"] and facts["difference"] < facts["tolerance"]
+    assert Tokenizer.from_pretrained(tmp_path / "b").encode("the cat")
+
+
+def test_what_a_file_does_not_say_is_given_on_the_command_line(source, tmp_path, capsys):
+    model = GPT.from_pretrained(source)
+    state = {f"transformer.{name}": p for name, p in model.named_parameters()}
+    state["lm_head.weight"] = torch.randn_like(model.wte.weight)
+    torch.save(state, tmp_path / "bare.pt")
+    command = ["convert", str(tmp_path / "bare.pt"), str(tmp_path / "out"), "--to", "transformers"]
+    assert main(command) == 3
+    assert "keep-input" in capsys.readouterr().err
+    assert main([*command, "--resolve", "keep-input"]) == 1
+    assert "give n_head" in capsys.readouterr().err
+    command += ["--resolve", "keep-input", "--n-head", "4", "--activation-function", "gelu_new"]
+    assert main(command) == 0
+    again = GPT.from_pretrained(tmp_path / "out")
+    assert np.array_equal(again.wte.weight.detach(), model.wte.weight.detach())

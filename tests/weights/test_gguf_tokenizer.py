@@ -1,0 +1,176 @@
+"""The tokenizer inside a GGUF file: every id as it stands there, or a refusal by name."""
+
+import json
+import struct
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.gguf_tokenizer import tokenizer_in
+from tiedgpt.weights.writers.gguf import write_gguf
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import gguf
+
+TEXTS = [
+    "the quick brown fox, the lazy dog. It's 1234 o'clock; über-ähnlich 🚀🚀 \n\n  tab\t. " * 20
+]
+SAMPLE = "The fox's 12 naïve dogs  \n\n jump 🚀\tüber <|endoftext|> it'll"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(TEXTS, 320)
+
+
+def their_vocabulary(path: Path, tokenizer: Tokenizer, **changes) -> Path:
+    """Write the tokenizer with llama.cpp's library; a changed key of None is left out."""
+    stored = json.loads(tokenizer.to_json())
+    tokens = [""] * len(tokenizer)
+    for token, id in stored["model"]["vocab"].items():
+        tokens[id] = token
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    for added in stored["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = gguf.TokenType.CONTROL
+    values = {
+        "architecture": "gpt2",
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "gpt-2",
+        "token_list": tokens,
+        "token_types": types,
+        "token_merges": [" ".join(merge) for merge in stored["model"]["merges"]],
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    for name, change in changes.items():
+        values[name] = change(values[name]) if callable(change) else change
+    writer = gguf.GGUFWriter(path, values.pop("architecture"))
+    for name, value in values.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+def test_ids_are_those_of_the_tokenizer_that_was_written(tokenizer, tmp_path):
+    read = tokenizer_in(their_vocabulary(tmp_path / "a.gguf", tokenizer))
+    assert (len(read), read.bos_token_id, read.eos_token_id) == (
+        len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id,
+    )  # fmt: skip
+    for allow in (False, True):
+        ids = tokenizer.encode(SAMPLE, allow_special=allow)
+        assert read.encode(SAMPLE, allow_special=allow) == ids
+        assert read.decode(ids) == SAMPLE
+    assert [read.token_bytes(id) for id in range(len(read))] == [
+        tokenizer.token_bytes(id) for id in range(len(tokenizer))
+    ]
+
+
+def test_files_from_before_the_split_had_a_name_are_gpt2s(tokenizer, tmp_path):
+    read = tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, tokenizer_pre=None))
+    assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+
+
+def test_an_end_that_is_typed_as_ordinary_is_special_all_the_same(tokenizer, tmp_path):
+    read = tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, token_types=None))
+    assert read.encode("<|endoftext|>", allow_special=True) == [tokenizer.eos_token_id]
+
+
+def test_unused_rows_are_no_tokens_and_user_tokens_are_found_in_text(tokenizer, tmp_path):
+    size = len(tokenizer)
+    path = their_vocabulary(
+        tmp_path / "a", tokenizer,
+        token_list=lambda tokens: [*tokens, "[PAD1]", "<user>", "[PAD2]"],
+        token_types=lambda types: [*types, 5, 4, 5],
+    )  # fmt: skip
+    read = tokenizer_in(path)
+    assert len(read) == size + 2
+    assert read.encode("a<user>b")[1] == size + 1
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        read.decode([size])
+
+
+REFUSED = {
+    "no tokenizer": {"tokenizer_model": None},
+    "give the one": {"tokenizer_model": "no_vocab"},
+    "kind 'llama'": {"tokenizer_model": "llama"},
+    "rule 'llama-bpe'": {"tokenizer_pre": "llama-bpe"},
+    "rule 'None'": {"tokenizer_pre": None, "architecture": "starcoder"},
+    "lacks some of the 256 bytes": {"token_list": lambda t: [token + "x" for token in t]},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_other_tokenizers_are_refused_by_name(why, tokenizer, tmp_path):
+    with pytest.raises(UserError, match=why):
+        tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, **REFUSED[why]))
+
+
+DAMAGED = {
+    "tokens is missing": {"token_list": None},
+    "merges is missing": {"token_merges": None},
+    "types": {"token_types": lambda types: types[:-1]},
+    "twice": {"token_list": lambda tokens: [*tokens[:-1], tokens[0]]},
+    "empty": {"token_list": lambda tokens: [*tokens[:-1], ""]},
+    "is not two tokens": {"token_merges": lambda merges: [*merges, "alone"]},
+    "needs 'zz'": {"token_merges": lambda merges: [*merges, "z z"]},
+    "eos_token_id=9999": {"eos_token_id": 9999},
+}
+
+
+@pytest.mark.parametrize("why", DAMAGED)
+def test_damaged_vocabularies_are_refused(why, tokenizer, tmp_path):
+    with pytest.raises(CorruptInputError, match=why):
+        tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, **DAMAGED[why]))
+
+
+def test_numbers_where_texts_should_be_are_refused(tokenizer, tmp_path):
+    path = their_vocabulary(tmp_path / "a", tokenizer)
+    key = b"tokenizer.ggml.token_type"
+    whole = path.read_bytes()
+    at = whole.index(key) + len(key)
+    assert struct.unpack_from("<II", whole, at) == (9, 5)
+    length = struct.unpack_from("<Q", whole, at + 8)[0]
+    scalars = whole[:at] + struct.pack("<Ii", 5, 1) + whole[at + 16 + 4 * length :]
+    path.write_bytes(scalars)
+    with pytest.raises(CorruptInputError, match="token_type is missing or no array"):
+        tokenizer_in(path)
+
+
+def test_a_file_of_ours_gives_the_tokenizer_back(tokenizer, tmp_path):
+    config = GPTConfig(
+        vocab_size=len(tokenizer) + 7, n_positions=8, n_embd=8, n_layer=1, n_head=1, eos_token_id=0
+    )
+    write_gguf(GPT(config), tmp_path / "a.gguf", tokenizer=tokenizer)
+    read = tokenizer_in(tmp_path / "a.gguf")
+    assert len(read) == len(tokenizer)
+    assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+    assert (read.eos_token_id, read.bos_token_id) == (0, tokenizer.bos_token_id)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_and_cut_vocabularies_give_our_error_or_a_tokenizer(tokenizer, tmp_path, data):
+    path = tmp_path / "a.gguf"
+    if not path.exists():
+        their_vocabulary(path, tokenizer)
+    whole = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    size = data.draw(st.one_of(st.just(len(whole)), st.integers(0, len(whole))))
+    (tmp_path / "b.gguf").write_bytes(whole[:size])
+    try:
+        read = tokenizer_in(tmp_path / "b.gguf")
+        read.decode(read.encode(SAMPLE))
+    except TiedGPTError:
+        pass

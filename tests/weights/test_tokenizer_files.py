@@ -1,0 +1,212 @@
+"""The tokenizer that comes with each kind of checkpoint is found, by content."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from tests.weights.formats.test_llmc_tokenizer import written
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text import Tokenizer
+
+TEXT = "to be, or not to be\n"
+
+
+def meta_of(text: str, **changes: object) -> dict:
+    """What nanoGPT's data/shakespeare_char/prepare.py dumps."""
+    stoi = {character: id for id, character in enumerate(sorted(set(text)))}
+    itos = {id: character for character, id in stoi.items()}
+    return {"vocab_size": len(stoi), "itos": itos, "stoi": stoi} | changes
+
+
+def write_meta(folder: Path, meta: object, protocol: int = 4) -> Path:
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return Tokenizer.train([TEXT * 3], 300)
+
+
+@pytest.fixture
+def weights(tmp_path) -> dict[str, Path]:
+    """A file of weights of each kind, under names that say nothing."""
+    tensors = {"w": np.zeros(3, dtype=np.float32)}
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "st")
+    torch.save({"model": state}, tmp_path / "zip")
+    torch.save({"model": state}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    (tmp_path / "llmc").write_bytes(struct.pack("<8i", 20240326, 3, 24, 97, 3, 4, 32, 128))
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x08")
+    (tmp_path / "model.ckpt.index").write_bytes(b"\0")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (tmp_path / "params_0.npy").write_bytes(b"\x93NUMPY")
+    return {file.name: file for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_nanogpts_characters_keep_their_ids_and_get_none_more(tmp_path, protocol):
+    write_meta(tmp_path, meta_of(TEXT + "é👍"), protocol)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    stoi = meta_of(TEXT + "é👍")["stoi"]
+    assert (tokenizer.kind, len(tokenizer)) == ("char", len(stoi))
+    assert tokenizer.encode(TEXT) == [stoi[character] for character in TEXT]
+    assert tokenizer.decode(tokenizer.encode(TEXT + "é👍")) == TEXT + "é👍"
+    assert tokenizer.bos_token_id is tokenizer.eos_token_id is None
+    with pytest.raises(UserError, match="is not in this character vocabulary"):
+        tokenizer.encode("z")
+
+
+def test_ids_in_any_order_are_kept_and_saved(tmp_path):
+    stoi = {"b": 2, "a": 0, "\n": 1}
+    meta = {"vocab_size": 3, "stoi": stoi, "itos": {id: c for c, id in stoi.items()}}
+    tokenizer = Tokenizer.from_pretrained(write_meta(tmp_path, meta))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for each in (tokenizer, Tokenizer.from_pretrained(tmp_path / "saved")):
+        assert each.encode("ab\nba") == [0, 2, 1, 2, 0]
+        assert (len(each), each.eos_token_id) == (3, None)
+
+
+def test_any_file_of_weights_stands_for_its_directory(weights, tmp_path):
+    for file in weights.values():
+        with pytest.raises(UserError, match="nor does its directory"):
+            Tokenizer.from_pretrained(file)
+    write_meta(tmp_path, meta_of(TEXT))
+    for file in (*weights.values(), tmp_path / "meta.pkl"):
+        assert Tokenizer.from_pretrained(file).kind == "char"
+    Tokenizer.characters(["abc"]).save_pretrained(tmp_path)
+    for file in weights.values():
+        assert len(Tokenizer.from_pretrained(file)) == 4, "tokenizer.json comes first"
+
+
+def test_meta_of_another_name_is_known_by_its_content(tmp_path):
+    write_meta(tmp_path, meta_of(TEXT)).joinpath("meta.pkl").rename(tmp_path / "characters")
+    assert Tokenizer.from_pretrained(tmp_path / "characters").kind == "char"
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({}, "no stoi"),
+        ({"stoi": {}}, "no stoi"),
+        ({"stoi": 3}, "no stoi"),
+        (7, "no stoi"),
+        (meta_of(TEXT, vocab_size=3), "says vocab_size 3 and has"),
+        (meta_of(TEXT, vocab_size="x"), "says vocab_size 'x'"),
+        (meta_of(TEXT, itos={}), "not its stoi the other way round"),
+        (meta_of(TEXT, itos=5), "not its stoi the other way round"),
+        ({"stoi": {"a": 0, "b": 0}}, "two characters the same id"),
+        ({"stoi": {"a": 0, "b": 2}}, "gives 'b' the id 2"),
+        ({"stoi": {"a": -1}}, "gives 'a' the id -1"),
+        ({"stoi": {"a": 2**300}}, "the id a huge number"),
+        ({"stoi": {"a": "0"}}, "gives 'a' the id '0'"),
+        ({"stoi": {"a": {}}}, "the id a dict"),
+        ({"stoi": {0: 0}}, "gives 0 the id 0"),
+        ({"stoi": {"\ud800": 0}}, "is no character"),
+    ],
+)
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_vocabulary_that_cannot_be_is_refused(tmp_path, meta, said, protocol):
+    with pytest.raises(CorruptInputError) as error:
+        Tokenizer.from_pretrained(write_meta(tmp_path, meta, protocol))
+    assert said in str(error.value) and "meta.pkl" in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_vocabulary_of_words_is_named_as_such(tmp_path):
+    meta = {"stoi": {"to": 0, "be\n" * 50: 1}}
+    with pytest.raises(UserError, match="gives an id to 'to', which is not one character"):
+        Tokenizer.from_pretrained(write_meta(tmp_path, meta))
+
+
+def test_trained_model_of_gpt2s_vocabulary_says_what_to_do(tmp_path):
+    torch.save({"model": {}}, tmp_path / "ckpt.pt")
+    for source in (tmp_path, tmp_path / "ckpt.pt"):
+        with pytest.raises(UserError, match=r"from_pretrained\('gpt2'\)") as error:
+            Tokenizer.from_pretrained(source)
+        assert "meta.pkl" in str(error.value) and len(str(error.value)) < 600
+
+
+def test_llmcs_tokens_are_a_bpe_again(tmp_path, bpe):
+    tokens = [bpe.token_bytes(id) for id in range(len(bpe))]
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, end=len(bpe) - 1))
+    (tmp_path / "gpt2_124M.bin").write_bytes(struct.pack("<2i", 20240326, 3))
+    for source in (tmp_path, *tmp_path.iterdir()):
+        tokenizer = Tokenizer.from_pretrained(source)
+        assert (tokenizer.kind, len(tokenizer)) == ("bpe", len(bpe))
+        assert tokenizer.encode(TEXT + "é👍") == bpe.encode(TEXT + "é👍")
+        assert tokenizer.bos_token_id == tokenizer.eos_token_id == len(bpe) - 1
+        special = tokenizer.encode("<|endoftext|>", allow_special=True)
+        assert special == [tokenizer.eos_token_id]
+
+
+def test_llmcs_tokens_of_gpt2_encode_as_openais_files(tmp_path):
+    from os import environ
+
+    folder = environ.get("TIEDGPT_GPT2_BPE")
+    if not folder:
+        pytest.skip("TIEDGPT_GPT2_BPE names no folder with GPT-2's encoder.json and vocab.bpe")
+    real = Tokenizer.from_pretrained(folder)
+    tokens = [real.token_bytes(id) for id in range(50_257)]
+    for version, end in ((1, 0), (2, 50_256)):
+        (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, version, end))
+        tokenizer = Tokenizer.from_pretrained(tmp_path)
+        assert (len(tokenizer), tokenizer.eos_token_id) == (50_257, 50_256)
+        stored = [json.loads(each._rust.to_str())["model"] for each in (tokenizer, real)]
+        assert stored[0]["merges"] == stored[1]["merges"]
+        assert stored[0]["vocab"] == stored[1]["vocab"]
+    text = "Hello world,  naïve 日本 👍\r\n\n\t don't 1234<|endoftext|>" + TEXT * 400
+    assert tokenizer.encode(text) == real.encode(text)
+    assert tokenizer._codec._twin is not None, "it encodes as fast as the real one"
+
+
+def test_llmcs_tokens_may_be_characters(tmp_path):
+    tokens = [character.encode() for character in sorted(set(TEXT + "é"))]
+    file = tmp_path / "gpt2_tokenizer.bin"
+    file.write_bytes(written(tokens, end=0))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.kind, len(tokenizer), tokenizer.eos_token_id) == ("char", len(tokens), 0)
+    file.write_bytes(written([*tokens, b"<|endoftext|>"], end=len(tokens)))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token_id == len(tokens) == len(tokenizer) - 1
+    assert tokenizer.encode("be") == [tokens.index(b"b"), tokens.index(b"e")]
+
+
+@pytest.mark.parametrize("tokens", [[b"a", b"bc", b"d"], [b"a", b"\xff"], [b"<s>", b"a"]])
+def test_llmcs_tokens_of_no_known_kind_are_refused(tmp_path, tokens):
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, end=0))
+    with pytest.raises(UserError, match="neither a byte-level BPE's"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_two_tokenizers_of_llmc_are_one_too_many(tmp_path):
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / name).write_bytes(written([b"a"], end=0))
+    with pytest.raises(UserError, match=r"holds 2 tokenizers of llm\.c: name one"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe, monkeypatch):
+    from tiedgpt.weights import gguf_tokenizer
+
+    asked = []
+
+    def tokenizer_in(path):
+        asked.append(path)
+        return bpe
+
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_in", tokenizer_in)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    (tmp_path / "model.gguf").with_suffix("").write_bytes(b"GGUF" + bytes(20))
+    for source in (tmp_path, tmp_path / "model.gguf", tmp_path / "model"):
+        assert Tokenizer.from_pretrained(source) is bpe
+    assert asked == [tmp_path / "model.gguf"] * 2 + [tmp_path / "model"]
+    (tmp_path / "q8.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="holds 2 GGUF files: name one"):
+        Tokenizer.from_pretrained(tmp_path)

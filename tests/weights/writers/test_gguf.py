@@ -1,0 +1,372 @@
+"""GGUF: what is written is read alike by llama.cpp's library and by us; the rest is refused."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import models, normalizers, pre_tokenizers
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer import Engine
+from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
+from tiedgpt.weights.dialects.gguf import to_theirs
+from tiedgpt.weights.gguf_tokenizer import tokenizer_in
+from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.writers.gguf import write_gguf
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import gguf
+
+TEXTS = [
+    "the quick brown fox, the lazy dog. It's 1234 o'clock; über-ähnlich 🚀🚀 \n\n  tab\t. " * 20
+]
+PROMPT = "the lazy fox, it's 12 dogs\n\n  über 🚀"
+PRECISIONS = ("fp32", "fp16", "bf16", "q8_0")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(TEXTS, 310)
+
+
+def gpt(tokenizer: Tokenizer, *, std=0.3, **fields) -> GPT:
+    """A small model whose weights are so large that its greedy tokens vary."""
+    shape = {"n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = GPTConfig(**{"vocab_size": len(tokenizer), **shape, **ids, **fields})
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, std)
+    return model
+
+
+def tensors_of(path) -> dict[str, tuple[str, np.ndarray]]:
+    """Every tensor as their library reads it: its type and its numbers, as a plain matrix."""
+    return {
+        t.name: (t.tensor_type.name, gguf.quants.dequantize(t.data, t.tensor_type))
+        for t in gguf.GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_round_trip_changes_no_bit(dtype, tied, tokenizer, tmp_path):
+    model = gpt(tokenizer, tie_word_embeddings=tied, n_inner=96, layer_norm_epsilon=1e-6).to(dtype)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    loaded = load(tmp_path / "a.gguf")
+    assert loaded.notes == ()
+    assert loaded.model.config == model.config
+    assert loaded.model.wte.weight.dtype is dtype
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_their_library_reads_what_it_would_have_written(precision, tokenizer, tmp_path):
+    model = gpt(tokenizer)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
+    theirs = tensors_of(tmp_path / "a.gguf")
+    assert list(theirs) == [to_theirs(name) for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        kind, numbers = theirs[to_theirs(name)]
+        vector = parameter.ndim == 1 or name == "wpe.weight"
+        assert kind == ("F32" if vector else precision.upper().replace("FP", "F"))
+        ggml = gguf.GGMLQuantizationType[kind]
+        array = parameter.detach().numpy()
+        expected = gguf.quants.dequantize(gguf.quants.quantize(array, ggml), ggml)
+        assert np.array_equal(numbers.reshape(array.shape), expected), name
+
+
+def test_the_pairs_are_theirs(tokenizer, tmp_path):
+    model = gpt(tokenizer, vocab_size=len(tokenizer) + 3, n_inner=96)
+    write_gguf(model, tmp_path / "small.gguf", tokenizer=tokenizer, precision="q8_0")
+    fields = gguf.GGUFReader(tmp_path / "small.gguf").fields
+    pairs = {name: field.contents() for name, field in fields.items() if name[0] != "G"}
+    tokens, types = (pairs.pop(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    merges = pairs.pop("tokenizer.ggml.merges")
+    size = len(tokenizer)
+    assert (len(tokens), len(types)) == (size + 3, size + 3)
+    assert tokens[-4:] == ["<|endoftext|>", *(f"[PAD{size + i}]" for i in range(3))]
+    normal, control, unused = (gguf.TokenType[n] for n in ("NORMAL", "CONTROL", "UNUSED"))
+    assert types == [normal] * (size - 1) + [control] + [unused] * 3
+    assert len(merges) == size - 257 and all(merge.count(" ") == 1 for merge in merges)
+    keys = gguf.Keys
+    arch = {"arch": "gpt2"}
+    assert pairs.pop(keys.LLM.CONTEXT_LENGTH.format(**arch)) == 256
+    assert pairs == {
+        keys.General.ARCHITECTURE: "gpt2",
+        keys.General.TYPE: gguf.GGUFType.MODEL,
+        keys.General.NAME: "small",
+        keys.General.FILE_TYPE: gguf.LlamaFileType.MOSTLY_Q8_0,
+        keys.General.QUANTIZATION_VERSION: gguf.GGML_QUANT_VERSION,
+        keys.LLM.EMBEDDING_LENGTH.format(**arch): 64,
+        keys.LLM.BLOCK_COUNT.format(**arch): 2,
+        keys.LLM.FEED_FORWARD_LENGTH.format(**arch): 96,
+        keys.Attention.HEAD_COUNT.format(**arch): 4,
+        keys.Attention.LAYERNORM_EPS.format(**arch): pytest.approx(1e-5),
+        keys.Tokenizer.MODEL: "gpt2",
+        keys.Tokenizer.PRE: "gpt-2",
+        keys.Tokenizer.BOS_ID: tokenizer.bos_token_id,
+        keys.Tokenizer.EOS_ID: tokenizer.eos_token_id,
+        keys.Tokenizer.ADD_BOS: False,
+        keys.Tokenizer.ADD_EOS: False,
+        "tiedgpt.tie_word_embeddings": True,
+    }
+
+
+def test_a_tied_matrix_is_there_once_and_twice_where_that_is_asked_for(tokenizer, tmp_path):
+    model, sizes = gpt(tokenizer), {}
+    for twice in (False, True):
+        path = tmp_path / f"{twice}.gguf"
+        write_gguf(model, path, tokenizer=tokenizer, duplicate_head=twice)
+        theirs = tensors_of(path)
+        assert ("output.weight" in theirs) is twice
+        sizes[twice] = path.stat().st_size
+        loaded = load(path)
+        assert loaded.model.head is None
+        assert any("equal" in note for note in loaded.notes) is twice
+    copy = model.wte.weight.numel() * 4
+    assert copy <= sizes[True] - sizes[False] < copy + 128
+
+
+def test_an_untied_head_is_kept_even_where_it_is_equal(tokenizer, tmp_path):
+    model = gpt(tokenizer, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.head.weight.copy_(model.wte.weight)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    assert GPT.from_pretrained(tmp_path / "a.gguf").head is not None
+    assert open_inventory(tmp_path / "a.gguf").claim is False
+
+
+def test_biases_that_are_not_there_are_zeros(tokenizer, tmp_path):
+    model = gpt(tokenizer, bias=False)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    back = GPT.from_pretrained(tmp_path / "a.gguf")
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    assert torch.equal(back(ids), model(ids))
+    assert back.config.bias and not back.h[1].mlp.c_fc.bias.any()
+
+
+def test_rows_that_are_no_multiple_of_32_stay_halves(tokenizer, tmp_path):
+    model = gpt(tokenizer, n_embd=40)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="q8_0")
+    kinds = {name: kind for name, (kind, _) in tensors_of(tmp_path / "a.gguf").items()}
+    assert kinds["token_embd.weight"] == "F16"
+    assert kinds["blk.0.ffn_down.weight"] == "Q8_0"  # rows of 160
+
+
+def test_progress_ends_at_the_total(tokenizer, tmp_path):
+    calls = []
+    write_gguf(
+        gpt(tokenizer), tmp_path / "a", tokenizer=tokenizer, progress=lambda *c: calls.append(c)
+    )
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert {total for _, total in calls} == {calls[-1][0]}
+
+
+def test_what_llama_cpp_does_not_compute_is_refused_by_name(tokenizer, tmp_path):
+    fields = {
+        "norm='post'": {"norm": "post"},
+        "attention_windows": {"attention_windows": (0, 8)},
+        "'gelu'": {"activation_function": "gelu"},
+        "'relu'": {"activation_function": "relu"},
+    }
+    refused = {why: gpt(tokenizer, **values) for why, values in fields.items()}
+    refused["Sequential"] = gpt(tokenizer)
+    refused["Sequential"].head = torch.nn.Sequential(torch.nn.Linear(64, len(tokenizer)))
+    refused["float64"] = gpt(tokenizer).double()
+    refused["c_attn.lora_a"] = gpt(tokenizer)
+    refused["c_attn.lora_a"].h[0].attn.c_attn.lora_a = torch.nn.Parameter(torch.ones(2))
+    refused["tie_word_embeddings disagree"] = gpt(tokenizer)
+    refused["tie_word_embeddings disagree"].head = torch.nn.Linear(64, len(tokenizer), bias=False)
+    for why, model in refused.items():
+        with pytest.raises(UserError, match=why.replace("(", r"\(")):
+            write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_precisions_and_places_are_refused(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="'q4_k' is none"):
+        write_gguf(gpt(tokenizer), tmp_path / "a", tokenizer=tokenizer, precision="q4_k")
+    with pytest.raises(UserError, match="is a directory"):
+        write_gguf(gpt(tokenizer), tmp_path, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("precision", "value"), [("fp16", 70000.0), ("q8_0", np.nan)])
+def test_numbers_that_do_not_fit_are_refused_and_nothing_is_left(
+    precision, value, tokenizer, tmp_path
+):
+    model = gpt(tokenizer)
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight[3, 5] = value
+    with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight"):
+        write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
+    assert not list(tmp_path.iterdir())
+
+
+def test_room_is_asked_for_first(tokenizer, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda place: usage)
+    with pytest.raises(NoRoomError):
+        write_gguf(gpt(tokenizer), tmp_path / "a.gguf", tokenizer=tokenizer)
+
+
+def merged(tokenizer: Tokenizer, **changes) -> Tokenizer:
+    """A tokenizer of the same tokens with something else about it."""
+    stored = json.loads(tokenizer.to_json())["model"]
+    pairs = [tuple(merge) for merge in stored["merges"]]
+    values = {"vocab": stored["vocab"], "merges": pairs}
+    rust = byte_level_tokenizer(models.BPE(**{**values, **changes.get("model", {})}))
+    for name, value in changes.items():
+        if name != "model":
+            setattr(rust, name, value)
+    rust.add_special_tokens(["<|endoftext|>"])
+    return Tokenizer(rust)
+
+
+def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path):
+    kept = {byte: id for id, byte in enumerate(BYTE_ALPHABET[:200])}
+    digits = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    refused = {
+        "none is given": None,
+        "a character vocabulary": Tokenizer.characters(TEXTS),
+        "cuts text otherwise": merged(tokenizer, pre_tokenizer=digits),
+        "cuts text": merged(tokenizer, normalizer=normalizers.NFC()),
+        "ignore_merges": merged(tokenizer, model={"ignore_merges": True}),
+        "lacks 56 of the 256 bytes": merged(tokenizer, model={"vocab": kept, "merges": []}),
+    }
+    for why, other in refused.items():
+        with pytest.raises(UserError, match=why):
+            write_gguf(gpt(tokenizer), tmp_path / "a.gguf", tokenizer=other)
+
+
+def test_a_larger_tokenizer_and_one_without_an_end_are_refused(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="310 tokens and the model rows for 300"):
+        small = gpt(tokenizer, vocab_size=300, bos_token_id=None, eos_token_id=None)
+        write_gguf(small, tmp_path / "a", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="eos_token_id=319 is no token"):
+        write_gguf(
+            gpt(tokenizer, vocab_size=320, eos_token_id=319), tmp_path / "a", tokenizer=tokenizer
+        )
+    endless = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
+    nameless = byte_level_tokenizer(
+        models.BPE(vocab={byte: id for id, byte in enumerate(BYTE_ALPHABET)}, merges=[])
+    )
+    with pytest.raises(UserError, match="token 11"):
+        write_gguf(endless, tmp_path / "a", tokenizer=Tokenizer(nameless))
+
+
+def test_tokens_called_like_padding_do_not_stand_twice(tokenizer, tmp_path):
+    size = len(tokenizer)
+    rust = byte_level_tokenizer(
+        models.BPE(vocab={byte: id for id, byte in enumerate(BYTE_ALPHABET)}, merges=[])
+    )
+    rust.add_special_tokens(["<|endoftext|>", "[PAD300]"])
+    model = gpt(tokenizer, vocab_size=size, bos_token_id=None, eos_token_id=256)
+    write_gguf(model, tmp_path / "a", tokenizer=Tokenizer(rust))
+    tokens = gguf.GGUFReader(tmp_path / "a").fields["tokenizer.ggml.tokens"].contents()
+    assert len(set(tokens)) == size
+    assert len(tokenizer_in(tmp_path / "a")) == 258
+
+
+def llama(path, **options):
+    """The file in llama.cpp, with the cache in full precision and one thread."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+        return llama_cpp.Llama(
+            str(path), n_ctx=256, n_threads=1, verbose=False, logits_all=True, type_k=0, type_v=0,
+            flash_attn=False, **options,
+        )  # fmt: skip
+
+
+def greedy(theirs, ids: list[int], n: int) -> list[int]:
+    tokens = theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
+    return [token for token, _ in zip(tokens, range(n), strict=False)]
+
+
+def logits(theirs, ids: list[int]) -> np.ndarray:
+    theirs.reset()
+    theirs.eval(ids)
+    return np.array(theirs.scores[: len(ids)])
+
+
+def table_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU as ggml has it on CPUs: looked up by float16, in float16."""
+    looked_up = F.gelu(x.half().float(), approximate="tanh").half().float()
+    return torch.where(x.abs() >= 10, F.relu(x), looked_up)
+
+
+SHAPES = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "padded": {"vocab_size": 320},
+    "without biases": {"bias": False, "n_inner": 96, "layer_norm_epsilon": 1e-3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_llama_cpp_computes_and_generates_the_same(shape, tokenizer, tmp_path):
+    model = gpt(tokenizer, **SHAPES[shape])
+    path = tmp_path / "a.gguf"
+    write_gguf(model, path, tokenizer=tokenizer, precision="fp32", duplicate_head=shape == "padded")
+    theirs = llama(path)
+    ids = tokenizer.encode(PROMPT)
+    assert theirs.tokenize(PROMPT.encode(), add_bos=False, special=False) == ids
+    assert theirs.detokenize(ids).decode() == PROMPT
+    assert theirs.token_eos() == tokenizer.eos_token_id
+    completion = Engine(model, precision="fp32").generate(ids, max_new_tokens=32, temperature=0)
+    assert len(completion.ids) == 32 and len(set(completion.ids)) > 8
+    assert greedy(theirs, ids, 32) == completion.ids
+    found = logits(theirs, ids)
+    with torch.no_grad():
+        assert np.abs(model(torch.tensor([ids]))[0].numpy() - found).max() < 0.02
+        for block in model.h:
+            block.mlp.activation = table_gelu
+        ours = model(torch.tensor([ids]))[0].numpy()
+    assert ours.std() > 1
+    assert np.abs(ours - found).max() < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "near"), [("fp16", 0.1), ("bf16", 0.5), ("q8_0", 1.0)])
+def test_llama_cpp_runs_the_smaller_types_near_the_model(precision, near, tokenizer, tmp_path):
+    model = gpt(tokenizer)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
+    theirs = llama(tmp_path / "a.gguf")
+    ids = tokenizer.encode(PROMPT)
+    assert len(greedy(theirs, ids, 32)) == 32
+    with torch.no_grad():
+        ours = model(torch.tensor([ids]))[0].numpy()
+    assert np.abs(ours - logits(theirs, ids)).max() < near
+
+
+@pytest.mark.slow
+def test_llama_cpp_cuts_text_as_the_tokenizer_does(tokenizer, tmp_path):
+    model = gpt(tokenizer)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    theirs = llama(tmp_path / "a.gguf")
+    for text in [
+        *TEXTS,
+        "",
+        " ",
+        "\n\n\n a  b   c \t\t d\r\n",
+        "We'll they've I'm 'S 'T it''s",
+        "x² ½ Ⅷ 漢字 かな кириллица  mixed123abc 4.5,6",
+        "<|endoftext|> is text here",
+    ]:
+        ids = theirs.tokenize(text.encode(), add_bos=False, special=False) if text else []
+        assert ids == tokenizer.encode(text), text
+    special = theirs.tokenize(b"the<|endoftext|>", add_bos=False, special=True)
+    assert special == tokenizer.encode("the<|endoftext|>", allow_special=True)
