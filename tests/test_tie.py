@@ -7,9 +7,7 @@ import copy
 import functools
 import io
 import multiprocessing
-import os
 import pickle
-import socket
 import warnings
 from pathlib import Path
 
@@ -290,15 +288,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def worker(rank: int, port: int, directory: str, model: GPT) -> None:
+def worker(rank: int, directory: str, model: GPT) -> None:
     """One of two processes: take half the batch through DDP, then through FSDP2, and save both."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
     ids, targets = (part.chunk(2)[rank] for part in whole_batch())
     names = [name for name, p in model.named_parameters() if p.shape == (97, 32)]
     results: dict[str, object] = {"received": (names, model.head is None)}
@@ -318,6 +315,7 @@ def worker(rank: int, port: int, directory: str, model: GPT) -> None:
             "weights": {n: whole(p.detach()) for n, p in model.named_parameters()},
         }
     torch.save(results, Path(directory) / f"{rank}.pt")
+    dist.barrier()  # whoever leaves first takes its side of the connections along
     dist.destroy_process_group()
 
 
@@ -325,13 +323,10 @@ def worker(rank: int, port: int, directory: str, model: GPT) -> None:
 def two_processes(tmp_path_factory):
     """What each of two spawned processes saved, having been sent a model."""
     directory = tmp_path_factory.mktemp("processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     model = fresh_model()
     processes = [
-        context.Process(target=worker, args=(rank, port, str(directory), model))
+        context.Process(target=worker, args=(rank, str(directory), model))
         for rank in range(2)
     ]
     for process in processes:

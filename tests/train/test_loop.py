@@ -10,6 +10,7 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import loop as loop_module
 from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import Ended, Evaluated, Started, Stepped, train
 from tiedgpt.train.step import train_step
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
@@ -18,7 +19,8 @@ from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
 def run_all(run, config, plan, tokenizer, stop_after=None):
     events = []
     stop = [False]
-    for event in train(run, config, plan, tokenizer, CPU, stop_requested=lambda: stop[0]):
+    task = LanguageModelling(run, config, tokenizer)
+    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
         events.append(event)
         if isinstance(event, Stepped) and event.step == stop_after:
             stop[0] = True
@@ -31,7 +33,7 @@ def weights(run):
 
 def metrics(run):
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if not k.endswith("_per_second")} for line in lines]
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
@@ -82,7 +84,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_without_repeated_metrics(
     whole, tokenizer = new_run("whole")
     run_all(whole, config, plan, tokenizer)
     killed, _ = new_run("killed")
-    for event in train(killed, config, plan, tokenizer, CPU):
+    for event in train(killed, LanguageModelling(killed, config, tokenizer), plan, CPU):
         if isinstance(event, Stepped) and event.step == 5:
             break  # as if the process had been killed: nothing more is written
     with killed.metrics.open("a") as file:

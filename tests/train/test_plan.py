@@ -7,14 +7,11 @@ from tests.train.conftest import CPU
 from tiedgpt import GPTConfig
 from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import record, recorded
 from tiedgpt.train.planning import make_plan, require_memory
 from tiedgpt.train.run_directory import toml
-
-
-def encoded(tmp_path, train=10_000, val=1_000):
-    return EncodedCorpus(tmp_path, Counts(tokens=train), Counts(tokens=val))
 
 
 def test_every_size_is_a_possible_model():
@@ -23,17 +20,20 @@ def test_every_size_is_a_possible_model():
         assert config.parameter_count() > 0
 
 
-def test_minutes_become_steps_by_a_measurement(config, tmp_path):
+def test_minutes_become_steps_by_a_measurement(config, new_run):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
     options = TrainOptions(size="tiny", minutes=0.5, batch_size=2)
-    plan = make_plan(options, config, encoded(tmp_path), CPU)
-    longer = make_plan(dataclasses.replace(options, minutes=5.0), config, encoded(tmp_path), CPU)
+    plan = make_plan(options, task, CPU)
+    longer = make_plan(dataclasses.replace(options, minutes=5.0), task, CPU)
     assert plan.steps > 10
     assert longer.steps > 3 * plan.steps
 
 
-def test_what_run_toml_says_is_read_back_as_it_was(options, config, tmp_path):
-    plan = make_plan(options, config, encoded(tmp_path), CPU)
-    text = toml(record(options, config, plan, encoded(tmp_path)))
+def test_what_run_toml_says_is_read_back_as_it_was(options, config, new_run):
+    run, tokenizer = new_run()
+    plan = make_plan(options, LanguageModelling(run, config, tokenizer), CPU)
+    text = toml(record(options, config, plan, {"train_text": {"tokens": 5}}))
     tables = tomllib.loads(text)
     assert recorded(tables) == (config, plan)
     assert options.differences(tables["options"]) == []
@@ -51,11 +51,18 @@ def test_toml_holds_any_text():
     }
 
 
-def test_text_shorter_than_the_context_is_refused_with_both_numbers(options, config, tmp_path):
-    with pytest.raises(UserError, match="16 tokens and the context is 16"):
-        make_plan(options, config, encoded(tmp_path, train=16), CPU)
-    with pytest.raises(UserError, match="validation text has 1"):
-        make_plan(options, config, encoded(tmp_path, val=1), CPU)
+@pytest.mark.parametrize(
+    ("train", "val", "says"),
+    [(16, 9, "16 tokens and the context is 16"), (99, 1, "validation text has 1")],
+)
+def test_text_shorter_than_the_context_is_refused_with_both_numbers(
+    new_run, config, train, val, says
+):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    task.encoded = EncodedCorpus(run.data, Counts(tokens=train), Counts(tokens=val))
+    with pytest.raises(UserError, match=says):
+        task.require_enough()
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic():

@@ -17,9 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tiedgpt.cli.program import program
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.data import EncodedCorpus
+from tiedgpt.evaluate.perplexity import Score
+from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.infer import Engine
-from tiedgpt.text import Tokenizer
+from tiedgpt.train.labelled import Labelled, LabelScore
+from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import Ended, Evaluated, Event, Started, Stepped
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
@@ -27,6 +29,7 @@ from tiedgpt.train.run_directory import RunDirectory
 
 FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9
+SHOWN_LABELS = 6
 
 
 class PatientConsole(Console):
@@ -47,6 +50,7 @@ class Display:
         self.err = PatientConsole(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._smooth: float | None = None
+        self._unit = ""
 
     def say(self, text: str) -> None:
         """Show a line of progress."""
@@ -62,36 +66,55 @@ class Display:
     def plan(
         self,
         options: TrainOptions,
-        config: GPTConfig,
         plan: Plan,
-        encoded: EncodedCorpus,
-        tokenizer: Tokenizer,
+        task: LanguageModelling | Labelled,
         device: torch.device,
         notes: list[str],
     ) -> None:
         """Show what was chosen."""
         for note in notes:
             self.say(note)
-        train, val = encoded.train, encoded.val
-        epochs = plan.steps * plan.batch_size * config.n_positions / max(1, train.tokens)
-        source = ", ".join(options.data) or "the documentation inside this Python"
+        config, self._unit = task.config, task.unit
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         parts = math.ceil(plan.batch_size / plan.micro_batch)
+        rows = f" x {task.row_units}" if task.row_units > 1 else ""
+        epochs = plan.steps * plan.batch_size * task.row_units / max(1, units(task))
         self.say(
-            f"text      {source}: {train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
-            f"{train.tokens:,} tokens; {val.tokens:,} more to validate on\n"
-            f"tokens    {tokenizer.kind} vocabulary of {len(tokenizer):,}, "
-            f"{train.utf8_bytes / max(1, train.tokens):.2f} bytes a token\n"
-            f"model     {options.size}: {config.n_layer} blocks of width {config.n_embd}, "
-            f"{config.n_head} heads, {config.n_positions} positions\n"
-            f"          {parameters(config)}\n"
-            f"training  {plan.steps:,} steps of {plan.batch_size} x {config.n_positions} tokens"
+            f"{self._data(options, task)}\n"
+            f"model     {options.start or options.size}: {config.n_layer} blocks of width "
+            f"{config.n_embd}, {config.n_head} heads, {config.n_positions} positions\n"
+            f"          {self._head(task)}\n"
+            f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
             f"peak rate {plan.lr:g}, products in {plan.dtype} on {device}{threads}\n"
             f"          validated every {plan.eval_every} steps on about "
-            f"{plan.eval_batches * plan.micro_batch * config.n_positions:,} tokens, at the end on "
-            "all"
+            f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
+            "on all"
         )
+
+    def _data(self, options: TrainOptions, task: LanguageModelling | Labelled) -> str:
+        """Return what is trained on, in two lines."""
+        source = ", ".join(options.data) or "the documentation inside this Python"
+        tokens = f"tokens    {task.tokenizer.kind} vocabulary of {len(task.tokenizer):,}"
+        if isinstance(task, Labelled):
+            longest = max(len(ids) for _, row in task.train for ids in row.rows)
+            return (
+                f"examples  {source}: {len(task.train):,}; {len(task.held_out):,} more to validate "
+                f"on{_labels(task.examples.labels)}\n{tokens}, the longest row has {longest:,}"
+            )
+        train, val = task.encoded.train, task.encoded.val
+        return (
+            f"text      {source}: {train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
+            f"{train.tokens:,} tokens; {val.tokens:,} more to validate on\n"
+            f"{tokens}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a token"
+        )
+
+    def _head(self, task: LanguageModelling | Labelled) -> str:
+        """Return what predicts, in a line."""
+        if isinstance(task, LanguageModelling):
+            return parameters(task.config)
+        head = task.exercise.head_class.__name__
+        return f"{task.config.parameter_count():,} parameters, and a {head} on its states"
 
     @contextlib.contextmanager
     def training(self, plan: Plan) -> Iterator[None]:
@@ -115,13 +138,11 @@ class Display:
             case Stepped():
                 before = event.loss if self._smooth is None else self._smooth
                 self._smooth = SMOOTHING * before + (1 - SMOOTHING) * event.loss
-                status = f"loss {self._smooth:.3f}  {event.tokens_per_second:,.0f} tokens/s"
+                speed = f"{event.units_per_second:,.0f} {self._unit}/s"
+                status = f"loss {self._smooth:.3f}  {speed}"
                 self._progress.update(self._task, completed=event.step, status=status)
             case Evaluated():
-                line = (
-                    f"step {event.step:>6,}  val {event.score.nats:.3f} nats, "
-                    f"{event.score.bits_per_byte:.3f} bits/byte  | "
-                )
+                line = f"step {event.step:>6,}  val {scored(event.score)}  | "
                 room = max(0, self.err.width - len(line) - 1)
                 sample = set_cell_size(" ".join(event.sample.split()), room).rstrip()
                 self.say(line + sample)
@@ -134,13 +155,41 @@ class Display:
         )
 
     def finished(
-        self, directory: RunDirectory, options: TrainOptions, config: GPTConfig, ended: Ended
+        self,
+        directory: RunDirectory,
+        options: TrainOptions,
+        task: LanguageModelling | Labelled,
+        ended: Ended,
     ) -> None:
-        """Show how good the model is, two samples, its size, and what to do next."""
-        assert ended.score is not None
+        """Show how good the model is, samples, its size, and what to do next."""
         out = PatientConsole(highlight=False, soft_wrap=True)
-        engine = Engine(directory.model)
+        if isinstance(task, Labelled):
+            assert isinstance(ended.score, LabelScore)
+            out.print(f"validation {scored(ended.score)} ({ended.score.examples:,} examples)")
+            out.print(self._head(task))
+            out.print(escape(_next(task, directory.model)))
+            return
+        assert isinstance(ended.score, Score)
         prompt = "" if options.data else "Return a new"
+        self._samples(out, directory, task.config, prompt)
+        out.print(
+            f"validation loss {ended.score.nats:.4f} nats a token, "
+            f"{ended.score.bits_per_byte:.4f} bits per byte ({ended.score.tokens:,} tokens)"
+        )
+        out.print(parameters(task.config))
+        how = f' --prompt "{prompt}"' if prompt else ""
+        out.print(
+            f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
+            f"  {program()} generate {self.out}{how}\n"
+            f"  {program()} tie show {self.out}\n"
+            f"  {program()} train your.txt --size small --minutes 10"
+        )
+
+    def _samples(
+        self, out: Console, directory: RunDirectory, config: GPTConfig, prompt: str
+    ) -> None:
+        """Show two texts that the model wrote."""
+        engine = Engine(directory.model)
         for number, begin in enumerate(("", prompt)):
             start = [config.bos_token_id or 0]
             text = engine.generate(
@@ -154,18 +203,6 @@ class Display:
             out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
             out.print(escape(begin + text.rstrip()))
         out.rule()
-        out.print(
-            f"validation loss {ended.score.nats:.4f} nats a token, "
-            f"{ended.score.bits_per_byte:.4f} bits per byte ({ended.score.tokens:,} tokens)"
-        )
-        out.print(parameters(config))
-        how = f' --prompt "{prompt}"' if prompt else ""
-        out.print(
-            f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
-            f"  {program()} generate {self.out}{how}\n"
-            f"  {program()} tie show {self.out}\n"
-            f"  {program()} train your.txt --size small --minutes 10"
-        )
 
     def _bar(self, last_column: str) -> Progress:
         return Progress(
@@ -189,3 +226,39 @@ def parameters(config: GPTConfig) -> str:
         else f"a matrix of {shape} reads and another predicts"
     )
     return f"{config.parameter_count():,} parameters; {how}"
+
+
+def units(task: LanguageModelling | Labelled) -> int:
+    """Return the tokens, or the examples, of an epoch."""
+    return len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
+
+
+def scored(score: object) -> str:
+    """Return a score in words."""
+    if isinstance(score, Score):
+        return f"{score.nats:.3f} nats, {score.bits_per_byte:.3f} bits/byte"
+    assert isinstance(score, LabelScore)
+    return f"{score.nats:.3f} nats, {score.measure} {100 * score.share:.1f} %"
+
+
+def _labels(names: tuple[str, ...]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:SHOWN_LABELS]) + (", ..." if len(names) > SHOWN_LABELS else "")
+    return f"; {len(names)} labels: {shown}"
+
+
+def _next(task: Labelled, model: Path) -> str:
+    """Return how the head is used, in Python."""
+    head = task.exercise.head_class
+    theirs = class_in_transformers(head, task.config)
+    loads = f", which transformers loads too, as {theirs}" if theirs else ""
+    names = (head.__name__, *(name for name in ("best_spans", "pad") if name in task.exercise.use))
+    return (
+        f"saved in {model}{loads}\n\nnext, in Python:\n"
+        "  from tiedgpt import Tokenizer\n"
+        f"  from tiedgpt.heads import {', '.join(names)}\n"
+        f"  head = {head.__name__}.from_pretrained({str(model)!r})\n"
+        f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
+        f"  {task.exercise.use}"
+    )

@@ -16,7 +16,15 @@ from tiedgpt.cli.program import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from tiedgpt.train.options import TrainOptions
 
-ABOUT = "Train a GPT on your text. The same command again goes on where the last one stopped."
+ABOUT = """Train a GPT on your text, or --start from one that was trained already.
+
+With --task, train a head on its body from examples in .jsonl, one a line:
+  classify  {"text": ..., "label": ...}
+  tag       {"tokens": [...], "labels": [...]} or {"text": ..., "labels": [[from, to, label]]}
+  choose    {"text": ..., "choices": [...], "answer": 0}
+  answer    {"question": ..., "context": ..., "answer": ...}
+
+The same command again goes on where the last one stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +51,15 @@ def run(arguments: list[str]) -> int:
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.loop import Ended, train
     from tiedgpt.train.plan import record, recorded
-    from tiedgpt.train.planning import make_plan, tokenizer_config, training_device
-    from tiedgpt.train.prepare import Texts, prepare
+    from tiedgpt.train.planning import make_plan, training_device
+    from tiedgpt.train.prepare import open_sources, prepare
     from tiedgpt.train.run_directory import RunDirectory
 
     directory = RunDirectory(out)
     display = Display(out, command=f"{program()} train {shlex.join(arguments)}".rstrip())
-    if options.tokenizer not in ("bpe", "char") and not Path(options.tokenizer).exists():
-        display.say(f"tokenizer {options.tokenizer}: looked for on the Hugging Face hub")
+    for what, source in (("tokenizer", options.tokenizer), ("model", options.start)):
+        if source not in (None, "bpe", "char") and not Path(source).exists():
+            display.say(f"{what} {source}: looked for on the Hugging Face hub")
     with directory.locked():
         tables = directory.read_record()
         if tables and (differences := options.differences(tables.get("options", {}))):
@@ -58,8 +67,8 @@ def run(arguments: list[str]) -> int:
                 f"{out} holds a run of other options ({'; '.join(differences)}): give another "
                 "--out, or the same options to go on"
             )
-        texts = Texts.of(options) if options.data or not tables else None
-        digest = texts.digest() if texts and options.data else None
+        sources = open_sources(options) if options.data or not tables else None
+        digest = sources.digest() if sources and options.data else None
         if tables and digest != tables.get("text", {}).get("sha256"):
             raise UserError(
                 f"the text is another than when {out} began: give another --out, or the same text"
@@ -67,41 +76,38 @@ def run(arguments: list[str]) -> int:
         if tables and directory.finished(recorded(tables)[1].steps):
             display.say(f"{out} finished already; generate from it, or train in another --out")
             return EXIT_OK
+        config, plan = recorded(tables) if tables else (None, None)
         with display.encoding() as progress:
-            texts = texts or Texts.of(options)
-            tokenizer, encoded, notes = prepare(directory, options, texts, progress)
-        device = training_device()
-        if tables:
-            config, plan = recorded(tables)
-        else:
-            config = tokenizer_config(options, tokenizer)
+            sources = sources or open_sources(options)
+            prepared = prepare(directory, options, sources, config, progress)
+        task, device = prepared.task, training_device()
+        if plan is None:
             display.say("measuring this machine")
-            plan = make_plan(options, config, encoded, device)
-            directory.write_record(record(options, config, plan, encoded, digest))
-        display.plan(options, config, plan, encoded, tokenizer, device, notes)
+            plan = make_plan(options, task, device)
+            directory.write_record(record(options, task.config, plan, prepared.counted, digest))
+        display.plan(options, plan, task, device, prepared.notes)
         with stop_on_signals() as stop, display.training(plan):
-            for event in train(
-                directory, config, plan, tokenizer, device, stop_requested=stop.requested
-            ):
+            for event in train(directory, task, plan, device, stop_requested=stop.requested):
                 display.event(event)
                 if isinstance(event, Ended):
                     ended = event
         if not ended.finished:
             display.interrupted(ended, plan)
             return EXIT_INTERRUPTED
-        display.finished(directory, options, config, ended)
+        display.finished(directory, options, task, ended)
     return EXIT_OK
 
 
 def default_out(options: TrainOptions) -> Path:
-    """Return runs/NAME-SIZE, NAME from the first source of data."""
+    """Return runs/NAME-SIZE or, of other tasks and starts, runs/NAME-TASK, NAME from the data."""
     first = options.data[0] if options.data else "python-docs"
     path = Path(os.path.abspath(first))
     stem = "stdin" if first == "-" else path.stem
     if not any(c.isalnum() for c in stem) or set(stem) & set("*?["):  # a glob: its folder's name
         stem = next((p.name for p in path.parents if p.name.isprintable() and p.name.isalnum()), "")
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
-    return Path("runs") / f"{name}-{options.size}"
+    kind = options.size if options.task == "lm" and options.start is None else options.task
+    return Path("runs") / f"{name}-{kind}"
 
 
 class stop_on_signals:

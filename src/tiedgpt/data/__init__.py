@@ -3,7 +3,7 @@
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.embedded import python_documentation
 from tiedgpt.data.encode import Counts, EncodedCorpus, Encoder, encode_corpus, open_encoded
-from tiedgpt.data.order import IGNORED, Batch, Batches, Tokens, in_order
+from tiedgpt.data.order import IGNORED, Batch, Batches, Tokens, in_order, permutation
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Side, Split, plan_split
 
@@ -26,6 +26,7 @@ __all__ = [
     "encode_corpus",
     "in_order",
     "open_encoded",
+    "permutation",
     "plan_split",
     "python_documentation",
 ]

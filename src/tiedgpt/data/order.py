@@ -66,12 +66,16 @@ class Batches:
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the epoch's permutation of the windows, (n_windows,)."""
         if epoch not in self._orders:
-            # Philox's raw stream is the same in every numpy; Generator.permutation need not be.
-            key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-            draws = np.random.Philox(key=key).random_raw(self.n_windows)
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = np.argsort(draws, kind="stable")
+            self._orders[epoch] = permutation(self.n_windows, seed=self.seed, epoch=epoch)
         return self._orders[epoch]
+
+
+def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order, (n,), in which an epoch visits n things; the same for ever."""
+    # Philox's raw stream is the same in every numpy; Generator.permutation need not be.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
 
 
 def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[Batch]:

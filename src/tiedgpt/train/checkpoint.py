@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile, Stored, write_safetensors
@@ -30,7 +29,7 @@ NAME = re.compile(r"step-(\d{6,})")
 def save_checkpoint(
     directory: Path,
     step: int,
-    model: GPT,
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
 ) -> Path:
@@ -74,7 +73,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def load_newest(
-    directory: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]
+    directory: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
@@ -105,7 +104,9 @@ def verify(path: Path) -> None:
             raise CorruptInputError(f"{file} is not what was saved")
 
 
-def _load(path: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def _load(
+    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
     weights = SafetensorsFile.open(path / "model.safetensors")
     moments = SafetensorsFile.open(path / "optimizer.safetensors")
     state: dict[Tensor, dict[str, Tensor]] = {}
@@ -132,10 +133,11 @@ def _load(path: Path, model: GPT, optimizers: Sequence[torch.optim.Optimizer]) -
     return read_json(path / "state.json")
 
 
-def _random_state(model: GPT) -> dict[str, Tensor]:
+def _random_state(model: nn.Module) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if model.wte.weight.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(model.wte.weight.device)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 

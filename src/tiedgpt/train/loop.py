@@ -2,6 +2,7 @@
 
 `train` yields what happens as it happens; whoever iterates shows it. State lives in the model, the
 optimizer and the step number alone, so a run that stops and goes on equals one that never stopped.
+What is trained, and on what, is a `Task` (`task.py`).
 """
 
 from __future__ import annotations
@@ -10,32 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 
 import torch
 
-from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT
-from tiedgpt.data import Batches, Shards, in_order, open_encoded
-from tiedgpt.errors import CorruptInputError, DivergedError
-from tiedgpt.evaluate.perplexity import Score, score
-from tiedgpt.infer import Engine
-from tiedgpt.text import Tokenizer
+from tiedgpt.errors import DivergedError
 from tiedgpt.train.checkpoint import load_newest, save_checkpoint
 from tiedgpt.train.optim import Group, learning_rate, optimizers, parameter_groups
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import FINAL_EVALUATION_TOKENS
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
-
-SAMPLE_TOKENS = 48
+from tiedgpt.train.task import Model, Score, Task
 
 
 @dataclass(frozen=True)
 class Started:
     """The model stands; `step` steps were done by earlier calls."""
 
-    model: GPT
+    model: Model
     groups: list[Group]
     step: int
     notes: list[str]
@@ -49,14 +41,20 @@ class Stepped:
     loss: float
     grad_norm: float
     lr: float
-    tokens: int
-    """Tokens trained on so far."""
-    tokens_per_second: float
+    units: int
+    """Tokens, or examples, trained on so far."""
+    units_per_second: float
+
+    def metrics(self, unit: str) -> dict[str, float]:
+        """Return it as it stands in metrics.jsonl."""
+        line = asdict(self)
+        units, speed = line.pop("units"), line.pop("units_per_second")
+        return line | {unit: units, f"{unit}_per_second": speed}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model was scored on validation text, and continued an empty text."""
+    """The model was scored on what is held out, and showed what it does."""
 
     step: int
     score: Score
@@ -77,9 +75,8 @@ Event = Started | Stepped | Evaluated | Ended
 
 def train(
     run: RunDirectory,
-    config: GPTConfig,
+    task: Task,
     plan: Plan,
-    tokenizer: Tokenizer,
     device: torch.device,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -90,26 +87,22 @@ def train(
     kept.
     """
     torch.manual_seed(plan.seed)
-    model = GPT(config).to(device).train()
+    model = task.build().to(device).train()
     groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
     rules = optimizers(groups, lr=plan.lr)
     state, notes = load_newest(run.checkpoints, model, rules)
+    if state is None:
+        task.begin(model)
     step = 0 if state is None else state["step"]
     run.cut_metrics(step)
     yield Started(model, groups, step, notes)
     saved_at = step
+    batch_of = task.batches(plan)
+    units_per_step = plan.batch_size * task.row_units
 
-    shards, held_out = _open_data(run)
-    batches = Batches(
-        shards, batch_size=plan.batch_size, n_positions=config.n_positions, seed=plan.seed
-    )
-    byte_lengths = tokenizer.byte_lengths()
-    tokens_per_step = plan.batch_size * config.n_positions
-
-    def evaluate(n_batches: int) -> Score:
+    def evaluate(n_batches: int | None = None) -> Score:
         require_finite()
-        windows = in_order(held_out, batch_size=plan.micro_batch, n_positions=config.n_positions)
-        found = score(model, islice(windows, n_batches), byte_lengths, autocast=plan.autocast)
+        found = task.evaluate(model, plan, n_batches)
         if not math.isfinite(found.nats):
             error = DivergedError(f"the validation loss became {found.nats}")
             raise DivergedError(_diagnosis(run, error, step, saved_at))
@@ -125,17 +118,13 @@ def train(
         require_finite()
         save_checkpoint(run.checkpoints, step, model, rules, {})
 
-    def publish() -> None:
-        model.save_pretrained(run.model)
-        tokenizer.save_pretrained(run.model)
-
     while step < plan.steps and not stop_requested():
         began = time.perf_counter()
         lr = learning_rate(step, peak=plan.lr, warmup=plan.warmup, steps=plan.steps)
         for group in (group for rule in rules for group in rule.param_groups):
             group["lr"] = lr
         try:
-            result = train_step(model, rules, batches.batch(step), plan)
+            result = train_step(model, rules, batch_of(step), plan)
         except DivergedError as error:
             raise DivergedError(_diagnosis(run, error, step + 1, saved_at)) from None
         step += 1
@@ -144,15 +133,15 @@ def train(
             step=step,
             **asdict(result),
             lr=lr,
-            tokens=step * tokens_per_step,
-            tokens_per_second=tokens_per_step / seconds,
+            units=step * units_per_step,
+            units_per_second=units_per_step / seconds,
         )
-        run.write_metrics(asdict(stepped))
+        run.write_metrics(stepped.metrics(task.unit))
         yield stepped
         if step % plan.eval_every == 0 and step < plan.steps:
             partly = evaluate(plan.eval_batches)
-            run.write_metrics({"step": step, **_val(partly)})
-            yield Evaluated(step, partly, _sample(model, tokenizer, plan.seed))
+            run.write_metrics({"step": step, **task.metrics(partly)})
+            yield Evaluated(step, partly, task.sample(model, plan, step))
         if step % plan.save_every == 0 and step < plan.steps:
             save()
             saved_at = step
@@ -160,30 +149,12 @@ def train(
     finished = step >= plan.steps
     if step > saved_at or finished:
         save()
-    final = None
-    if finished:
-        rows = max(1, FINAL_EVALUATION_TOKENS // config.n_positions // plan.micro_batch)
-        final = evaluate(rows)
+    final = evaluate() if finished else None
     if step:
-        publish()
+        task.publish(model, run.model)
     if final is not None:  # the last thing that is written: with it the run is finished
-        run.write_metrics({"step": step, "final": True, **_val(final)})
+        run.write_metrics({"step": step, "final": True, **task.metrics(final)})
     yield Ended(step, finished, final)
-
-
-def _open_data(run: RunDirectory) -> tuple[Shards, Shards]:
-    """Open both sides; they hold what was counted when they were written."""
-    encoded = open_encoded(run.data)
-    opened = []
-    for side, counts in (("train", encoded.train), ("val", encoded.val)):
-        shards = Shards.in_directory(run.data, side)
-        if len(shards) != counts.tokens:
-            raise CorruptInputError(
-                f"{run.data} holds {len(shards):,} {side} tokens and {counts.tokens:,} were "
-                "written: shards are missing or changed; train in another --out"
-            )
-        opened.append(shards)
-    return opened[0], opened[1]
 
 
 def _diagnosis(run: RunDirectory, error: Exception, step: int, saved_at: int) -> str:
@@ -193,16 +164,3 @@ def _diagnosis(run: RunDirectory, error: Exception, step: int, saved_at: int) ->
         else "nothing was saved yet"
     )
     return f"{error} at step {step}; {kept}: train again with a lower --lr in another --out"
-
-
-def _val(score: Score) -> dict[str, float]:
-    return {"val_loss": score.nats, "val_bits_per_byte": score.bits_per_byte}
-
-
-def _sample(model: GPT, tokenizer: Tokenizer, seed: int) -> str:
-    """Return how the model begins a text; no random stream of the training is touched."""
-    engine = Engine(model, tokenizer=tokenizer)
-    start = [model.config.bos_token_id or 0]
-    return engine.generate(
-        start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=seed
-    ).text

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tiedgpt.core.model import GPT
+from tiedgpt.train.task import Model
 
 
 class Objective(nn.Module):
-    """Mean cross-entropy of a model: forward(ids, targets) is `model.loss(ids, targets)`."""
+    """The loss of a GPT or of a head: forward(ids, targets) is `model.loss(ids, targets)`."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) and (B, T) -> (): nats over the targets that are not -100; see `GPT.loss`.
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Return the loss, (), in nats, of what `model.loss` takes: of a GPT ids and targets.
 
         Over several processes the mean of their gradients is that of the whole batch if each
         counts as many targets; else scale each loss by its count over the mean count.
         """
-        return self.model.loss(ids, targets)
+        return self.model.loss(*batch)

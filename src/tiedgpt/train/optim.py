@@ -7,16 +7,16 @@ once, so whatever is decided about it is decided here, by name, and shown.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from tiedgpt.core.model import GPT
+from tiedgpt.train.options import Rule
+from tiedgpt.train.task import Model, body_of, predicts_tokens
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
-Rule = Literal["adamw", "muon"]
 RULES: dict[Rule, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 
@@ -35,7 +35,7 @@ class Group:
         return f"{self.name}: {count:,} parameters, {RULES[self.rule]}, {decay}"
 
 
-def parameter_groups(model: GPT, *, matrices: Rule, weight_decay: float) -> list[Group]:
+def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> list[Group]:
     """Sort the trainable parameters into groups: W, a head, positions, products, the rest.
 
     `matrices` is the rule for the blocks' matrices. W goes by AdamW: its gradient at a step is
@@ -43,24 +43,25 @@ def parameter_groups(model: GPT, *, matrices: Rule, weight_decay: float) -> list
     it is not decayed: the length of a row says how often its token is predicted as much as what it
     means when read, and decay would flatten the first to shrink the second.
     """
-    shared = Group("W, which reads and predicts", {}, "adamw", 0.0)
-    if not model.config.tie_word_embeddings:
-        shared = Group("W, which reads", {}, "adamw", 0.0)
+    gpt = body_of(model)
+    both = gpt.config.tie_word_embeddings and predicts_tokens(model)
+    shared = Group("W, which reads and predicts" if both else "W, which reads", {}, "adamw", 0.0)
     head = Group("head", {}, "adamw", weight_decay)
     positions = Group("positions", {}, "adamw", 0.0)
     products = Group("matrices of the blocks", {}, matrices, weight_decay)
     rest = Group("norms and biases", {}, "adamw", 0.0)
+    in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter is model.wte.weight:
+        if parameter is gpt.wte.weight:
             group = shared
-        elif name.startswith("head."):
-            group = head
-        elif name.startswith("wpe."):
+        elif parameter is gpt.wpe.weight:
             group = positions
-        else:
+        elif id(parameter) in in_body:
             group = products if parameter.ndim == 2 else rest
+        else:
+            group = head
         group.parameters[name] = parameter
     every = (shared, head, positions, products, rest)
     return [group for group in every if group.parameters]

@@ -63,6 +63,16 @@ SIZES: dict[str, Size] = {
 DEFAULT_SIZE = "mini"
 MAX_VOCABULARY = 1 << 16
 DEFAULT_MINUTES = 3.0
+DEFAULT_EPOCHS = 3
+"""Over labelled examples; as Radford et al. 2018, section 4.1."""
+LABELLED_BATCH = 32
+"""Examples in a step, as there."""
+START_BATCH = 8
+"""Sequences in a step of a language model that goes on."""
+START_RATE = 6.25e-5 * 768
+"""Peak rate after --start, times the width: that of the same paper at its width of 768."""
+TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
+Rule = Literal["adamw", "muon"]
 
 
 def _flag(name: str) -> str:
@@ -81,16 +91,20 @@ class TrainOptions:
 
     data: tuple[str, ...] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    task: TaskName = "lm"
+    """lm: predict text. The others read .jsonl: classify texts, tag words, choose, answer."""
+    start: str | None = None
+    """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
     size: str = DEFAULT_SIZE
     """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
     minutes: float | None = None
-    """Train for about this long (3 if neither is given); a measurement turns it into steps."""
+    """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
     """Train for this many steps instead."""
     tokenizer: str = "bpe"
-    """bpe: trained on the data; char: its characters; or a directory, file or hub name."""
+    """bpe: trained on the data, or --start's; char: its characters; a directory, file or name."""
     val: str | None = None
-    """Validate on this text; default: a tenth of the data."""
+    """Validate on this text, or these examples; default: a tenth of the data."""
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
     seed: int = 0
@@ -98,13 +112,13 @@ class TrainOptions:
     vocab_size: int | None = None
     """Tokens of the vocabulary that is trained."""
     context: int | None = None
-    """Tokens in a sequence (n_positions)."""
+    """Tokens in a sequence (n_positions; of a model to --start from at most its own)."""
     batch_size: int | None = None
     """Sequences in a step."""
     micro_batch: int | None = None
     """Sequences computed at a time; gradients of a step's parts are added up."""
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """Of the blocks' matrices; everything else goes by AdamW."""
+    optimizer: Literal["auto", "muon", "adamw"] = "auto"
+    """Of the blocks' matrices: auto is muon, and adamw after --start. The rest goes by AdamW."""
     lr: float | None = None
     """Peak learning rate."""
     warmup: float = 0.05
@@ -119,6 +133,21 @@ class TrainOptions:
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
 
     def __post_init__(self) -> None:
+        if self.task != "lm" and not self.data:
+            raise UserError(f"--task {self.task} needs examples: name a .jsonl file")
+        if self.task != "lm" and self.text_field != "text":
+            raise UserError(f"--text-field {self.text_field} is for --task lm")
+        if self.start is not None:
+            for name, given in (
+                ("size", self.size != DEFAULT_SIZE),
+                ("vocab_size", self.vocab_size is not None),
+                ("tokenizer", self.tokenizer == "char"),
+            ):
+                if given:
+                    raise UserError(
+                        f"{_flag(name)} {getattr(self, name)} is for a fresh model: the one to "
+                        "--start from has its own"
+                    )
         if self.size not in SIZES:
             raise UserError(f"no size {self.size!r}; there are {', '.join(SIZES)}")
         if self.minutes is not None and self.steps is not None:
@@ -144,6 +173,22 @@ class TrainOptions:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is not a whole number from 0 to 2^63 - 1")
 
+    def default_batch_size(self) -> int:
+        """Return the rows of a step where none are asked for."""
+        if self.task != "lm":
+            return LABELLED_BATCH
+        return SIZES[self.size].batch_size if self.start is None else START_BATCH
+
+    def default_rate(self, config: GPTConfig) -> float:
+        """Return the peak rate where none is asked for."""
+        return SIZES[self.size].lr if self.start is None else START_RATE / config.n_embd
+
+    def rule(self) -> Rule:
+        """Return the optimizer of the blocks' matrices."""
+        if self.optimizer != "auto":
+            return self.optimizer
+        return "muon" if self.start is None else "adamw"
+
     def model_config(self, *, vocab_size: int, bos: int | None, eos: int | None) -> GPTConfig:
         """Return the config of the size that was asked for, on this vocabulary."""
         size = SIZES[self.size]
@@ -166,7 +211,7 @@ class TrainOptions:
         """Name what differs between these options and those of an earlier command."""
         found = []
         for option in fields(self):
-            now, then = getattr(self, option.name), recorded.get(option.name)
+            now, then = getattr(self, option.name), recorded.get(option.name, option.default)
             then = tuple(then) if isinstance(then, list) else then
             if now != then and not (now in (None, ()) and then in (None, ())):
                 found.append(f"{_flag(option.name)} was {_shown(then)} and is {_shown(now)}")

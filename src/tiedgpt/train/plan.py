@@ -10,10 +10,9 @@ import torch
 
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.data import EncodedCorpus
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.train.optim import RULES, Rule
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.optim import RULES
+from tiedgpt.train.options import Rule, TrainOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -65,17 +64,16 @@ def record(
     options: TrainOptions,
     config: GPTConfig,
     plan: Plan,
-    encoded: EncodedCorpus,
+    counted: dict[str, dict[str, Any]],
     text_digest: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml."""
+    """Return the tables of run.toml; `counted` are those that tell what the data holds."""
     return {
         "options": asdict(options),
         "model": asdict(config),
         "training": asdict(plan),
         "text": {"sha256": text_digest},
-        "train_text": asdict(encoded.train),
-        "val_text": asdict(encoded.val),
+        **counted,
         "versions": {
             "tiedgpt": tiedgpt.__version__,
             "torch": torch.__version__,

@@ -1,24 +1,28 @@
-"""From sources of text to a tokenizer and token shards in the run's directory, once."""
+"""From sources of text or of examples to a run's tokenizer, its data and its task, once."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import (
     Corpus,
-    EncodedCorpus,
     FileCorpus,
     documents,
     encode_corpus,
-    open_encoded,
     plan_split,
     python_documentation,
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.exercises import EXERCISES
+from tiedgpt.train.labelled import Examples, Labelled, read_examples
+from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.run_directory import RunDirectory
 
 TOKENIZER_CHARACTERS = 200_000_000
@@ -52,35 +56,121 @@ class Texts:
         return whole.hexdigest()
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A task that can be trained, what its data holds for run.toml, and what is worth telling."""
+
+    task: LanguageModelling | Labelled
+    counted: dict[str, dict[str, Any]]
+    notes: list[str]
+
+
+def open_sources(options: TrainOptions) -> Texts | Examples:
+    """Open what is to be trained on: texts, or the examples of --task."""
+    if options.task == "lm":
+        return Texts.of(options)
+    return read_examples(EXERCISES[options.task](), options.data, options.val)
+
+
 def prepare(
     run: RunDirectory,
     options: TrainOptions,
-    texts: Texts,
+    sources: Texts | Examples,
+    config: GPTConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Tokenizer, EncodedCorpus, list[str]]:
-    """Return the run's tokenizer and shards, made now or by an earlier call, and notes."""
+) -> Prepared:
+    """Return the run's task on the tokenizer and data made now or by an earlier call.
+
+    `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
+    """
+    start = None
+    if options.start is not None:
+        start = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
+    if isinstance(sources, Texts):
+        return _language(run, options, sources, config, start, progress)
+    tokenizer = _kept_tokenizer(run) if run.tokenizer.is_dir() else None
+    if tokenizer is None:
+        exercise = EXERCISES[options.task]()
+        sides = (sources.train, sources.train + sources.held_out)
+        train, whole = (
+            (t for line in side for t in exercise.texts(line.example)) for side in sides
+        )
+        tokenizer = _tokenizer(options, start, train, whole)
+        tokenizer.save_pretrained(run.tokenizer)
+    config = config or _config(options, tokenizer, start)
+    task = Labelled(
+        EXERCISES[options.task](), sources, config, tokenizer, context=options.context, start=start
+    )
+    labels = {"labels": list(sources.labels)} if sources.labels else {}
+    counted: dict[str, dict[str, Any]] = {
+        "train_examples": {"examples": len(task.train), **labels},
+        "val_examples": {"examples": len(task.held_out)},
+    }
+    return Prepared(task, counted, task.notes)
+
+
+def _language(
+    run: RunDirectory,
+    options: TrainOptions,
+    texts: Texts,
+    config: GPTConfig | None,
+    start: Pretrained | None,
+    progress: Callable[[int, int], None] | None,
+) -> Prepared:
+    """Encode texts into shards, once."""
+    notes: list[str] = []
     if run.data.exists():
-        if not run.tokenizer.is_dir():
-            raise CorruptInputError(
-                f"{run.tokenizer} is missing: without it the run cannot go on; train in another "
-                "--out"
-            )
-        return Tokenizer.from_pretrained(run.tokenizer), open_encoded(run.data), []
-    split = plan_split(texts.corpus, texts.validation)
-    notes = _left_out(texts)
+        tokenizer = _kept_tokenizer(run)
+    else:
+        split = plan_split(texts.corpus, texts.validation)
+        notes = _left_out(texts)
+        train = (document.text for side, document in split if side == "train")
+        tokenizer = _tokenizer(options, start, train, (document.text for _, document in split))
+        tokenizer.save_pretrained(run.tokenizer)
+        encode_corpus(split, tokenizer, run.data, progress=progress)
+    config = config or _config(options, tokenizer, start)
+    task = LanguageModelling(run, config, tokenizer, context=options.context, start=start)
+    task.require_enough()
+    sides = {"train_text": task.encoded.train, "val_text": task.encoded.val}
+    return Prepared(task, {name: asdict(counts) for name, counts in sides.items()}, notes)
+
+
+def _kept_tokenizer(run: RunDirectory) -> Tokenizer:
+    if not run.tokenizer.is_dir():
+        raise CorruptInputError(
+            f"{run.tokenizer} is missing: without it the run cannot go on; train in another --out"
+        )
+    return Tokenizer.from_pretrained(run.tokenizer)
+
+
+def _tokenizer(
+    options: TrainOptions, start: Pretrained | None, train: Iterable[str], whole: Iterable[str]
+) -> Tokenizer:
+    """Return the tokenizer asked for: trained, of characters, given, or the started model's."""
     if options.tokenizer != "bpe" and options.vocab_size is not None:
         raise UserError("--vocab-size is for a BPE that is trained; here the vocabulary is given")
+    if start is not None:
+        return start.tokenizer(None if options.tokenizer == "bpe" else options.tokenizer)
     if options.tokenizer == "char":
-        tokenizer = Tokenizer.characters(document.text for _, document in split)
-    elif options.tokenizer == "bpe":
+        return Tokenizer.characters(whole)
+    if options.tokenizer == "bpe":
         size = options.vocab_size or SIZES[options.size].vocab_size
-        train = (document.text for side, document in split if side == "train")
-        tokenizer = Tokenizer.train(_at_most(train, TOKENIZER_CHARACTERS), size)
-    else:
-        tokenizer = Tokenizer.from_pretrained(options.tokenizer)
-    tokenizer.save_pretrained(run.tokenizer)
-    encoded = encode_corpus(split, tokenizer, run.data, progress=progress)
-    return tokenizer, encoded, notes
+        return Tokenizer.train(_at_most(iter(train), TOKENIZER_CHARACTERS), size)
+    return Tokenizer.from_pretrained(options.tokenizer)
+
+
+def _config(options: TrainOptions, tokenizer: Tokenizer, start: Pretrained | None) -> GPTConfig:
+    """Return the config of the size that was asked for, or of the model to start from."""
+    if start is None:
+        return options.model_config(
+            vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
+        )
+    config = start.config(options.dropout)
+    if options.context is not None and options.context > config.n_positions:
+        raise UserError(
+            f"--context {options.context}: {options.start} has {config.n_positions} positions"
+        )
+    return config
 
 
 def _left_out(texts: Texts) -> list[str]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tiedgpt.core.loss import IGNORED
-from tiedgpt.core.model import GPT
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.plan import Plan
+from tiedgpt.train.task import Arrays, Model, body_of, counts, loss_terms, on_device
 
 
 @dataclass(frozen=True)
@@ -19,35 +18,31 @@ class StepResult:
     """What a step saw before its update."""
 
     loss: float
-    """Mean cross-entropy of the batch, in nats."""
+    """The loss of the batch: mean cross-entropy, in nats."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
 
 
 def train_step(
-    model: GPT,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: tuple[np.ndarray, np.ndarray],
-    plan: Plan,
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], batch: Arrays, plan: Plan
 ) -> StepResult:
-    """Update the model on (ids, targets), each (B, T).
+    """Update the model on a batch; see `task.py` for what that is.
 
     Raises `DivergedError`, and leaves the weights as they were, where loss or gradient are not
     finite.
     """
-    device = model.wte.weight.device
-    ids, targets = (torch.from_numpy(part).to(device) for part in batch)
-    counted = (targets != IGNORED).sum()
+    device = body_of(model).wte.weight.device
+    whole = on_device(batch, device)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
-    for ids_part, targets_part in zip(
-        torch.split(ids, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True
-    ):
-        share = (targets_part != IGNORED).sum() / counted
+    for part in zip(*(torch.split(array, plan.micro_batch) for array in whole), strict=True):
         with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-            part = model.loss(ids_part, targets_part) * share
-        part.backward()
-        loss += part.detach()
+            terms = loss_terms(model, part)
+            shares = (n / m for n, m in zip(counts(terms, part), counts(terms, whole), strict=True))
+            part_loss = sum(mean * share for mean, share in zip(terms, shares, strict=True))
+        assert isinstance(part_loss, torch.Tensor)
+        part_loss.backward()
+        loss += part_loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))
     if not np.isfinite([result.loss, result.grad_norm]).all():

@@ -1,0 +1,124 @@
+"""Language modelling as a task: token shards in, a GPT out that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.data import Batches, EncodedCorpus, Shards, in_order, open_encoded
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.evaluate.perplexity import Score, score
+from tiedgpt.infer import Engine
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.pretrained import Pretrained
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.task import Arrays, Model, body_of
+
+SAMPLE_TOKENS = 48
+FINAL_EVALUATION_TOKENS = 2_000_000
+
+
+class LanguageModelling:
+    """Predict each next token of a text; see `task.Task`."""
+
+    unit = "tokens"
+    epoch_rows: int | None = None
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: GPTConfig,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None = None,
+        start: Pretrained | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.context = context or config.n_positions
+        self.start = start
+        self.encoded = open_encoded(run.data)
+        self._train, self._held_out = _open_shards(run, self.encoded)
+        self._byte_lengths = _byte_lengths(tokenizer, config)
+        self.row_units = self.row_tokens = self.context
+        self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
+
+    def require_enough(self) -> None:
+        """Raise `UserError` for text shorter than the context."""
+        tokens = self.encoded.train.tokens
+        if tokens < self.context + 1:
+            raise UserError(
+                f"the training text has {tokens:,} tokens and the context is {self.context}: use "
+                f"--context below {tokens} or more text"
+            )
+        if self.encoded.val.tokens < 2:
+            raise UserError(
+                f"the validation text has {self.encoded.val.tokens} tokens, too few to predict "
+                "one: use more text, or give --val"
+            )
+
+    def build(self) -> GPT:
+        """Return a GPT with fresh weights."""
+        return GPT(self.config)
+
+    def begin(self, model: Model) -> None:
+        """Go on from a model that was trained already, if there is one to start from."""
+        if self.start is not None:
+            self.start.put_into(body_of(model))
+
+    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
+        """Return (ids, targets), each (B, T), of each step."""
+        return Batches(
+            self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
+        ).batch
+
+    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
+        """Score validation text; all of it, up to two million tokens."""
+        if n_batches is None:
+            n_batches = max(1, FINAL_EVALUATION_TOKENS // self.context // plan.micro_batch)
+        windows = in_order(self._held_out, batch_size=plan.micro_batch, n_positions=self.context)
+        part = islice(windows, n_batches)
+        return score(body_of(model), part, self._byte_lengths, autocast=plan.autocast)
+
+    def metrics(self, score: Score) -> dict[str, float]:
+        """Return nats a token and bits per byte."""
+        return {"val_loss": score.nats, "val_bits_per_byte": score.bits_per_byte}
+
+    def sample(self, model: Model, plan: Plan, step: int) -> str:
+        """Return how the model begins a text."""
+        engine = Engine(body_of(model), tokenizer=self.tokenizer)
+        start = [self.config.bos_token_id or 0]
+        return engine.generate(
+            start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed
+        ).text
+
+    def publish(self, model: Model, directory: Path) -> None:
+        """Write the model and its tokenizer."""
+        model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def _byte_lengths(tokenizer: Tokenizer, config: GPTConfig) -> np.ndarray:
+    """Return the bytes of each id's text; a model may have more rows than there are tokens."""
+    lengths = tokenizer.byte_lengths()
+    return np.pad(lengths, (0, max(0, config.vocab_size - len(lengths))))
+
+
+def _open_shards(run: RunDirectory, encoded: EncodedCorpus) -> tuple[Shards, Shards]:
+    """Open both sides; they hold what was counted when they were written."""
+    opened = []
+    for side, counts in (("train", encoded.train), ("val", encoded.val)):
+        shards = Shards.in_directory(run.data, side)
+        if len(shards) != counts.tokens:
+            raise CorruptInputError(
+                f"{run.data} holds {len(shards):,} {side} tokens and {counts.tokens:,} were "
+                "written: shards are missing or changed; train in another --out"
+            )
+        opened.append(shards)
+    return opened[0], opened[1]

@@ -1,0 +1,102 @@
+"""What a run trains, and on what: everything in which one run differs from another.
+
+The loop (`loop.py`) knows a `Task` and nothing of text, labels or heads. A batch is a tuple of
+int64 arrays, a row an example; the last ones are the answers, one for each term of the loss, in
+which -100 is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.loss import IGNORED
+from tiedgpt.core.model import GPT
+from tiedgpt.heads import Head
+
+if TYPE_CHECKING:
+    from tiedgpt.train.plan import Plan
+
+Model = GPT | Head
+Arrays = tuple[NDArray[np.int64], ...]
+
+
+class Score(Protocol):
+    """How good a model is on what is held out."""
+
+    @property
+    def nats(self) -> float:
+        """The mean loss."""
+
+
+class Task(Protocol):
+    """A model and its data. Batches are pure functions of (seed, step), so that a run resumes."""
+
+    config: GPTConfig
+    """Of the body."""
+    unit: str
+    """What is counted: tokens, examples."""
+    row_units: int
+    """Units in a row of a batch."""
+    row_tokens: int
+    """Tokens in the longest row, by which a row's memory is judged."""
+    epoch_rows: int | None
+    """Rows of an epoch, where epochs are what one counts in."""
+    held_out_rows: float
+    """Rows that the last evaluation takes."""
+
+    def build(self) -> Model:
+        """Return the model with fresh weights, drawn from torch's global stream."""
+
+    def begin(self, model: Model) -> None:
+        """Before the first step: put weights in place that were trained elsewhere."""
+
+    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
+        """Return the batch of each step, from 0."""
+
+    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
+        """Score what is held out: the first batches of it, or all, as `held_out_rows` says."""
+
+    def metrics(self, score: Any) -> dict[str, float]:
+        """Return a score as it stands in metrics.jsonl."""
+
+    def sample(self, model: Model, plan: Plan, step: int) -> str:
+        """Return something that shows what the model does now; no random stream is touched."""
+
+    def publish(self, model: Model, directory: Path) -> None:
+        """Write the model as others load it."""
+
+
+def body_of(model: Model) -> GPT:
+    """Return the GPT, or the one under a head."""
+    return model if isinstance(model, GPT) else model.gpt
+
+
+def predicts_tokens(model: Model) -> bool:
+    """Whether tokens are scored, by W or by a head of its own."""
+    return isinstance(model, GPT) or model.predicts_tokens
+
+
+def on_device(batch: Arrays, device: torch.device) -> tuple[Tensor, ...]:
+    """Return a batch as tensors."""
+    return tuple(torch.from_numpy(array).to(device) for array in batch)
+
+
+def loss_terms(model: Model, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the means that add up to the loss, one for each array of answers."""
+    if isinstance(model, GPT):
+        ids, targets = batch
+        return (model.loss(ids, targets),)
+    return model.losses(*batch)
+
+
+def counts(terms: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+    """Return how many answers each term is the mean of."""
+    return [(answers != IGNORED).sum() for answers in batch[len(batch) - len(terms) :]]

@@ -1,0 +1,178 @@
+"""What lines of .jsonl mean, and which tokens their answers stand at."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.exercises import EXERCISES
+from tiedgpt.train.labelled import read_examples
+
+CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
+BPE = Tokenizer.train(["Ada went to Paris. Where did Ada go? " * 20], 300)
+
+
+def prepare(task, record, *, tokenizer=CHAR, context=99, labels=()):
+    exercise = EXERCISES[task]()
+    numbers = {name: number for number, name in enumerate(labels)}
+    return exercise.prepare(exercise.parse(record), tokenizer, context, numbers)
+
+
+def test_of_a_long_text_that_is_classified_the_beginning_is_taken():
+    row = prepare("classify", {"text": "abcdef", "label": 1}, context=4, labels=["0", "1"])
+    assert CHAR.decode(row.rows[0]) == "abcd" and row.cut and row.answer == 1
+
+
+def test_a_words_label_stands_at_its_last_token():
+    record = {"tokens": ["Ada", "went"], "labels": ["P", "O"]}
+    row = prepare("tag", record, labels=["O", "P"])
+    assert CHAR.decode(row.rows[0]) == "Ada went"
+    assert row.answer.tolist() == [-100, -100, 1, -100, -100, -100, -100, 0]
+
+
+@pytest.mark.parametrize("tokenizer", [CHAR, BPE])
+@pytest.mark.parametrize("text", ["Ada went to Paris.", "é日 went to 本Paris."])
+def test_every_token_that_touches_a_stretch_bears_its_label(tokenizer, text):
+    if tokenizer is BPE and "é" in text:
+        tokenizer = Tokenizer.train([text * 9], 270)
+    start = text.index("Paris")
+    record = {"text": text, "labels": [[0, 2, "P"], [start, start + 5, "L"]]}
+    row = prepare("tag", record, tokenizer=tokenizer, labels=["L", "O", "P"])
+    at = 0
+    for id, label in zip(row.rows[0], row.answer.tolist(), strict=True):
+        piece = tokenizer.token_bytes(id)
+        covered = {len(text.encode()[: at + n].decode(errors="ignore")) for n in range(len(piece))}
+        expected = (
+            "P" if covered & {0, 1} else "L" if covered & set(range(start, start + 5)) else "O"
+        )
+        assert label == ["L", "O", "P"].index(expected), (piece, at)
+        at += len(piece)
+
+
+@pytest.mark.parametrize("tokenizer", [CHAR, BPE])
+def test_an_answers_tokens_hold_its_text_and_the_question_comes_first(tokenizer):
+    record = {"question": "Where did Ada go?", "context": "Ada went to Paris.", "answer": "Paris"}
+    row = prepare("answer", record, tokenizer=tokenizer)
+    first, last = row.answer.tolist()
+    assert tokenizer.decode(row.rows[0]) == "Where did Ada go?\nAda went to Paris."
+    assert tokenizer.decode(row.rows[0][first : last + 1]).strip() == "Paris"
+    by_place = {k: v for k, v in record.items() if k != "answer"} | {"start": 12, "end": 17}
+    assert prepare("answer", by_place, tokenizer=tokenizer).answer.tolist() == [first, last]
+    assert prepare("answer", record, tokenizer=tokenizer, context=last) is None
+    assert prepare("answer", record, tokenizer=tokenizer, context=last + 1).cut == (
+        len(row.rows[0]) > last + 1
+    )
+
+
+def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language():
+    exercise = EXERCISES["choose"]()
+    row = prepare("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
+    assert [CHAR.decode(ids) for ids in row.rows] == ["ab c", "ab dd"]
+    other = prepare("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
+    ids, lengths, targets, answers = exercise.collate([row, other])
+    assert ids.shape == targets.shape == (2, 3, 5)
+    assert lengths.tolist() == [[4, 5, 0], [3, 3, 3]] and answers.tolist() == [1, 0]
+    assert (targets[0, 0] == -100).all() and (targets[1, 1:] == -100).all()
+    np.testing.assert_array_equal(targets[0, 1, :4], ids[0, 1, 1:])
+    assert targets[0, 1, 4] == -100
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "says"),
+    [
+        ("classify", {"txt": "a", "label": "x"}, "no string in the field 'text'; it holds 'txt'"),
+        ("classify", {"text": " ", "label": "x"}, "'text' is empty"),
+        ("classify", {"text": "a"}, "label None"),
+        ("classify", {"text": "a", "label": True}, "label True"),
+        ("classify", {"text": "a\ud800", "label": "x"}, "surrogate"),
+        ("tag", {"tokens": ["a", "b"], "labels": ["x"]}, "2 tokens and 1 labels"),
+        ("tag", {"tokens": [], "labels": []}, "no list in the field 'tokens'"),
+        ("tag", {"tokens": ["a", 3], "labels": ["x", "y"]}, "3 in 'tokens'"),
+        ("tag", {"text": "abc", "labels": [[0, 4, "x"]]}, "3 characters"),
+        ("tag", {"text": "abc", "labels": [[0, 2, "x"], [1, 3, "y"]]}, "share the character 1"),
+        ("choose", {"text": "a", "choices": ["b"], "answer": 0}, "nothing to choose"),
+        ("choose", {"text": "a", "choices": ["b", "c"], "answer": 2}, "the answer 2"),
+        ("choose", {"text": "a", "choices": ["b", ""], "answer": 0}, "'' in 'choices'"),
+        ("answer", {"question": "q", "context": "abc", "answer": "x"}, "not in the context"),
+        ("answer", {"question": "q", "context": "abc"}, "where the answer is"),
+        ("answer", {"question": "q", "context": "abc", "start": 2, "end": 4}, "from 2 to 4"),
+        (
+            "answer",
+            {"question": "q", "context": "abc", "start": 1, "answer": "a"},
+            "the context says 'b'",
+        ),
+    ],
+)
+def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, record, says):
+    good = {
+        "classify": {"text": "a", "label": "x"},
+        "tag": {"tokens": ["a"], "labels": ["x"]},
+        "choose": {"text": "a", "choices": ["b", "c"], "answer": 0},
+        "answer": {"question": "q", "context": "abc", "answer": "b"},
+    }[task]
+    file = tmp_path / "lines.jsonl"
+    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
+    with pytest.raises(CorruptInputError, match=r"lines\.jsonl:3: ") as error:
+        read_examples(EXERCISES[task](), [str(file)])
+    assert says in str(error.value) and EXERCISES[task].fields in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("{", CorruptInputError, "x.jsonl:1: not a JSON object"),
+        ("[1]", CorruptInputError, "x.jsonl:1: a JSON list"),
+        ("[" * 100_000, CorruptInputError, "x.jsonl:1"),
+        (b"\xff\xfe", CorruptInputError, "x.jsonl:1: not UTF-8"),
+        ("\n \n", UserError, "has no lines"),
+        ('{"text": "a", "label": "x"}\n' * 9, UserError, "none is left to train on"),
+        (
+            "".join(f'{{"text": "{n}", "label": "x"}}\n' for n in range(30)),
+            UserError,
+            "1 different labels",
+        ),
+    ],
+)
+def test_files_that_cannot_be_learned_from_are_refused(tmp_path, text, kind, says):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(kind) as error:
+        read_examples(EXERCISES["classify"](), [str(file)])
+    assert says in str(error.value)
+    with pytest.raises(UserError, match=r"cannot read .*missing\.jsonl"):
+        read_examples(EXERCISES["classify"](), [str(tmp_path / "missing.jsonl")])
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_path):
+    records = [{"text": f"text {n % 50}", "label": n % 2} for n in range(200)]
+    whole = read_examples(EXERCISES["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
+    assert len(whole.held_out) == 20 and len(whole.train) == 180
+    texts = [{line.example.text for line in side} for side in (whole.train, whole.held_out)]
+    assert not texts[0] & texts[1]
+    turned = write_lines(tmp_path / "b.jsonl", records[::-1])
+    again = read_examples(EXERCISES["classify"](), [turned])
+    assert {line.example.text for line in again.held_out} == texts[1]
+    assert again.digest() != whole.digest()
+
+
+def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
+    train = write_lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": n % 2} for n in range(9)])
+    val = write_lines(tmp_path / "b.jsonl", [{"text": "t3", "label": 1}, {"text": "v", "label": 0}])
+    found = read_examples(EXERCISES["classify"](), [train], val)
+    assert len(found.train) == 8 and len(found.held_out) == 2
+    odd = write_lines(tmp_path / "c.jsonl", [{"text": "v", "label": "new"}])
+    with pytest.raises(UserError, match=r"c\.jsonl:1: the label 'new' is held out"):
+        read_examples(EXERCISES["classify"](), [train], odd)
+
+
+def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
+    records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
+    found = read_examples(EXERCISES["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
+    assert found.labels == tuple(str(n) for n in range(12))

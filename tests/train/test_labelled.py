@@ -1,0 +1,283 @@
+"""Every head trains in the same loop: it learns, it stops and goes on, it is saved."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.conftest import CPU
+from tests.train.test_loop import metrics
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.heads import (
+    MultipleChoice,
+    SequenceClassifier,
+    SpanFinder,
+    TokenClassifier,
+    best_spans,
+    pad,
+)
+from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.exercises import EXERCISES
+from tiedgpt.train.labelled import Labelled, LabelScore, read_examples
+from tiedgpt.train.loop import Ended, Evaluated, Stepped, train
+from tiedgpt.train.optim import parameter_groups
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.step import train_step
+
+ANIMALS, THINGS = ("cat", "dog", "cow", "owl"), ("cup", "hat", "box", "pen")
+
+
+def record(task, n):
+    """Make an example that says whether a sentence is of an animal, and which."""
+    alive = n % 2 == 0
+    noun = (ANIMALS if alive else THINGS)[n // 2 % 4]
+    text = f"{'the' if n % 3 else 'a'} {noun} no {n} is here"
+    if task == "classify":
+        return {"text": text, "label": "animal" if alive else "thing"}
+    if task == "tag":
+        words = text.split()
+        kind = "A" if alive else "T"
+        return {"tokens": words, "labels": [kind if word == noun else "O" for word in words]}
+    if task == "choose":
+        choices = ["it lives", "it lies", "it is"][: 2 + n % 2]
+        return {"text": text, "choices": choices, "answer": 0 if alive else 1}
+    return {"question": "what?", "context": text, "answer": noun}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make a run of a task, its task and its plan."""
+
+    def made(task, plan, name="run", *, n=240, **sizes):
+        file = tmp_path / f"{task}.jsonl"
+        file.write_text("".join(json.dumps(record(task, k)) + "\n" for k in range(n)))
+        exercise = EXERCISES[task]()
+        examples = read_examples(exercise, [str(file)])
+        texts = [
+            t for line in examples.train + examples.held_out for t in exercise.texts(line.example)
+        ]
+        tokenizer = Tokenizer.characters(texts)
+        shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
+        config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
+        run = RunDirectory(tmp_path / name)
+        run.path.mkdir(exist_ok=True)
+        return run, Labelled(exercise, examples, config, tokenizer)
+
+    return made
+
+
+def run_all(run, task, plan, stop_after=None):
+    events, stop = [], [False]
+    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
+        events.append(event)
+        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
+    return events
+
+
+@pytest.mark.parametrize("task", EXERCISES)
+def test_a_small_problem_is_learned_to_more_than_95_percent(make, plan, task):
+    steps = 240 if task == "choose" else 120  # which word of two fits: neither tells it alone
+    plan = dataclasses.replace(plan, steps=steps, batch_size=16, micro_batch=16, eval_every=100)
+    run, labelled = make(task, plan)
+    events = run_all(run, labelled, plan)
+    score = events[-1].score
+    assert isinstance(events[-1], Ended) and isinstance(score, LabelScore)
+    assert score.examples == 24 and score.share > 0.95 and score.nats < 1.0
+    assert all(len(event.sample) > 10 for event in events if isinstance(event, Evaluated))
+    lines = metrics(run)
+    assert lines[-1]["final"] and lines[0]["examples"] == 16
+    assert sum(str(key).startswith("val_") for key in lines[-1]) == 2
+
+
+def test_the_published_classifier_says_what_it_learned(make, plan):
+    plan = dataclasses.replace(plan, steps=120, batch_size=16, micro_batch=16, eval_every=100)
+    run, labelled = make("classify", plan)
+    run_all(run, labelled, plan)
+    head = SequenceClassifier.from_pretrained(run.model)
+    tokenizer = Tokenizer.from_pretrained(run.model)
+    ids, lengths = pad([tokenizer.encode(text) for text in ("the owl is here", "a cup is here")])
+    assert [head.labels[n] for n in head(ids, lengths).argmax(-1)] == ["animal", "thing"]
+
+
+def test_the_published_finder_finds_what_was_asked_for(make, plan):
+    plan = dataclasses.replace(plan, steps=120, batch_size=16, micro_batch=16, eval_every=100)
+    run, labelled = make("answer", plan)
+    run_all(run, labelled, plan)
+    head, tokenizer = SpanFinder.from_pretrained(run.model), Tokenizer.from_pretrained(run.model)
+    ids, lengths = pad([tokenizer.encode("what?\nthe dog no 7 is here")])
+    first, last = best_spans(head(ids, lengths))[0].tolist()
+    assert tokenizer.decode(ids[0, first : last + 1].tolist()) == "dog"
+
+
+@pytest.mark.parametrize("task", EXERCISES)
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan, task):
+    plan = dataclasses.replace(plan, steps=7, save_every=3, micro_batch=3)
+    dropout = {"embd_pdrop": 0.2, "resid_pdrop": 0.2}
+    whole, labelled = make(task, plan, "whole", n=20, **dropout)
+    run_all(whole, labelled, plan)
+    parts, labelled = make(task, plan, "parts", n=20, **dropout)
+    assert not run_all(parts, labelled, plan, stop_after=4)[-1].finished
+    torch.manual_seed(999)
+    assert run_all(parts, labelled, plan)[0].step == 4
+    assert metrics(whole) == metrics(parts)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (checkpoints(r.checkpoints)[-1] / file for r in (whole, parts))
+        assert one.read_bytes() == other.read_bytes()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (whole.model / file).read_bytes() == (parts.model / file).read_bytes()
+
+
+@pytest.mark.parametrize("task", EXERCISES)
+def test_parts_of_a_batch_add_up_to_its_gradient(make, plan, task):
+    _, labelled = make(task, plan, n=30)
+    plan = dataclasses.replace(plan, batch_size=7)
+    torch.manual_seed(0)
+    model = labelled.build().eval()
+    batch = labelled.batches(plan)(2)
+    gradients = []
+    for micro_batch in (7, 2):
+        result = train_step(model, [], batch, dataclasses.replace(plan, micro_batch=micro_batch))
+        gradients.append([result.loss, result.grad_norm, *(p.grad for p in model.parameters())])
+    for whole, summed in zip(*gradients, strict=True):
+        torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
+
+
+def test_an_epoch_visits_every_example_once(make, plan):
+    _, labelled = make("classify", plan, n=50)  # 45 to train on
+    batch = labelled.batches(dataclasses.replace(plan, batch_size=9))
+    seen = [
+        tuple(ids[:length])
+        for step in range(5)
+        for ids, length in zip(*batch(step)[:2], strict=True)
+    ]
+    assert len(seen) == len(set(seen)) == 45
+    (ids, *_), (again, *_) = batch(3), labelled.batches(dataclasses.replace(plan, batch_size=9))(3)
+    assert (ids == again).all()
+    other, *_ = labelled.batches(dataclasses.replace(plan, batch_size=9, seed=8))(3)
+    assert ids.shape != other.shape or (ids != other).any()
+
+
+def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, plan):
+    for task in EXERCISES:
+        _, labelled = make(task, plan, n=70)
+        model = labelled.build()
+        rows = [row for _, row in labelled.held_out]
+        arrays = labelled.exercise.collate(rows)
+        whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
+        model.train()
+        score = labelled.evaluate(model, dataclasses.replace(plan, micro_batch=2))
+        assert score.nats == pytest.approx(whole, rel=1e-5) and score.examples == 7
+        assert model.training
+
+
+@pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier, MultipleChoice, SpanFinder])
+def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
+    labels = {"labels": ["a", "b"]} if kind in (SequenceClassifier, TokenClassifier) else {}
+    model = kind(tiny, **labels)
+    groups = parameter_groups(model, matrices="muon", weight_decay=0.1)
+    grouped = [parameter for group in groups for parameter in group.parameters.values()]
+    assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
+    names = {group.name: list(group.parameters) for group in groups}
+    assert names["head"] == list(kind.own)
+    reads = "W, which reads and predicts" if kind is MultipleChoice else "W, which reads"
+    assert names[reads] == ["gpt.wte.weight"]
+
+
+def test_examples_that_do_not_fit_are_left_out_and_counted(make, plan):
+    _, labelled = make("answer", plan, n=60, n_positions=48)
+    short = Labelled(
+        labelled.exercise, labelled.examples, labelled.config, labelled.tokenizer, context=12
+    )
+    assert any("left out" in note and "12 tokens" in note for note in short.notes)
+    assert any("cut" in note for note in short.notes)
+    assert len(short.train) < len(labelled.train)
+
+
+# The command line
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for task in EXERCISES:
+        lines = "".join(json.dumps(record(task, k)) + "\n" for k in range(80))
+        Path(f"{task}.jsonl").write_text(lines)
+    text = "".join(record("classify", k)["text"] + ", it lives\n" for k in range(400))
+    Path("text.txt").write_text(text)
+    return tmp_path
+
+
+QUICK = ["--size", "tiny", "--context", "40", "--batch-size", "4", "--steps", "3"]
+
+
+@pytest.mark.parametrize("task", EXERCISES)
+def test_train_a_head_from_the_command_line(files, capfd, task):
+    command = ["train", f"{task}.jsonl", "--task", task, *QUICK, "--tokenizer", "char"]
+    assert main(command) == 0
+    out, err = capfd.readouterr()
+    assert "validation" in out and "%" in out and f"from runs/{task}-{task}".split()[1] in out
+    assert "examples" in err
+    tables = tomllib.loads(Path(f"runs/{task}-{task}/run.toml").read_text())
+    assert tables["options"]["task"] == task and tables["train_examples"]["examples"] == 72
+    assert main(command) == 0
+    assert "finished already" in capfd.readouterr().err
+    lines = Path(f"{task}.jsonl")
+    lines.write_text(lines.read_text() + json.dumps(record(task, 99)) + "\n")
+    assert main(command) == 1
+    assert "is another than when" in capfd.readouterr().err
+
+
+def test_start_from_a_trained_gpt_takes_its_weights_tokenizer_and_shape(files, capfd):
+    assert main(["train", "text.txt", *QUICK, "--tokenizer", "char", "--out", "language"]) == 0
+    for task in ("lm", "choose", "classify"):
+        data = "text.txt" if task == "lm" else f"{task}.jsonl"
+        start = ["--task", task, "--start", "language", "--out", task, "--lr", "1e-12"]
+        quick = [*start, *QUICK[4:], "--context", "30", "--weight-decay", "0"]
+        assert main(["train", data, *quick]) == 0
+        capfd.readouterr()
+    before = GPT.from_pretrained("language")
+    same = SequenceClassifier.from_pretrained("classify/model").gpt
+    assert same.config == before.config
+    for gpt in (
+        GPT.from_pretrained("lm"),
+        MultipleChoice.from_pretrained("choose/model").gpt,
+        same,
+    ):
+        for name, parameter in before.state_dict().items():
+            torch.testing.assert_close(gpt.state_dict()[name], parameter, atol=1e-9, rtol=1e-6)
+    tokenizers = [Path(f"{run}/model/tokenizer.json").read_text() for run in ("language", "choose")]
+    assert tokenizers[0] == tokenizers[1]
+    record = tomllib.loads(Path("classify/run.toml").read_text())
+    assert record["options"]["start"] == "language" and record["training"]["optimizer"] == "adamw"
+    assert main(["train", "classify.jsonl", "--task", "tag", "--out", "classify"]) == 1
+    assert "--task was classify and is tag" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--task", "classify"], 1, "needs examples"),
+        (["text.txt", "--task", "classify"], 3, r"text\.txt:1: not a JSON object"),
+        (["tag.jsonl", "--task", "classify"], 3, r"tag\.jsonl:1: no string in the field 'text'"),
+        (["classify.jsonl", "--task", "classify", "--text-field", "t"], 1, "--text-field"),
+        (["text.txt", "--start", "no/such/model"], 1, "no/such/model"),
+        (["text.txt", "--start", "x", "--size", "small"], 1, "--size small is for a fresh"),
+        (["text.txt", "--start", "x", "--vocab-size", "300"], 1, "--vocab-size 300 is for a fresh"),
+        (["answer.jsonl", "--task", "answer", "--context", "2"], 1, "fits a context of 2"),
+        (["text.txt", "--task", "swim"], 2, "swim"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code, says):
+    try:
+        got = main(["train", *arguments, "--tokenizer", "bpe", "--steps", "1"])
+    except SystemExit as stop:
+        got = stop.code
+    err = capfd.readouterr().err
+    assert got == code, err
+    assert re.search(says, err), err
+    assert not list(files.glob("runs/*/model"))
