@@ -78,6 +78,34 @@ def test_a_second_copy_of_w_is_counted(source, tokenizer, tmp_path):
     assert GPT.from_pretrained(tmp_path / "a.gguf").head is None
 
 
+def test_a_vocabulary_of_a_few_characters_goes_along(tiny, ids, tmp_path):
+    few = Tokenizer.characters(["abc3\n"])
+    model = GPT(replace(tiny.config, vocab_size=len(few)))
+    model.save_pretrained(tmp_path / "few")
+    few.save_pretrained(tmp_path / "few")
+    written = to(tmp_path / "few", tmp_path / "again", "transformers", few)
+    assert written.with_tokenizer and written.exact
+    assert Tokenizer.from_pretrained(tmp_path / "again").encode("cab") == few.encode("cab")
+
+
+def test_another_gelu_is_asked_for_and_told(tiny, tokenizer, tmp_path):
+    GPT(
+        replace(tiny.config, vocab_size=len(tokenizer), activation_function="gelu", eos_token_id=0)
+    ).save_pretrained(tmp_path / "exact")
+    for name in ("gguf", "llmc"):
+        path = tmp_path / f"x{SUFFIXES[name]}"
+        with pytest.raises(UserError, match="--approximate-gelu"):
+            to(tmp_path / "exact", path, name, tokenizer)
+        written = to(tmp_path / "exact", path, name, tokenizer, approximate_gelu=True)
+        assert written.exact and "computes gelu_new" in written.notes[0]
+
+
+def test_what_transformers_has_no_class_for_is_told(tiny, tmp_path):
+    GPT(replace(tiny.config, attention_windows=(0, 4))).save_pretrained(tmp_path / "banded")
+    written = to(tmp_path / "banded", tmp_path / "again", "transformers", None)
+    assert written.exact and "refuses it" in written.notes[0]
+
+
 def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_path):
     to(source, tmp_path / "dir", "onnx", tokenizer)
     assert {"model.onnx", "config.json", "tokenizer.json"} <= {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,11 @@ class Arguments:
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A directory, a file of any format that is read here, or a hub name."""
     dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
-    """The file to write; for transformers a directory."""
-    to: Literal["transformers", "gguf", "onnx", "nanogpt", "llmc"]
-    """The format: a Hugging Face directory, llama.cpp's, ONNX, nanoGPT's ckpt.pt, llm.c's .bin."""
+    """The file to write. A directory for transformers, and for ONNX where it does not end in .onnx:
+    then config and tokenizer are put there, too."""
+    to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc"] = "auto"
+    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin; auto: by the
+    ending of DEST, .gguf, .onnx, .pt or .bin, else transformers."""
     precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0"] = "auto"
     """auto: the model's own, where the format has it."""
     tokenizer: str | None = None
@@ -41,7 +45,8 @@ class Arguments:
     duplicate_head: bool = False
     """GGUF: write W a second time, for readers that know no tied GPT-2."""
     approximate_gelu: bool = False
-    """nanoGPT: write a model of the tanh form, though nanoGPT computes the exact one."""
+    """nanoGPT computes the exact GELU, GGUF and llm.c its tanh form (GPT-2's): write a model of the
+    other one all the same."""
     overwrite: bool = False
     """Replace DEST if it is a file."""
     format: Literal["human", "json"] = "human"
@@ -51,8 +56,27 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Convert; return the exit code."""
     given = parse(Arguments, "convert", arguments, ABOUT)
+    with _termination_as_interrupt():
+        return _run(given)
 
-    from tiedgpt.weights.convert import convert, require_place
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """Have SIGTERM raise as SIGINT does, so that what is half written is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(given: Arguments) -> int:
+    import torch
+
+    from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
 
     supplied = {
@@ -60,9 +84,14 @@ def run(arguments: list[str]) -> int:
         for name in ("n_head", "activation_function")
         if (value := getattr(given, name)) is not None
     }
-    require_place(Path(given.dest), given.to, overwrite=given.overwrite)
+    to = format_of(Path(given.dest)) if given.to == "auto" else given.to
+    require_place(Path(given.dest), to, overwrite=given.overwrite)
     with bar("reading") as progress:
-        loaded = load(given.source, resolve=given.resolve, progress=progress, **supplied)
+        # wte's type would hold for all; where a file mixes types, what is finer must not be lost
+        dtype = torch.float32 if given.precision in ("fp32", "q8_0") else None
+        loaded = load(
+            given.source, resolve=given.resolve, dtype=dtype, progress=progress, **supplied
+        )
     tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
     if given.format == "human":
         print(_found(loaded, tokenizer), flush=True)
@@ -73,7 +102,7 @@ def run(arguments: list[str]) -> int:
         written = convert(
             loaded,
             Path(given.dest),
-            given.to,
+            to,
             tokenizer=tokenizer,
             precision=None if given.precision == "auto" else given.precision,
             overwrite=given.overwrite,
@@ -81,11 +110,11 @@ def run(arguments: list[str]) -> int:
             **options,
         )
     if given.format == "human":
-        print(_written(written, given.to))
+        print(_written(written, to, tokenizer))
     else:
         import json
 
-        print(json.dumps(_facts(loaded, tokenizer, written, given.to), indent=2))
+        print(json.dumps(_facts(loaded, tokenizer, written, to), indent=2))
     return EXIT_OK
 
 
@@ -98,7 +127,8 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
     )  # fmt: skip
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = progress.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:
@@ -128,6 +158,8 @@ def _tokenizer(source: str, *, asked: bool) -> Any:
 
 
 def _found(loaded: Any, tokenizer: Any) -> str:
+    from tiedgpt.weights.save import peculiarities
+
     config = loaded.model.config
     n_parameters = sum(p.numel() for p in loaded.model.parameters())
     dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
@@ -137,7 +169,7 @@ def _found(loaded: Any, tokenizer: Any) -> str:
         f"found     {loaded.path}: {loaded.layout}",
         f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, {dtype}; "
         f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
-        f"{config.n_positions:,} positions",
+        f"{config.n_positions:,} positions{peculiarities(config)}",
         f"tie       one matrix of {matrix} reads and predicts"
         if tied
         else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
@@ -149,8 +181,11 @@ def _found(loaded: Any, tokenizer: Any) -> str:
     return "\n".join(lines)
 
 
-def _written(written: Any, to: str) -> str:
+def _written(written: Any, to: str, tokenizer: Any) -> str:
     once = {1: "once", 2: "twice"}.get(written.copies, f"{written.copies} times")
+    notes = list(written.notes)
+    if tokenizer is not None and not written.with_tokenizer:
+        notes.append(f"the tokenizer is not in it: {to} has no place for one; keep it beside")
     checked = (
         "every weight came back, bit for bit"
         if written.exact
@@ -159,9 +194,8 @@ def _written(written: Any, to: str) -> str:
     )
     return (
         f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W stands in it {once} "
-        f"({written.matrix_bytes / 1e6:,.1f} MB)\n"
-        f"checked   opened again: {checked}"
-        + "".join(f"\nnote      {note}" for note in written.notes)
+        f"({written.matrix_bytes / 1e6:,.1f} MB{' each' * (written.copies > 1)})\n"
+        f"checked   opened again: {checked}" + "".join(f"\nnote      {note}" for note in notes)
     )
 
 

@@ -45,6 +45,8 @@ class Arguments:
     """Where the tokenizer is, if not with the model."""
     n_head: int | None = None
     """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    activation_function: str | None = None
+    """gelu_new or gelu, where the file does not say it (some of nanoGPT's)."""
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
     """What to do where the file holds two different matrices."""
     format: Literal["human", "json"] = "human"
@@ -65,12 +67,17 @@ def run(arguments: list[str]) -> int:
     from tiedgpt.infer import Engine
     from tiedgpt.text import Tokenizer
 
+    supplied = {
+        name: value
+        for name in ("n_head", "activation_function")
+        if (value := getattr(given, name)) is not None
+    }
     engine = Engine(
         source,
         given.precision,
         tokenizer=None if given.tokenizer is None else Tokenizer.from_pretrained(given.tokenizer),
         resolve=given.resolve,
-        **({} if given.n_head is None else {"n_head": given.n_head}),
+        **supplied,
     )
     for note in engine.notes:
         print(f"({note})", file=sys.stderr)

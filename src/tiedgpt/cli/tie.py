@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -56,9 +56,9 @@ class AuditOptions(Show):
 class Fix:
     """Options of `tie fix`."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """What is to be mended; it is only read."""
-    dest: tyro.conf.Positional[str]
+    dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
     """The new directory; it must not exist."""
     keep: Literal["input", "output", "both"] | None = None
     """Where two matrices differ: whose values stay, or both, the model then being untied."""
@@ -139,23 +139,17 @@ def _show_ledger(found: Ledger) -> None:
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
     )
     groups = _alike(found.rows)
-    longest = max((len(line) for name, _ in groups for line in name.split("\n")), default=0)
-    table.add_column("parameter, and who shares it", overflow="fold", min_width=min(longest, 44))
-    table.add_column("shape", no_wrap=True)
-    for column in ("parameters", "MB", "products"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, rows in groups:
-        first = rows[0]
-        table.add_row(
-            escape(name),
-            " x ".join(map(str, first.shape))
-            + f" ({first.padded_rows} pad)" * (first.padded_rows > 0),
-            f"{sum(row.parameters for row in rows):,}" + ("" if first.trainable else " (frozen)"),
-            f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
-            f"{sum(row.multiply_adds for row in rows):,}",
-            style="bold" if first.shared else None,
-        )
+    is_file = found.format != "module"  # where nothing is trained, nothing is frozen
+    cells = [_numbers(rows, is_file=is_file) for _, rows in groups]
     totals = (f"{found.total:,}", f"{found.bytes / 1e6:,.2f}", f"{found.multiply_adds:,}")
+    table.add_column("parameter, and who shares it", overflow="fold")
+    shapes = [_shape(rows[0]) for _, rows in groups]
+    table.add_column("shape", no_wrap=True, min_width=max(map(len, shapes), default=0))
+    for at, column in enumerate(("parameters", "MB", "products")):
+        widest = max(len(row[at]) for row in (*cells, totals))
+        table.add_column(column, justify="right", no_wrap=True, min_width=widest)
+    for (name, rows), shape, numbers in zip(groups, shapes, cells, strict=True):
+        table.add_row(escape(name), shape, *numbers, style="bold" if rows[0].shared else None)
     table.add_section()
     table.add_row("all", "", *totals, style="bold")
     console = _console()
@@ -165,6 +159,21 @@ def _show_ledger(found: Ledger) -> None:
     if found.left_out:
         names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")
         console.print(escape(f"Not parameters, left out: {names}"))
+
+
+def _shape(row: Row) -> str:
+    padding = f" ({row.padded_rows} pad)" if row.padded_rows > 0 else ""
+    return " x ".join(map(str, row.shape)) + padding
+
+
+def _numbers(rows: Sequence[Row], *, is_file: bool) -> tuple[str, str, str]:
+    """Return parameters, megabytes and products of alike rows together."""
+    frozen = "" if rows[0].trainable or is_file else " (frozen)"
+    return (
+        f"{sum(row.parameters for row in rows):,}{frozen}",
+        f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
+        f"{sum(row.multiply_adds for row in rows):,}",
+    )
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

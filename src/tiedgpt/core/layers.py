@@ -87,6 +87,10 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
+    def extra_repr(self) -> str:
+        """Say in `print(model)` how far a banded layer looks."""
+        return "" if self.window is None else f"window={self.window}"
+
     def forward(self, x: Tensor, layer: int, past: Past | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); position i sees positions j <= i only."""
         n_new = x.shape[1]

@@ -27,6 +27,8 @@ from tiedgpt.text import StreamDecoder, Tokenizer
 from tiedgpt.weights.load import load
 
 PRECISIONS = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_PADDING = 1024
+"""Rows that a vocabulary is padded by, at the most, to a round number."""
 FinishReason = Literal["stop", "length", "context"]
 Prompt = str | Sequence[int]
 P = ParamSpec("P")
@@ -106,13 +108,15 @@ class Engine:
         model_or_source: GPT | str | os.PathLike[str],
         precision: str = "auto",
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         resolve: str | None = None,
         **config: Any,
     ) -> None:
         if precision not in PRECISIONS:
             raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
         dtype = PRECISIONS[precision]
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
         self.notes: tuple[str, ...] = ()  # what loading has to tell: two equal matrices, tied
         if isinstance(model_or_source, GPT):
             if resolve is not None or config:
@@ -129,6 +133,11 @@ class Engine:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}"
                 ": they do not belong together"
+            )
+        if tokenizer is not None and len(tokenizer) < model.config.vocab_size - MAX_PADDING:
+            self.notes += (
+                f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
+                f"{model.config.vocab_size:,}: the others are never drawn",
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -226,8 +235,8 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError(
-                    "a prompt of text needs a tokenizer and there is none beside the model: give "
-                    "ids, or save one there (Tokenizer.from_pretrained(...).save_pretrained(...))"
+                    "a prompt of text needs a tokenizer, and there is none with the model: name "
+                    "one (--tokenizer, or Engine(..., tokenizer=)), or give ids"
                 )
             ids = self.tokenizer.encode(prompt)
         else:
@@ -235,7 +244,10 @@ class Engine:
         if not ids:
             start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
             if start is None:
-                raise UserError("the prompt is empty, and the model has no token to start from")
+                raise UserError(
+                    "the prompt is empty, and the model has no token to start from: give a text "
+                    "(--prompt)"
+                )
             ids = [start]
         for token in ids:
             if type(token) is not int or not 0 <= token < config.vocab_size:

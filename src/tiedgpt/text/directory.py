@@ -1,9 +1,10 @@
 """A path -> a Hugging Face tokenizer and its settings; and back to a directory.
 
 Read are `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had the former);
-`encoder.json` with `vocab.bpe` (OpenAI's GPT-2) and `encoder_bpe_40000.json` with `vocab_40000.bpe`
-(OpenAI's GPT-1). Whether such a pair is of bytes or of GPT-1's words, its tokens tell. Everything
-from outside is checked here, so that what is wrong with a file is said in one line that names it.
+`vocabulary.json` with `merges.txt` (KerasHub); `encoder.json` with `vocab.bpe` (OpenAI's GPT-2) and
+`encoder_bpe_40000.json` with `vocab_40000.bpe` (OpenAI's GPT-1). Whether such a pair is of bytes or
+of GPT-1's words, its tokens tell. Everything from outside is checked here, so that what is wrong
+with a file is said in one line that names it.
 """
 
 import json
@@ -24,6 +25,7 @@ from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 _WHOLE = "tokenizer.json"
 _PAIRS = [
     ("vocab.json", "merges.txt"),
+    ("vocabulary.json", "merges.txt"),
     ("encoder.json", "vocab.bpe"),
     ("encoder_bpe_40000.json", "vocab_40000.bpe"),
 ]

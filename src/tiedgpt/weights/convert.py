@@ -25,9 +25,9 @@ from tiedgpt.files import remove, sync, writing
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.found import found
 from tiedgpt.weights.load import Loaded, Progress, load
-from tiedgpt.weights.names import EMBEDDING, HEAD
+from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT
 from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.save import write_description
+from tiedgpt.weights.save import save_model, write_description
 from tiedgpt.weights.stored import Inventory, by_storage
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2}
@@ -65,7 +65,7 @@ TARGETS = {
     ),
     "gguf": Target(
         "llama.cpp's file, tokenizer inside", ("fp32", "fp16", "bf16", "q8_0"),
-        suffix=".gguf", holds_tokenizer=True, options=("duplicate_head",),
+        suffix=".gguf", holds_tokenizer=True, options=("duplicate_head", "approximate_gelu"),
     ),
     "onnx": Target(
         "a graph with cache inputs and outputs, for onnxruntime", ("fp32", "fp16", "bf16"),
@@ -74,7 +74,7 @@ TARGETS = {
     "nanogpt": Target(
         "nanoGPT's ckpt.pt", ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
     ),
-    "llmc": Target("llm.c's .bin", ("fp32", "bf16"), suffix=".bin"),
+    "llmc": Target("llm.c's .bin", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
 }  # fmt: skip
 
 
@@ -94,6 +94,7 @@ class Written:
     difference: float
     """Root mean square of the logits' differences over that of the logits."""
     tolerance: float
+    with_tokenizer: bool
     notes: tuple[str, ...]
     """What opening it again had to tell."""
 
@@ -121,13 +122,18 @@ def convert(
         if name not in target.options:
             raise UserError(f"{name} is no option of {to}")
     model, name = loaded.model, path.name
+    if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
+            f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
+        )
     before = _Evidence.of(model)
     hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with writing(path):
             hidden.mkdir(parents=True)
             _write(model, hidden / name, to, tokenizer, precision, progress, options)
-        written = _compare(before, hidden / name, target, tokenizer, precision)
+        written = _compare(before, hidden / name, target, tokenizer, precision, loaded)
         with writing(path):
             _move(hidden, path, overwrite)
     finally:
@@ -149,16 +155,25 @@ def _target(to: str, precision: str | None, model: GPT) -> tuple[Target, str]:
     return target, precision
 
 
+def format_of(path: Path) -> str:
+    """Return the format that the name of a file or directory stands for."""
+    return next((to for to, t in TARGETS.items() if t.suffix == path.suffix), "transformers")
+
+
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
-    """Raise `UserError` where something is at `path` that would be lost."""
-    if TARGETS[to].is_directory(path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
+    if path.name in ("", ".."):
+        raise UserError(f"{path} names nothing new: give DEST a name")
+    with writing(path):
+        directory, there = TARGETS[to].is_directory(path), path.exists()
+        if directory and there and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is there already: give a directory that is new or empty")
-        return
-    if path.is_dir():
-        raise UserError(f"{path} is a directory: give the name of a file")
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} is there already: give another name, or --overwrite")
+        if not directory and path.is_dir():
+            raise UserError(f"{path} is a directory: give the name of a file")
+        if not directory and there and not path.is_file():
+            raise UserError(f"{path} is no file that could be replaced: give another name")
+        if not directory and there and not overwrite:
+            raise UserError(f"{path} is there already: give another name, or --overwrite")
 
 
 def _write(
@@ -171,11 +186,9 @@ def _write(
     options: dict[str, Any],
 ) -> None:
     if to == "transformers":
-        if PRECISION_OF.get(model.wte.weight.dtype) != precision:
-            model = model.to(DTYPES[precision])
-        model.save_pretrained(path)
+        save_model(model, path, DTYPES[precision])
     elif TARGETS[to].is_directory(path):
-        write_description(model, path)
+        write_description(model, path, DTYPES[precision])
     if TARGETS[to].is_directory(path) and tokenizer is not None:
         tokenizer.save_pretrained(path)
     if to == "transformers":
@@ -236,12 +249,18 @@ def _in_fp32(model: GPT, ids: Tensor) -> Tensor:
 
 
 def _digest(parameter: Tensor) -> bytes:
-    raw = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
+    raw = parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8).numpy()
     return b"" if not raw.any() else hashlib.blake2b(raw.data, digest_size=16).digest()
 
 
 def _compare(
-    before: _Evidence, path: Path, target: Target, tokenizer: Tokenizer | None, precision: str
+    before: _Evidence,
+    path: Path,
+    target: Target,
+    tokenizer: Tokenizer | None,
+    precision: str,
+    loaded: Loaded,
 ) -> dict[str, Any]:
     """Open what was written; return the facts of `Written`, or raise `CheckFailedError`."""
     try:
@@ -249,8 +268,8 @@ def _compare(
         inventory = open_inventory(path)
         carried = target.holds_tokenizer or target.is_directory(path)
         if carried and tokenizer is not None:
-            same = Tokenizer.from_pretrained(path).encode(SAMPLE) == tokenizer.encode(SAMPLE)
-            if not same:
+            again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
+            if again_tokenizer.encode(sample) != tokenizer.encode(sample):
                 raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
@@ -260,7 +279,8 @@ def _compare(
     apart = (after.logits - before.logits).square().mean().sqrt()
     difference = float(apart / before.logits.square().mean().sqrt().clamp_min(1e-30))
     tolerance = TOLERANCES[precision]
-    coarser = DTYPES.get(precision) != before.dtype
+    written = DTYPES.get(precision)  # None: quantized
+    coarser = written is None or torch.promote_types(before.dtype, written) != written
     if not (exact or (coarser and difference <= tolerance)):
         raise CheckFailedError(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
@@ -269,8 +289,31 @@ def _compare(
     copies, matrix_bytes = _copies(inventory)
     return {
         "n_bytes": _size(path), "matrix_bytes": matrix_bytes, "copies": copies,
-        "exact": exact, "difference": difference, "tolerance": tolerance, "notes": again.notes,
+        "exact": exact, "difference": difference, "tolerance": tolerance,
+        "with_tokenizer": carried and tokenizer is not None,
+        "notes": _notes(loaded, again),
     }  # fmt: skip
+
+
+def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
+    """Return what opening it again had to tell, and what other tools make of it."""
+    notes = [note for note in again.notes if note not in loaded.notes]
+    before, after = (each.model.config.activation_function for each in (loaded, again))
+    if before != after:
+        notes.append(f"the model was trained with {before}; what reads this file computes {after}")
+    if again.layout.endswith(TIEDGPT.name):
+        notes.append("transformers has no class for this model and refuses it; tiedgpt loads it")
+    return tuple(notes)
+
+
+def _sample(tokenizer: Tokenizer) -> str:
+    """Return a text to compare tokenizers on; of a vocabulary without its characters, tokens."""
+    try:
+        tokenizer.encode(SAMPLE)
+        return SAMPLE
+    except UserError:
+        ids = [id for id, n in enumerate(tokenizer.byte_lengths().tolist()) if n][:256]
+        return tokenizer.decode(ids)
 
 
 def _copies(inventory: Inventory) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIALECTS = ("openai", "gguf", "onnx", "llmc", "nanogpt", "transformers")
+DIALECTS = ("openai", "gguf", "onnx", "llmc", "keras", "nanogpt", "transformers")
 """In the order in which they are asked; the last takes what is left."""
 
 
@@ -83,6 +83,8 @@ class Found:
     foreign: Mapping[str, Any] = field(default_factory=dict)
     """Keys of its config that change nothing here."""
     notes: tuple[str, ...] = ()
+    guesses: Mapping[str, str] = field(default_factory=dict)
+    """Notes on what is assumed and uncertain, by its field; one that the caller gives is none."""
 
 
 def found(inventory: Inventory) -> Found:

@@ -26,11 +26,14 @@ from tiedgpt.weights.config_json import FIELDS, drop_foreign_ids
 from tiedgpt.weights.found import FileTensor, Found, found
 from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import printable
+from tiedgpt.weights.stored import by_storage, printable
 from tiedgpt.weights.two_matrices import settle
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+
+SLACK_BYTES = 1 << 20
+MAX_NAME = 200
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -100,11 +103,14 @@ def load(
                 f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
             )
     _check_tensors(path, files, shapes(built))
-    model = _build(built, files, dtype, progress)
+    _check_size(path, files, inventory.files)
+    model, rounded = _build(built, files, dtype, progress)
+    guesses = (note for name, note in gpt.guesses.items() if name not in supplied)
+    notes = (*gpt.notes, *guesses, *settled.notes, *rounded)
     model.foreign_config = dict(gpt.foreign)
     return Loaded(
         model, path, f"{inventory.format}, {gpt.layout}",
-        sum(tensor.stored.n_bytes for tensor in files.values()), (*gpt.notes, *settled.notes),
+        sum(tensor.stored.n_bytes for tensor in files.values()), notes,
     )  # fmt: skip
 
 
@@ -134,15 +140,22 @@ def _config(
     layers = {int(match[1]) for name in tensors if (match := re.match(r"h\.(\d{1,6})\.", name))}
     in_file = len(layers)
     if layers != set(range(in_file)):
-        raise CorruptInputError(f"{path}: layers are missing among the {in_file} that are there")
-    if fields.setdefault("n_layer", in_file) != in_file:
+        gap = next(layer for layer in range(in_file) if layer not in layers)
         raise CorruptInputError(
-            f"{path}: its config says n_layer={fields['n_layer']}, the weights have {in_file}"
+            f"{path}: layers are missing: there is an h.{max(layers)} and no h.{gap}"
+        )
+    told = fields.setdefault("n_layer", in_file)
+    if told != in_file:
+        fewer = type(told) is int and told < in_file
+        odd = f"h.{told} is one too many" if fewer else f"h.{in_file} is missing"
+        raise CorruptInputError(
+            f"{path}: its config says n_layer={told!r}, the weights have {in_file}: {odd}"
         )
     fields = {**gpt.assumed, **fields}
     if "n_head" not in fields:
         raise UserError(
-            f"{path} does not say how many heads it has, and shapes do not tell: give n_head"
+            f"{path} does not say how many heads it has, and shapes do not tell: give n_head "
+            "(--n-head)"
         )
     inner = tensors.get("h.0.mlp.c_fc.weight")
     if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
@@ -161,7 +174,11 @@ def _check_tensors(
     """Every parameter is there once, in its shape, and nothing else is."""
     problems = (
         [f"{name} is missing" for name in expected if name not in tensors]
-        + [f"{printable(name)} is not a GPT's" for name in tensors if name not in expected]
+        + [
+            f"{printable(name)[:MAX_NAME]} is not a GPT's"
+            for name in tensors
+            if name not in expected
+        ]
         + [
             f"{name} is {tensor.shape}, not {expected[name]}"
             for name, tensor in tensors.items()
@@ -173,6 +190,21 @@ def _check_tensors(
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
     for tensor in tensors.values():
         tensor.require_readable()
+
+
+def _check_size(path: Path, tensors: dict[str, FileTensor], files: tuple[Path, ...]) -> None:
+    """Refuse tensors that are more than the files: rows that repeat, one place under many names.
+
+    Twice as much is a matrix that was saved once and is wanted twice.
+    """
+    there = sum(file.stat().st_size for file in files)
+    wanted = sum(tensor.stored.n_bytes for tensor in tensors.values())
+    if files and wanted > 2 * there + SLACK_BYTES:
+        largest = max(tensors, key=lambda name: tensors[name].stored.n_bytes)
+        raise CorruptInputError(
+            f"{path} lies: its tensors, such as {largest} of shape {tensors[largest].shape}, would "
+            f"take {wanted:,} bytes, and its files have {there:,}"
+        )
 
 
 class _NoDraws(TorchFunctionMode):
@@ -191,18 +223,40 @@ def _build(
     tensors: dict[str, FileTensor],
     dtype: torch.dtype | None,
     progress: Progress | None,
-) -> GPT:
-    """Fill a model with the tensors, each read once; the embedding's dtype holds for all."""
+) -> tuple[GPT, tuple[str, ...]]:
+    """Fill a model with the tensors, each read once; the embedding's dtype holds for all.
+
+    What that rounds is told in a note.
+
+    Where two lie on the same bytes of the file, each gets memory of its own: what is trained as two
+    must not move as one.
+    """
     with torch.device("meta"), _NoDraws():
         model = GPT(config)
     state: dict[str, Tensor] = {}
+    rounded: list[str] = []
+    asked = dtype is not None
+    shared = {
+        id(stored)
+        for group in by_storage(tensor.stored for tensor in tensors.values()) if len(group) > 1
+        for stored in group
+    }  # fmt: skip
     done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
         tensor = tensors[name].read()
         dtype = tensor.dtype if dtype is None else dtype
-        state[name] = tensor.to(dtype)
+        state[name] = tensor.to(dtype, copy=id(tensors[name].stored) in shared)
+        if torch.promote_types(tensor.dtype, dtype) != dtype:
+            again = state[name].to(tensor.dtype)
+            rounded += [name] if not torch.equal(again, tensor) else []
         done += tensors[name].n_bytes
         if progress is not None:
             progress(done, whole)
     model.load_state_dict(state, assign=True)
-    return model.eval()
+    if not rounded:
+        return model.eval(), ()
+    held, kept = tensors[rounded[0]].stored.dtype, str(dtype).removeprefix("torch.")
+    why = "" if asked else f", {EMBEDDING}'s type; dtype=torch.{held} (--precision) keeps them"
+    return model.eval(), (
+        f"{len(rounded)} tensors, such as {rounded[0]} in {held}, were rounded to {kept}{why}",
+    )

@@ -1,8 +1,8 @@
 """Any checkpoint as an inventory of its tensors: recognised by content, headers only.
 
-SOURCE: a file of safetensors, torch.save, GGUF, ONNX or llm.c; a sharded index; a TensorFlow or
-numpy checkpoint; a directory with one of these; a run directory, which stands for the model in it;
-or a hub name. What config.json beside the weights claims is taken along.
+SOURCE: a file of safetensors, torch.save, GGUF, ONNX, Keras or llm.c; a sharded index; a TensorFlow
+or numpy checkpoint; a directory with one of these; a run directory, which stands for the model in
+it; or a hub name. What config.json beside the weights claims is taken along.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, Sa
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
 
-PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
+PATTERNS = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "model*.weights.h5",
+    "model.weights.json",
+)  # fmt: skip
 WEIGHT_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -28,9 +31,11 @@ WEIGHT_NAMES = (
     "pytorch_model.bin.index.json",
     "model.onnx",
     "onnx/model.onnx",
+    "model.weights.h5",
+    "model.weights.json",
 )
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".onnx")
+WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".onnx", ".keras")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
@@ -38,6 +43,8 @@ PREDICTING = re.compile(
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
 NUMPY_SHAPES = "params_shapes.json"
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+KERAS_INDEX = ".weights.json"
 LLMC_MAGIC = (20240326).to_bytes(4, "little")
 LLMC_OTHERS = tuple(number.to_bytes(4, "little") for number in (20240327, 20240328, 20240520))
 """llm.c's debug states, tokenizers and tokens end in .bin as well."""
@@ -76,7 +83,8 @@ def _weights_in(directory: Path) -> Path:
         names = ", ".join(file.name for file in files[:6])
         raise UserError(f"{directory} holds {len(files)} files of weights ({names}): name one")
     raise UserError(
-        f"{directory} has no weights: no safetensors, .bin, .pt, .gguf, .onnx or model.ckpt.index"
+        f"{directory} has no weights: no safetensors, .bin, .pt, .gguf, .onnx, .keras, "
+        "model.weights.h5 or model.ckpt.index"
     )
 
 
@@ -117,6 +125,10 @@ def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
         from tiedgpt.weights.formats.npy_shards import open_npy_shards
 
         return lambda path: open_npy_shards(path.parent)
+    if _is_keras(path, head):
+        from tiedgpt.weights.formats.keras_file import open_keras
+
+        return open_keras
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return _open_safetensors
     looks_like_onnx = head[0] == 8 and head[1:2] < b" "  # field 1, ir_version, a small number
@@ -136,9 +148,18 @@ def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
 
         return open_onnx
     raise CorruptInputError(
-        f"{path} is of no known format: safetensors, torch.save, GGUF, ONNX, llm.c's .bin, "
-        "TensorFlow's checkpoints and numbered .npy files are read"
+        f"{path} is of no known format: safetensors, torch.save, GGUF, ONNX, Keras's .h5, llm.c's "
+        ".bin, TensorFlow's checkpoints and numbered .npy files are read"
     )
+
+
+def _is_keras(path: Path, head: bytes) -> bool:
+    """Whether it is HDF5, an index of such files, or a zip that holds one."""
+    if head[:4] == b"PK\3\4":
+        from tiedgpt.weights.formats.keras_file import is_archive
+
+        return is_archive(path)
+    return head[:8] == HDF5_MAGIC or path.name.endswith(KERAS_INDEX)
 
 
 def _is_tensorflow_index(path: Path) -> bool:
@@ -218,7 +239,7 @@ def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
         source = f"config.json does not say {CLAIM}"
         if inventory.claim is not None or inventory.format in ("GGUF", "llm.c"):
             claim, source = inventory.claim, inventory.claim_source
-    config = dict(inventory.config) | config  # beside what the file itself says
+    config |= inventory.config  # what the file says of itself holds
     return replace(
         inventory, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
     )

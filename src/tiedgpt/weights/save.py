@@ -28,9 +28,12 @@ from tiedgpt.weights.names import (
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
 
-def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
+def save_model(
+    model: GPT, directory: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> None:
     """Write config.json, generation_config.json, model.safetensors and a model card.
 
+    dtype None is the model's own; with another, the model stays as it is.
     Tied, the file has no `lm_head.weight`. A head that is no plain matrix cannot be written.
     """
     directory = Path(directory)
@@ -48,26 +51,27 @@ def save_model(model: GPT, directory: str | os.PathLike[str]) -> None:
         raise UserError("the head holds W itself while the config says untied: call tie(model)")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     model_type = model_type_of(config)
-    describe(model)  # what cannot be described is refused before anything is written
-    require_room(directory, sum(p.numel() * p.element_size() for p in parameters.values()))
+    describe(model, dtype)  # what cannot be described is refused before anything is written
     if model_type is not TIEDGPT:  # transformers knows no model without biases
         parameters |= zero_biases(config, model.wte.weight.dtype)
     tensors = {
-        to_file(name, model_type): Stored(parameter, transposed=is_transposed(name))
+        to_file(name, model_type): Stored(parameter, is_transposed(name), dtype)
         for name, parameter in parameters.items()
     }
+    require_room(directory, sum(tensor.n_bytes for tensor in tensors.values()))
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
-    write_description(model, directory)
+    write_description(model, directory, dtype)
     card = directory / "README.md"
     if not card.exists() or OUR_CARD in card.read_text(encoding="utf-8", errors="replace"):
         with replacing(directory / "README.md") as temporary:
             temporary.write_text(model_card(config), encoding="utf-8")
 
 
-def describe(model: GPT) -> dict[str, Any]:
+def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the model's config.json; `UserError` where it cannot be written."""
-    description = config_json(model.config, model.foreign_config, _dtype_name(model))
+    named = str(dtype or model.wte.weight.dtype).removeprefix("torch.")
+    description = config_json(model.config, model.foreign_config, named)
     try:
         json.dumps(description).encode()
     except (TypeError, ValueError) as error:
@@ -75,9 +79,9 @@ def describe(model: GPT) -> dict[str, Any]:
     return description
 
 
-def write_description(model: GPT, directory: Path) -> None:
+def write_description(model: GPT, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write config.json and generation_config.json."""
-    write_json(directory / "config.json", describe(model))
+    write_json(directory / "config.json", describe(model, dtype))
     write_json(directory / "generation_config.json", _generation_config(model.config))
 
 
@@ -85,6 +89,17 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return zeros for the biases that a model has not, by our names."""
     lacking = with_biases(config).keys() - shapes(config).keys()
     return {name: torch.zeros(with_biases(config)[name], dtype=dtype) for name in sorted(lacking)}
+
+
+def peculiarities(config: GPTConfig) -> str:
+    """Return what sets a model apart from GPT-2, each after a comma; "" for GPT-2 itself."""
+    said = {
+        "norms after the sublayers": config.norm == "post",
+        "no biases": not config.bias,
+        f"attention windows {config.attention_windows}": config.attention_windows is not None,
+        config.activation_function: config.activation_function != "gelu_new",
+    }
+    return "".join(f", {what}" for what, so in said.items() if so)
 
 
 def model_card(config: GPTConfig) -> str:
@@ -112,14 +127,10 @@ tags: [{model_type_of(config).name}]
 
 {count} parameters; {tie}.
 {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;
-{config.n_positions} positions.
+{config.n_positions} positions{peculiarities(config)}.
 
 Load it with `tiedgpt` (`GPT.from_pretrained(directory)`){loads}
 """
-
-
-def _dtype_name(model: GPT) -> str:
-    return str(model.wte.weight.dtype).removeprefix("torch.")
 
 
 def _generation_config(config: GPTConfig) -> dict[str, Any]:

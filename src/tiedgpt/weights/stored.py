@@ -156,7 +156,7 @@ class Inventory:
     """safetensors, torch, GGUF, ONNX, or module."""
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What the file itself says beside its tensors, and over it config.json beside the file."""
+    """What the file itself says beside its tensors, and what else a config.json beside it says."""
     claim: bool | None = None
     """Whether it is claimed that the head is tied; None where nothing says so."""
     claim_source: str = "nothing says whether the head is tied"

@@ -8,6 +8,7 @@ of weights stands for the directory that it lies in. What transformers and OpenA
 from __future__ import annotations
 
 import struct
+import tempfile
 from pathlib import Path
 
 import tokenizers
@@ -17,6 +18,7 @@ from tiedgpt.text.characters import tokenizer_of_ids
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, SPECIAL, read_tokenizer
 from tiedgpt.text.merges import tokenizer_of_tokens
 from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.formats.keras_file import is_archive, tokenizer_files
 from tiedgpt.weights.formats.llmc_tokenizer import MAGIC, read_llmc_tokenizer
 from tiedgpt.weights.formats.plain_pickle import BEGINS, read_plain_pickle
 from tiedgpt.weights.hub import local_directory
@@ -29,7 +31,21 @@ _GGUF = b"GGUF"
 _LLMC_MODEL = struct.pack("<i", 20240326)
 _TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 """How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".onnx", ".index", ".npy")
+_WEIGHTS = (
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".onnx",
+    ".index",
+    ".npy",
+    ".h5",
+    ".keras",
+    ".weights.json",
+)
+_KERAS = "assets/tokenizer"
+"""Where a preset of KerasHub keeps its files; the `tokenizer.json` above them names a class."""
 
 
 def open_tokenizer(source: str | Path) -> Tokenizer:
@@ -38,7 +54,7 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     Raises `UserError` where there is none or it is of a kind that is not supported,
     `CorruptInputError` where a file of it is damaged.
     """
-    path = local_directory(source, [*FILE_NAMES, META, TOKENS])
+    path = local_directory(source, [*FILE_NAMES, META, TOKENS, f"{_KERAS}/*"])
     if path.is_dir():
         found = _in_directory(path) or _in_only_gguf(path)
     else:
@@ -54,6 +70,8 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
 
 def _in_directory(directory: Path) -> Tokenizer | None:
     """Return the tokenizer of a directory, transformers' and OpenAI's files first."""
+    if (directory / _KERAS).is_dir() and (found := read_tokenizer(directory / _KERAS)):
+        return Tokenizer(*found, str(directory))
     if found := read_tokenizer(directory):
         return Tokenizer(*found, str(directory))
     if (directory / META).is_file():
@@ -84,6 +102,8 @@ def _in_file(path: Path) -> Tokenizer | None:
         return tokenizer_in(path)
     if head.startswith(MAGIC):
         return _of_llmc(path)
+    if head.startswith(b"PK\x03\x04") and is_archive(path):
+        return _in_archive(path) or _in_directory(path.parent)
     of_weights = head.startswith((_LLMC_MODEL, *_TORCH)) or path.name.endswith(_WEIGHTS)
     if not of_weights and (found := read_tokenizer(path)):
         return Tokenizer(*found, str(path))
@@ -92,6 +112,15 @@ def _in_file(path: Path) -> Tokenizer | None:
     if of_weights or head[8:9] == b"{":  # so begins a safetensors file of any name
         return _in_directory(path.parent)
     return None
+
+
+def _in_archive(path: Path) -> Tokenizer | None:
+    """Return the tokenizer inside a .keras archive of a whole task."""
+    with tempfile.TemporaryDirectory() as name:
+        for file, content in tokenizer_files(path).items():
+            (Path(name) / file).write_bytes(content)
+        found = read_tokenizer(Path(name))
+    return Tokenizer(*found, str(path)) if found else None
 
 
 def _head(path: Path) -> bytes:

@@ -87,10 +87,11 @@ def settle(
     apart = difference(embedding.read(), head.read())
     if apart.rows == 0:
         return Settled(embedding, None, ("wte.weight and lm_head.weight are equal: tied",))
+    why = "should be one matrix" if claim else "are two, nothing says that the head is untied,"
     raise CorruptInputError(
-        f"{path}: wte.weight and lm_head.weight should be one matrix and differ in {apart.rows:,} "
-        f"of {embedding.shape[0]:,} rows (largest difference {apart.largest:.3g}, cosine "
-        f'{apart.cosine:.4f}); choose resolve="untie", "keep-input" or "keep-output"'
+        f"{path}: wte.weight and lm_head.weight {why} and differ in {apart.rows:,} of "
+        f"{embedding.shape[0]:,} rows (largest difference {apart.largest:.3g}, cosine "
+        f'{apart.cosine:.4f}); choose resolve="untie", "keep-input" or "keep-output" (--resolve)'
     )
 
 

@@ -83,9 +83,11 @@ def found(inventory: Inventory) -> Found:
             )
         tensors[name] = FileTensor(stored)
     quantized = sum(tensor.stored.dtype == "Q8_0" for tensor in tensors.values())
-    notes = (f"{quantized} matrices of 8 bits (Q8_0) become float32",) if quantized else ()
+    note = f"{quantized} matrices of 8 bits (Q8_0) become float32 when they are loaded"
     assumed = {"activation_function": "gelu_new", "norm": "pre", "layer_norm_epsilon": 1e-5}
-    return Found("GGUF gpt2", fields, tensors, assumed=assumed, notes=notes)
+    return Found(
+        "GGUF gpt2", fields, tensors, assumed=assumed, notes=(note,) if quantized else ()
+    )
 
 
 def to_theirs(name: str) -> str:

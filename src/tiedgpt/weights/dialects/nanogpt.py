@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.found import FileTensor, Found
+from tiedgpt.weights.joined import joined
 from tiedgpt.weights.names import EMBEDDING, HEAD, MASK_BUFFERS
-from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor, printable
+from tiedgpt.weights.stored import Inventory, StoredTensor, printable
 
 PREFIX = "transformer."
 MODEL_ARGS = {
@@ -52,13 +50,13 @@ FIRST_NAMES = {
     "mlp.2": "mlp.c_proj",
 }
 """The first minGPT's names -> ours; from ln1 on, of a part of a block."""
-FIRST_BLOCK = re.compile(r"blocks\.(\d{1,6})\.([\w.]+)\.(weight|bias)")
+FIRST_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.([\w.]+)\.(weight|bias)")
 FIRST_MASK = re.compile(r"blocks\.\d+\.attn\.mask")
 QKV = ("attn.query", "attn.key", "attn.value")
 """What c_attn holds, in its order."""
 GELU_NOTE = (
     "the file does not say which GELU it was trained with; {taken} is taken, as {whose} has it: "
-    "activation_function={other!r} takes the other"
+    "activation_function={other!r} (--activation-function) takes the other"
 )
 
 
@@ -95,7 +93,7 @@ def found(inventory: Inventory) -> Found:
             raise CorruptInputError(f"{inventory.source} holds {name} twice, with {PREFIX} too")
         else:
             tensors[name] = FileTensor(stored)
-    one = _drop_shared_head(tensors)
+    _drop_shared_head(tensors)
     args = _model_args(inventory)
     biased = any(name.endswith(".bias") for name in tensors)
     if not args and masked and biased and HEAD in tensors:
@@ -103,15 +101,20 @@ def found(inventory: Inventory) -> Found:
             "minGPT", _mingpt_fields(inventory), tensors,
             assumed={"activation_function": "gelu_new"},
         )  # fmt: skip
-    fields: dict[str, Any] = {"bias": biased, **_fields(inventory, args)}
-    notes: tuple[str, ...] = ("wte.weight and lm_head.weight are one storage: tied",) if one else ()
-    assumed, note = _gelu(args, masked)
-    told = fields.get("activation_function")
-    if told is None:
-        notes += note
-    elif told != "gelu":
-        notes += (f"it was trained with {told}; nanoGPT since June 2023 computes gelu on it",)
-    return Found("nanoGPT", fields, tensors, assumed={"activation_function": assumed}, notes=notes)
+    fields: dict[str, Any] = {"bias": biased, **_claim(inventory), **_fields(inventory, args)}
+    assumed, guess = _gelu(args, masked)
+    told = fields.get("activation_function", "gelu")
+    notes = (f"it was trained with {told}; nanoGPT since June 2023 computes gelu on it",)
+    return Found(
+        "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
+        notes=notes if told != "gelu" else (),
+        guesses={} if guess is None else {"activation_function": guess},
+    )  # fmt: skip
+
+
+def _claim(inventory: Inventory) -> dict[str, Any]:
+    """Return what a config.json beside the file claims of the tie, where it says so."""
+    return {} if inventory.claim is None else {"tie_word_embeddings": inventory.claim}
 
 
 def _model_args(inventory: Inventory) -> Mapping[str, Any]:
@@ -137,7 +140,7 @@ def _fields(inventory: Inventory, args: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, tuple[str, ...]]:
+def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str | None]:
     """Return the GELU that is most likely meant, and a note unless it is certain.
 
     nanoGPT computed the tanh form until June 2023 and the exact one since. "bias" stands in
@@ -145,30 +148,28 @@ def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, tuple[str, ...]]:
     March 2023, or the model was trained with dropout shortly before.
     """
     if args and "bias" not in args:
-        return "gelu_new", ()
+        return "gelu_new", None
     taken, other, whose = "gelu", "gelu_new", "nanoGPT since June 2023"
     if masked:
         taken, other, whose = "gelu_new", "gelu", "nanoGPT in the days of PyTorch 1 and its masks"
-    return taken, (GELU_NOTE.format(taken=taken, other=other, whose=whose),)
+    return taken, GELU_NOTE.format(taken=taken, other=other, whose=whose)
 
 
-def _drop_shared_head(tensors: dict[str, FileTensor]) -> bool:
-    """Leave lm_head out where it is wte under a second name; say whether it was."""
+def _drop_shared_head(tensors: dict[str, FileTensor]) -> None:
+    """Leave lm_head out where it is wte under a second name."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if embedding is None or head is None or embedding.shape != head.shape:
-        return False
-    if not head.stored.is_view_of(embedding.stored):
-        return False
-    del tensors[HEAD]
-    return True
+        return
+    if head.stored.is_view_of(embedding.stored):
+        del tensors[HEAD]
 
 
 def _mingpt_fields(inventory: Inventory) -> dict[str, Any]:
     """Return what minGPT's own config.json says, where it lies beside: heads and dropout."""
     model = inventory.config.get("model")
     if not isinstance(model, Mapping):
-        return {}
-    told = {
+        return _claim(inventory)
+    told = _claim(inventory) | {
         name: model[name]
         for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdrop")
         if model.get(name) is not None
@@ -187,6 +188,12 @@ def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
     """Return the first minGPT's tensors by our names, queries, keys and values joined."""
     tensors: dict[str, FileTensor] = {}
     joined: dict[str, list[StoredTensor | None]] = {}
+
+    def put(name: str, stored: StoredTensor) -> None:
+        if name in tensors:
+            raise CorruptInputError(f"{inventory.source} holds {printable(name)} under two names")
+        tensors[name] = FileTensor(stored)
+
     for their_name, stored in inventory.tensors.items():
         match = FIRST_BLOCK.fullmatch(their_name)
         if FIRST_MASK.fullmatch(their_name):
@@ -195,16 +202,16 @@ def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
             name = FIRST_NAMES.get(their_name, their_name)
             if name == "wpe.weight" and len(stored.shape) == 3 and stored.shape[0] == 1:
                 stored = stored.reshaped(stored.shape[1:])
-            tensors[name] = FileTensor(stored)
+            put(name, stored)
             continue
         layer, part, kind = match.groups()
         if part in QKV:
-            whole = joined.setdefault(f"h.{int(layer)}.attn.c_attn.{kind}", [None, None, None])
+            whole = joined.setdefault(f"h.{layer}.attn.c_attn.{kind}", [None, None, None])
             whole[QKV.index(part)] = stored
             continue
-        tensors[f"h.{int(layer)}.{FIRST_NAMES.get(part, part)}.{kind}"] = FileTensor(stored)
+        put(f"h.{layer}.{FIRST_NAMES.get(part, part)}.{kind}", stored)
     for name, parts in joined.items():
-        tensors[name] = FileTensor(_join(inventory, name, parts))
+        put(name, _join(inventory, name, parts))
     _drop_shared_head(tensors)
     return tensors
 
@@ -212,33 +219,11 @@ def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
 def _join(inventory: Inventory, name: str, parts: list[StoredTensor | None]) -> StoredTensor:
     """Return queries, keys and values as the rows of one tensor; nothing is read."""
     there = [part for part in parts if part is not None]
-    first = there[0]
-    alike = {(part.shape, part.dtype, part.read is None) for part in there}
-    if len(there) < len(parts) or len(alike) > 1 or len(first.shape) not in (1, 2):
+    whole = joined(name, there) if len(there) == len(parts) else None
+    if whole is None:
         shapes = ", ".join(f"{part.name} {part.shape} {part.dtype}" for part in there)
         raise CorruptInputError(
             f"{inventory.source}: {name} is made of {', '.join(QKV)}, one shape and type each; "
             f"there are {shapes}"
         )
-    n_bytes = sum(part.n_bytes for part in there)
-    return replace(
-        first, name=name, shape=(len(there) * first.shape[0], *first.shape[1:]), n_bytes=n_bytes,
-        storage=Storage(tuple(part.storage for part in there), 0, n_bytes), strides=None,
-        read=None if first.read is None else _joined_reader(there),
-    )  # fmt: skip
-
-
-def _joined_reader(parts: list[StoredTensor]) -> Read:
-    """Read across tensors of one shape that follow each other along their first axis."""
-    length, axis = parts[0].shape[0], len(parts[0].shape) == 1
-
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        blocks = []
-        start, stop = (left, right) if axis else (first, end)
-        for at, part in enumerate(parts):
-            a, b = max(start - at * length, 0), min(stop - at * length, length)
-            if a < b:
-                blocks.append(part.native(0, 1, a, b) if axis else part.native(a, b, left, right))
-        return np.concatenate(blocks, axis=1 if axis else 0)
-
-    return read
+    return whole

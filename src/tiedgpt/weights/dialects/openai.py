@@ -118,7 +118,8 @@ def _said(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], li
     foreign = {
         key: value for key, value in foreign.items() if key not in ("hparams", "encoder_size")
     }
-    hparams = config.get("hparams", {})
+    hparams = config.get("hparams")
+    hparams = hparams if isinstance(hparams, Mapping) else {}
     fields |= {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
     unused = sorted(hparams.keys() - HPARAMS.keys())
     more = f"hparams.json says more than is used: {printable(', '.join(unused))[:200]}"
@@ -132,6 +133,7 @@ def _tokens_in(inventory: Inventory, n_rows: int, n_positions: Any) -> tuple[int
     the encoder's tokens and those that the program adds are what is left.
     """
     encoder = inventory.config.get("encoder_size")
+    encoder = encoder if type(encoder) is int else None
     why = "as it is said beside"
     if n_positions is None and encoder is not None:
         if n_rows - GPT1_POSITIONS - encoder in GPT1_SPECIALS:

@@ -6,13 +6,17 @@ beside them. A file alone says neither how many heads there are nor which model 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.config_json import TRANSFORMERS_DEFAULTS, config_fields, model_type_from
 from tiedgpt.weights.found import FileTensor, Found
-from tiedgpt.weights.names import EMBEDDING, HEAD, from_file, is_transposed
+from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT, from_file, is_transposed
 from tiedgpt.weights.stored import Inventory, StoredTensor, printable
+
+BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
+"""A classifier's bias says nothing of the body's."""
 
 
 def recognises(inventory: Inventory) -> bool:
@@ -41,14 +45,15 @@ def found(inventory: Inventory) -> Found:
     fields, foreign = config_fields(claims)
     tensors, fields, notes = _without_biases(tensors, fields)
     assumed = TRANSFORMERS_DEFAULTS if "model_type" in claims else {}
-    return Found(f"transformers {model_type.name}", fields, tensors, assumed, foreign, notes)
+    layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
+    return Found(layout, fields, tensors, assumed, foreign, notes)
 
 
 def _without_biases(
     tensors: dict[str, FileTensor], fields: dict[str, Any]
 ) -> tuple[dict[str, FileTensor], dict[str, Any], tuple[str, ...]]:
     """Leave out the zeros that stand for biases where the config says that there are none."""
-    biases = {name for name in tensors if name.endswith(".bias")}
+    biases = {name for name in tensors if BODY_BIAS.fullmatch(name)}
     if fields.get("bias") is not False or not biases:
         return tensors, fields, ()
     if any(_has_values(tensors[name].stored) for name in biases):

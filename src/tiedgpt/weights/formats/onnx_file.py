@@ -16,7 +16,7 @@ from typing import Any
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import leads_out
 from tiedgpt.weights.formats.protobuf import Span
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
 
 TYPES = {
     1: ("float32", 4), 2: ("uint8", 1), 3: ("int8", 1), 4: ("uint16", 2), 5: ("int16", 2),
@@ -48,6 +48,8 @@ class _Graph:
     file_size: int
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     is_graph: bool = False
+    others: dict[Path, None] = field(default_factory=dict)
+    """The files beside it in which tensors lie."""
     said: dict[str, Any] = field(default_factory=dict)
     """The config of a file of ours."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -84,7 +86,7 @@ def open_onnx(path: Path) -> Inventory:
     return Inventory(
         path, "ONNX", graph.tensors,
         config={**graph.said, METADATA_KEY: graph.said} if graph.said else {},
-        files=(path,),
+        files=(path, *graph.others),
         claim=claim if isinstance(claim, bool) else None, claim_source=source,
         reads=tuple(dict.fromkeys(graph.reads)),
         predicts=() if graph.last is None else (graph.last,),
@@ -192,6 +194,7 @@ def _tensor(graph: _Graph, span: Span, name: str = "") -> StoredTensor | None:
     columns = shape[-1] if shape else 1
     if external:
         place, start = _external(graph.path, name, external, size if width else None)
+        graph.others[place] = None
     elif data is not None and width and pieces == 1 and len(data) == size:
         place, start = graph.path, data.start
     elif data is not None and width and (pieces == 1 or len(data) > size):
@@ -221,6 +224,7 @@ def _entry(span: Span) -> dict[str, str]:
 def _external(path: Path, name: str, entries: dict[str, str], size: int | None) -> tuple[Path, int]:
     """Return the file beside the graph, and the byte in it, where a tensor's data lie."""
     location = PurePosixPath(entries.get("location", ""))
+    shown = printable(str(location)[:80])
     if (
         not location.parts
         or location.is_absolute()
@@ -228,7 +232,7 @@ def _external(path: Path, name: str, entries: dict[str, str], size: int | None) 
         or "\0" in str(location)
     ):
         raise CorruptInputError(
-            f"{name[:80]!r} points to {str(location)[:80]!r}, which leads out of the directory"
+            f"{name[:80]!r} points to {shown!r}, which leads out of the directory"
         )
     file = path.parent / location
     try:
@@ -236,9 +240,9 @@ def _external(path: Path, name: str, entries: dict[str, str], size: int | None) 
     except ValueError:
         raise CorruptInputError(f"{name[:80]!r}: its external offset is no number") from None
     if not file.is_file():
-        raise CorruptInputError(f"{name[:80]!r} lies in {location}, which is not beside {path}")
+        raise CorruptInputError(f"{name[:80]!r} lies in {shown}, which is not beside {path}")
     if leads_out(path.parent, file):
-        raise CorruptInputError(f"{name[:80]!r} lies in {location}, a link out of the directory")
+        raise CorruptInputError(f"{name[:80]!r} lies in {shown}, a link out of the directory")
     if (
         start < 0
         or length < 0
@@ -246,6 +250,6 @@ def _external(path: Path, name: str, entries: dict[str, str], size: int | None) 
         or (size is not None and length != size)
     ):
         raise CorruptInputError(
-            f"{name[:80]!r}: {length:,} bytes from byte {start:,} of {location} are not its data"
+            f"{name[:80]!r}: {length:,} bytes from byte {start:,} of {shown} are not its data"
         )
     return file, start

@@ -181,15 +181,20 @@ class Writable(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A torch tensor to be written, and whether its two axes change places on the way."""
+    """A torch tensor to be written, whether its two axes change places, and its type in the file.
+
+    Numbers beyond float16's are a `UserError` where they would become infinite.
+    """
 
     tensor: Tensor
     transposed: bool = False
+    written_as: dtype | None = None
+    """None: the tensor's own type."""
 
     @property
     def format_name(self) -> str:
         """The format's name of its type."""
-        return safetensors_name(self.tensor.dtype)
+        return safetensors_name(self.written_as or self.tensor.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -199,13 +204,16 @@ class Stored:
     @property
     def n_bytes(self) -> int:
         """The bytes it takes in the file."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.numel() * (self.written_as or self.tensor.dtype).itemsize
 
     def blocks(self) -> Iterator[NDArray[Any]]:
         """Yield its bytes, all at once."""
         import torch
 
-        tensor = self.tensor.detach().cpu()
+        own = self.tensor.detach().cpu()
+        tensor = own.to(self.written_as or own.dtype)
+        if tensor.dtype == torch.float16 and bool((tensor.isinf() & ~own.isinf()).any()):
+            raise UserError("there are numbers beyond float16's 65,504: give another precision")
         tensor = (tensor.T if self.transposed else tensor).contiguous()
         yield tensor.flatten().view(torch.uint8).numpy()
 

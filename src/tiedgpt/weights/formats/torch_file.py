@@ -14,7 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 NESTED = ("state_dict", "model", "model_state_dict", "module")
 MAX_MEMBER = 64 << 20
 MAX_NESTING = 8
+MAKES_BYTES = ("builtins bytearray", "__builtin__ bytearray")
+LEGACY_PICKLES = 4
+"""A magic number, a version, the machine, and what was saved."""
 KEPT = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept, of which each at most so much:"""
 MAX_KEPT, MAX_KEPT_TEXT = 256, 1024
@@ -110,6 +113,8 @@ def _load(path: Path) -> Any:
     mapped = _is_zip(path)  # a legacy file is read whole
     if mapped:
         _check_zip(path)
+    else:
+        _check_legacy(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -141,7 +146,7 @@ def _check_zip(path: Path) -> None:
                         "torch.save writes no such file"
                     )
                 if name == "data.pkl":
-                    _check_nesting(path, file.read(info))
+                    _check_pickle(path, file.read(info))
     except CorruptInputError:
         raise
     except (
@@ -151,13 +156,31 @@ def _check_zip(path: Path) -> None:
         raise CorruptInputError(f"{path} is no sound file of torch.save: {why}") from None
 
 
-def _check_nesting(path: Path, raw: bytes) -> None:
-    """Refuse tuples of tuples of tuples: hashing one that holds the last twice never ends."""
+def _check_legacy(path: Path) -> None:
+    """Look into the pickles with which a file of before torch 1.6 begins."""
+    with path.open("rb") as file:
+        for _ in range(LEGACY_PICKLES):
+            try:
+                _check_pickle(path, file)
+            except CorruptInputError:
+                raise
+            except ValueError:  # no such file, or cut off: torch says so
+                return
+
+
+def _check_pickle(path: Path, raw: bytes | BinaryIO) -> None:
+    """Refuse what torch would do and no model needs.
+
+    A bytearray is made as large as is said; and of tuples of tuples of tuples, hashing one that
+    holds the last twice never ends.
+    """
     mark = -1
     stack: list[int] = []
     memo: dict[Any, int] = {}
     try:
         for op, arg, _ in pickletools.genops(raw):
+            if op.name == "GLOBAL" and arg in MAKES_BYTES:
+                raise CorruptInputError(f"{path}: its pickle makes a bytearray, as no model does")
             if op.name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo.get(arg, 0))
             elif op.name in ("BINPUT", "LONG_BINPUT", "PUT"):

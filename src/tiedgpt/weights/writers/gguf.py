@@ -30,6 +30,7 @@ from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.stored import BLOCK_BYTES
 from tiedgpt.weights.writers.gguf_pairs import Info, Pair, header, padding
 from tiedgpt.weights.writers.gguf_vocabulary import vocabulary_pairs
+from tiedgpt.weights.writers.limits import require_gelu
 
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "q8_0": "Q8_0"}
 FILE_TYPES = {"fp32": 0, "fp16": 1, "bf16": 32, "q8_0": 7}
@@ -81,14 +82,16 @@ def write_gguf(
     tokenizer: Tokenizer | None = None,
     precision: str | None = None,
     duplicate_head: bool = False,
+    approximate_gelu: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write a GPT-2 and its tokenizer into one GGUF file, atomically.
 
     `precision` is fp32, fp16, bf16 or q8_0; None means the model's own. `duplicate_head` writes a
-    tied W once more as `output.weight`, for readers that do not know of tying. `progress` is given
-    the bytes written and their total. Without biases, zeros are written. Raises `UserError`,
-    before anything is written, for what llama.cpp's gpt2 does not compute and for a tokenizer that
+    tied W once more as `output.weight`, for readers that do not know of tying. `approximate_gelu`
+    writes a model of the exact GELU, though llama.cpp computes the tanh form. `progress` is given
+    the bytes written and their total. Without biases, zeros are written. Raises `UserError`, before
+    anything is written, for what llama.cpp's gpt2 does not compute and for a tokenizer that
     it does not have.
     """
     path = Path(path)
@@ -96,6 +99,7 @@ def write_gguf(
         raise UserError(f"{path} is a directory; give the name of a file, such as model.gguf")
     precision = _checked_precision(model, precision)
     _refuse_what_llama_cpp_lacks(model)
+    require_gelu("llama.cpp's gpt2", model, "gelu_new", approximate_gelu=approximate_gelu)
     entries = _entries(model, precision, duplicate_head)
     pairs = _pairs(model.config, path, precision) | vocabulary_pairs(tokenizer, model.config)
     infos = [entry.info for entry in entries]
@@ -132,9 +136,6 @@ def _refuse_what_llama_cpp_lacks(model: GPT) -> None:
     lacking = {
         "norm='post' (GPT-1)": config.norm != "pre",
         "attention_windows (banded attention)": config.attention_windows is not None,
-        f"activation_function={config.activation_function!r}": (
-            config.activation_function != "gelu_new"
-        ),
         f"a head of {type(model.head).__name__}": (
             model.head is not None and plain_matrix(model.head) is None
         ),
@@ -143,7 +144,7 @@ def _refuse_what_llama_cpp_lacks(model: GPT) -> None:
         if lacks:
             raise UserError(
                 f"{what} cannot be written into GGUF: llama.cpp's gpt2 computes GPT-2 (pre-norm, "
-                "dense attention, gelu_new, a head that is a matrix) and nothing else"
+                "dense attention, a head that is a matrix) and nothing else"
             )
     if (model.head is None) != config.tie_word_embeddings:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")

@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.formats.llmc_file import HEADER_BYTES, HEADER_INTS, MAGIC, count, parameters
-from tiedgpt.weights.writers.limits import require_computed
+from tiedgpt.weights.writers.limits import require_computed, require_gelu
 
 VERSIONS = {"fp32": (3, torch.float32), "bf16": (5, torch.bfloat16)}
 """Precision -> llm.c's version and the type of every number."""
@@ -28,7 +28,6 @@ PADDING = 128
 FIXED = {
     "norm": "pre",
     "attention_windows": None,
-    "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
 }
 """What llm.c computes, and a model must have."""
@@ -41,15 +40,18 @@ def write_llmc(
     tokenizer: Tokenizer | None = None,
     precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    approximate_gelu: bool = False,
 ) -> None:
     """Write `path` for llm.c, in "fp32" or "bf16"; None is the model's own type.
 
     Raises `UserError`, before anything is written, for what llm.c does not compute: a head of its
-    own, GPT-1's norm, banded attention, another activation, MLP width or epsilon. A model without
-    biases is written with zeros. The tokenizer has no place in the file.
+    own, GPT-1's norm, banded attention, another activation, MLP width or epsilon; with
+    `approximate_gelu` a model of the exact GELU is written, too. A model without biases is written
+    with zeros. The tokenizer has no place in the file.
     """
     config = model.config
     require_computed("llm.c", model, FIXED)
+    require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
     version, dtype = _version(model, precision)
     rows = -(-config.vocab_size // PADDING) * PADDING
     sizes = (config.n_layer, config.n_embd, rows, config.n_positions)

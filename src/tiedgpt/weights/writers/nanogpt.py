@@ -20,7 +20,7 @@ from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.dialects.nanogpt import KEPT_BESIDE, PREFIX
 from tiedgpt.weights.names import EMBEDDING, shapes
-from tiedgpt.weights.writers.limits import require_computed
+from tiedgpt.weights.writers.limits import require_computed, require_gelu
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
@@ -52,17 +52,7 @@ def write_nanogpt(
     """
     config = model.config
     require_computed("nanoGPT", model, FIXED)
-    if config.activation_function not in ("gelu", "gelu_new"):
-        raise UserError(
-            f"activation_function={config.activation_function!r} cannot be written: nanoGPT "
-            "computes with 'gelu' alone"
-        )
-    if config.activation_function == "gelu_new" and not approximate_gelu:
-        raise UserError(
-            "activation_function='gelu_new' is not nanoGPT's, which computes the exact GELU since "
-            "June 2023: its logits would differ a little there, as GPT-2's own do; "
-            "approximate_gelu=True (--approximate-gelu) writes it all the same"
-        )
+    require_gelu("nanoGPT (since June 2023)", model, "gelu", approximate_gelu=approximate_gelu)
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
     dtype = model.wte.weight.dtype if precision is None else PRECISIONS[precision]
