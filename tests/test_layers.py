@@ -78,8 +78,8 @@ def test_the_core_fits_in_a_readers_head():
     lines = [
         line for path in (SOURCE / "core").glob("*.py") for line in path.read_text().split("\n")
     ]
-    # 600 was the aim; GPT-3's bands and models without biases took fifty lines more.
-    assert sum(bool(line.strip()) for line in lines) < 680
+    # 600 was the aim; bands, models without biases and the loss by blocks took more.
+    assert sum(bool(line.strip()) for line in lines) < 700
 
 
 QUICK = {

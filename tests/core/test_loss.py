@@ -13,7 +13,9 @@ from tiedgpt.errors import UserError
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of 7 rows, so that even tiny inputs take several and leave a ragged one."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda n_rows, vocab_size, dtype: 7)
+    monkeypatch.setattr(loss_module, "CACHED_ROWS", 3)
+    monkeypatch.setattr(loss_module, "BLOCK", 40)
     monkeypatch.setattr(loss_module, "MIN_CHUNK_ROWS", 7)
 
 

@@ -12,7 +12,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights import convert as converting
-from tiedgpt.weights.convert import convert
+from tiedgpt.weights.convert import _sweep, convert
 from tiedgpt.weights.load import load
 
 
@@ -77,3 +77,11 @@ def test_a_message_is_one_line_whatever_a_path_is_called(tmp_path: Path, capsys)
     assert main(["convert", str(tmp_path / "no\nsuch\x1b"), str(tmp_path / "m.gguf")]) in (1, 2)
     err = capsys.readouterr().err
     assert "\x1b" not in err and (err.count("\n") == 1 or "usage" in err.lower())
+
+
+def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(tmp_path):
+    gone, running = f".x.bin.tmp-{2**22 - 1}-ab", f".x.bin.tmp-{os.getpid()}-ab"
+    for name in (gone, running, ".other.tmp-1-ab"):
+        (tmp_path / name).mkdir()
+    _sweep(tmp_path / "x.bin")
+    assert {path.name for path in tmp_path.iterdir()} == {running, ".other.tmp-1-ab"}

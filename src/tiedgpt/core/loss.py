@@ -3,7 +3,9 @@
 The plain computation holds (N, V) logits, their softmax and their gradient: 1.2 GB for 2,048
 positions of GPT-2. Here rows are taken a chunk at a time; each chunk's logits are turned into
 their own gradient in place and folded into the gradients of h and W at once, so forward and
-backward cost the three matrix products of the plain computation and no more.
+backward cost the three matrix products of the plain computation and no more. On a CPU the softmax
+goes over a few rows at a time, which stay in its cache, and W is brought to the products' dtype a
+block at a time, so that no second copy of it is held.
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ from tiedgpt.errors import UserError
 IGNORED = -100
 """A target that is not counted."""
 
-CHUNK_BYTES = 48 << 20
-"""Memory for the fp32 logits held at a time: 250 rows of V = 50,257."""
+CHUNK_BYTES = 50 << 20
+"""Memory for the logits held at a time: 512 rows of V = 50,257 in bf16, 256 in fp32."""
 
 MIN_CHUNK_ROWS = 128
 """Fewer rows would spend the time on adding into the (V, D) gradient once a chunk."""
 
+CACHED_ROWS = 16
+"""Rows of fp32 logits that a CPU's cache holds: 3 MB of V = 50,257."""
 
-def chunk_rows(vocab_size: int) -> int:
-    """Return how many rows of logits are formed at a time."""
-    return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
+BLOCK = 2048
+"""Rows of W that are cast, and of its gradient that are added to, at a time on a CPU."""
+
+
+def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Return how many rows of logits are formed at a time, all chunks being of one size."""
+    at_most = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (dtype.itemsize * vocab_size))
+    return -(-n_rows // -(-n_rows // at_most))
 
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -71,6 +80,49 @@ def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     return total / (targets != IGNORED).sum()
 
 
+class _Blocks:
+    """W in the products' dtype: on a CPU a block of rows at a time, in memory that is held once."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        n_rows = weight.shape[0]
+        self.cast = weight.dtype != dtype and weight.device.type == "cpu"
+        step = BLOCK if self.cast else n_rows
+        self.slices = [slice(at, min(n_rows, at + step)) for at in range(0, n_rows, step)]
+        self._weight = weight if self.cast else weight.to(dtype)
+        self._held = torch.empty(step if self.cast else 0, weight.shape[1], dtype=dtype)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return rows of W, until the next are asked for."""
+        if not self.cast:
+            return self._weight
+        return self._held[: rows.stop - rows.start].copy_(self._weight[rows])
+
+    def add_product(self, sums: Tensor, z: Tensor, h: Tensor) -> None:
+        """Add z^T h to sums (V, D), which may be of a wider type."""
+        if sums.dtype == z.dtype:
+            sums.addmm_(z.T, h)
+            return
+        for rows in self.slices:
+            part = self._held[: rows.stop - rows.start] if self.cast else None
+            sums[rows] += torch.mm(z[:, rows].T, h, out=part)
+
+
+def _loss_and_gradient(logits: Tensor, answers: Tensor, share: Tensor, needs_grad: bool) -> Tensor:
+    """Return the sum of a few rows' losses, each times its share; logits become the gradient.
+
+    logits (R, V), answers and share (R, 1). d loss / d logits = share (softmax - onehot).
+    """
+    z = logits.to(share.dtype)  # the same memory where it is fp32 already
+    z -= z.amax(1, keepdim=True)
+    z_answer = z.gather(1, answers)
+    sums = z.exp_().sum(1, keepdim=True)
+    if needs_grad:
+        z *= share / sums
+        z.scatter_add_(1, answers, -share)
+        logits.copy_(z)
+    return ((sums.log() - z_answer) * share).masked_fill_(share == 0, 0.0).sum()
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass over the chunks; backward hands out what is ready."""
 
@@ -78,42 +130,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, needs_grad: bool
     ) -> Tensor:
-        grad_h = torch.empty_like(h) if needs_grad and ctx.needs_input_grad[0] else None
-        grad_w = None
-        if needs_grad and ctx.needs_input_grad[1]:
-            grad_w = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
-        w = weight.to(dtype)
-        counted = targets != IGNORED
-        answers = targets.long().masked_fill(~counted, 0)
         sums_in = torch.promote_types(dtype, torch.float32)
+        needs_h, needs_w = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_h = torch.empty_like(h) if needs_h else None
+        grad_w = torch.zeros_like(weight, dtype=sums_in) if needs_w else None
+        counted = targets != IGNORED
         n_counted = counted.sum().to(sums_in)
-        scale = n_counted.clamp(min=1).reciprocal()
+        share = (counted * n_counted.clamp(min=1).reciprocal())[:, None]  # of a row in the mean
+        answers = targets.long().masked_fill(~counted, 0)[:, None]
         total = torch.zeros((), dtype=sums_in, device=h.device)
-        n_rows = chunk_rows(weight.shape[0])
+        n_rows = chunk_rows(h.shape[0], weight.shape[0], dtype)
+        few = CACHED_ROWS if h.device.type == "cpu" else n_rows
+        w = _Blocks(weight, dtype)
+        logits = torch.empty(min(n_rows, h.shape[0]), weight.shape[0], dtype=dtype, device=h.device)
         for start in range(0, h.shape[0], n_rows):
             rows = slice(start, start + n_rows)
-            h_c, keep = h[rows].to(dtype), counted[rows, None]
-            answer = answers[rows, None]
-            z = (h_c @ w.T).to(sums_in)  # (R, V), the only large tensor
-            z -= z.amax(1, keepdim=True)
-            z_answer = z.gather(1, answer)
-            sums = z.exp_().sum(1, keepdim=True)
-            total += (sums.log() - z_answer).masked_fill_(~keep, 0.0).sum()
-            if grad_h is None and grad_w is None:
-                continue
-            row_scale = keep * scale
-            z *= row_scale / sums  # in place: d loss / d z = (softmax - onehot) / counted
-            z.scatter_add_(1, answer, -row_scale)
-            dz = z.to(dtype)
+            h_c = h[rows].to(dtype)
+            z = logits[: h_c.shape[0]]  # (R, V), the only large tensor
+            for block in w.slices:
+                torch.mm(h_c, w[block].T, out=z[:, block])
+            parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
+            for some, answer, scale in zip(*parts, strict=True):
+                total += _loss_and_gradient(some, answer, scale, needs_h or needs_w)
             if grad_h is not None:
-                grad_h[rows] = dz @ w
-            if grad_w is not None and dtype == grad_w.dtype:
-                grad_w.addmm_(dz.T, h_c)
-            elif grad_w is not None:
-                for some, dz_some in zip(grad_w.split(8192), dz.split(8192, 1), strict=True):
-                    some += dz_some.T @ h_c
+                grad_h[rows] = sum((z[:, block] @ w[block]).to(sums_in) for block in w.slices)
+            if grad_w is not None:
+                w.add_product(grad_w, z, h_c)
         ctx.gradients = (grad_h, None if grad_w is None else grad_w.to(weight.dtype))
-        return total / n_counted  # nan where nothing is counted, as in torch
+        return total.masked_fill(n_counted == 0, torch.nan)  # as in torch
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ coarser one the logits must stay within a tolerance that is stated.
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import os
 import secrets
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import remove, sync, writing
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.evidence import Evidence
 from tiedgpt.weights.found import found
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT
@@ -36,7 +36,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PRECISION_OF = {dtype: name for name, dtype in DTYPES.items()}
 HEADERS_AND_VOCABULARY = 16 << 20
 """Bytes beside tensors that a file of a small model may well have."""
-CHECKED_SHAPE = (2, 48)
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
 
 
@@ -127,8 +126,9 @@ def convert(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
         )
-    before = _Evidence.of(model)
+    before = Evidence.of(model)
     hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    _sweep(path)
     try:
         with writing(path):
             hidden.mkdir(parents=True)
@@ -139,6 +139,18 @@ def convert(
     finally:
         remove(hidden)
     return Written(path, **written)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a conversion to the same place left that was killed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
+        try:
+            os.kill(int(pid), 0)  # raises where there is no such process
+        except ProcessLookupError:
+            remove(left)
+        except (ValueError, OSError):  # not one of ours, or another user's
+            continue
 
 
 def _target(to: str, precision: str | None, model: GPT) -> tuple[Target, str]:
@@ -215,47 +227,8 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     sync(path.parent)
 
 
-@dataclass(frozen=True)
-class _Evidence:
-    """What is kept of a model to compare another with, so that both need not be held at once."""
-
-    digests: dict[str, bytes]
-    dtype: torch.dtype
-    ids: Tensor
-    logits: Tensor
-
-    @classmethod
-    def of(cls, model: GPT, ids: Tensor | None = None) -> _Evidence:
-        config = model.config
-        if ids is None:
-            n = min(CHECKED_SHAPE[1], config.n_positions)
-            draw = torch.Generator().manual_seed(0)
-            ids = torch.randint(config.vocab_size, (CHECKED_SHAPE[0], n), generator=draw)
-        with torch.inference_mode():
-            logits = _in_fp32(model, ids)
-        digests = {name: _digest(p) for name, p in model.named_parameters()}
-        return cls(digests, model.wte.weight.dtype, ids, logits)
-
-
-def _in_fp32(model: GPT, ids: Tensor) -> Tensor:
-    """Return the logits with products in fp32 at least, whatever the weights' type."""
-    dtype = model.wte.weight.dtype
-    if dtype in (torch.float32, torch.float64):
-        return model(ids)
-    try:
-        return model.float()(ids)
-    finally:
-        model.to(dtype)  # exact: every value came from this type
-
-
-def _digest(parameter: Tensor) -> bytes:
-    wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
-    raw = parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8).numpy()
-    return b"" if not raw.any() else hashlib.blake2b(raw.data, digest_size=16).digest()
-
-
 def _compare(
-    before: _Evidence,
+    before: Evidence,
     path: Path,
     target: Target,
     tokenizer: Tokenizer | None,
@@ -273,7 +246,7 @@ def _compare(
                 raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
-    after = _Evidence.of(again.model, before.ids)
+    after = Evidence.of(again.model, before.ids)
     names = before.digests.keys() | after.digests.keys()  # zeros for biases that are not there
     exact = all(before.digests.get(name, b"") == after.digests.get(name, b"") for name in names)
     apart = (after.logits - before.logits).square().mean().sqrt()

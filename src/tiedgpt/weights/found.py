@@ -61,6 +61,7 @@ class FileTensor:
         rows = self.stored.matrix_shape[0]
         if self.stored.dtype in FLOATS:
             native = self.stored.native(0, rows)
+            native = native if native.flags.owndata else native.copy()  # of memory that is mapped
             flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
             tensor = flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
         else:

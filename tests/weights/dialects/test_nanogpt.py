@@ -277,3 +277,11 @@ def test_a_config_beside_that_claims_two_matrices_is_heeded(tmp_path):
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     loaded = GPT.from_pretrained(tmp_path, n_head=4)
     assert torch.equal(loaded.head.weight, state["lm_head.weight"])
+
+
+def test_a_loaded_model_lives_on_when_its_file_is_cut_short(tmp_path):
+    theirs = Karpathy(ARGS)
+    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    model = GPT.from_pretrained(path)
+    path.write_bytes(b"")  # in place, as a program that saves again does
+    same_logits(model, theirs)

@@ -85,9 +85,7 @@ def found(inventory: Inventory) -> Found:
     quantized = sum(tensor.stored.dtype == "Q8_0" for tensor in tensors.values())
     note = f"{quantized} matrices of 8 bits (Q8_0) become float32 when they are loaded"
     assumed = {"activation_function": "gelu_new", "norm": "pre", "layer_norm_epsilon": 1e-5}
-    return Found(
-        "GGUF gpt2", fields, tensors, assumed=assumed, notes=(note,) if quantized else ()
-    )
+    return Found("GGUF gpt2", fields, tensors, assumed=assumed, notes=(note,) if quantized else ())
 
 
 def to_theirs(name: str) -> str:

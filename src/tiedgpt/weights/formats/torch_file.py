@@ -13,13 +13,22 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import Inventory, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.formats.torch_places import base_address, data_places
+from tiedgpt.weights.stored import (
+    Inventory,
+    Native,
+    Read,
+    Storage,
+    StoredTensor,
+    plain_reader,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +50,7 @@ def open_torch(path: Path) -> Inventory:
     saved = _load(path)
     state = _state_dict(path, saved)
     size = path.stat().st_size
+    base = _base_address(path, state)
     tensors: dict[str, StoredTensor] = {}
     for their_name, tensor in state.items():
         name = _unwrapped(their_name)
@@ -51,9 +61,26 @@ def open_torch(path: Path) -> Inventory:
         if name in tensors:
             raise CorruptInputError(f"{path} holds {name!r} twice, with and without a prefix")
         _check(path, name, tensor, size)
-        tensors[name] = stored_tensor(name, tensor)
+        stored = stored_tensor(name, tensor)
+        if base is not None and tensor.numel() and tensor.is_contiguous():
+            columns = tensor.shape[-1] if tensor.ndim else 1
+            start = tensor.data_ptr() - base
+            read = plain_reader(path, start, columns, tensor.element_size())
+            stored = replace(stored, read=read)
+        tensors[name] = stored
     config = {key: _plain(saved[key]) for key in KEPT if isinstance(saved.get(key), Mapping)}
     return Inventory(path, "torch", tensors, config=config, files=(path,))
+
+
+def _base_address(path: Path, state: Mapping[str, Tensor]) -> int | None:
+    """Return where in memory a file is mapped, if it is."""
+    import torch
+
+    if not _is_zip(path):
+        return None
+    plain = [t for t in state.values() if t.layout is torch.strided and t.device.type == "cpu"]
+    held = [t.untyped_storage() for t in plain]
+    return base_address(((s.data_ptr(), s.nbytes()) for s in held), data_places(path))
 
 
 def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
