@@ -326,8 +326,7 @@ def two_processes(tmp_path_factory):
     context = multiprocessing.get_context("spawn")
     model = fresh_model()
     processes = [
-        context.Process(target=worker, args=(rank, str(directory), model))
-        for rank in range(2)
+        context.Process(target=worker, args=(rank, str(directory), model)) for rank in range(2)
     ]
     for process in processes:
         process.start()
