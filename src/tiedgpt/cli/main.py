@@ -87,6 +87,7 @@ def _run(arguments: list[str]) -> int:
 
 def _fail(arguments: list[str], message: str, code: int) -> int:
     line = f"tiedgpt {arguments[0] if arguments else ''}: {message}"
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)  # names in files, paths
     print(line.encode("utf-8", "replace").decode(), file=sys.stderr)
     return code
 
