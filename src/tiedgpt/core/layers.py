@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.product import Product, recomputed
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -84,8 +85,8 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.attn_pdrop = config.attn_pdrop
         self.window = config.window(layer)
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Product(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Product(config.n_embd, config.n_embd, bias=config.bias)
 
     def extra_repr(self) -> str:
         """Say in `print(model)` how far a banded layer looks."""
@@ -122,13 +123,18 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.inner_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.inner_dim, config.n_embd, bias=config.bias)
+        self.c_fc = Product(config.n_embd, config.inner_dim, bias=config.bias)
+        self.c_proj = Product(config.inner_dim, config.n_embd, bias=config.bias)
         self.activation = ACTIVATION_FUNCTIONS[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.c_proj(self.activation(self.c_fc(x)))
+        z = self.c_fc(x)
+        y = self.activation(z)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.c_proj(y)
+        with recomputed(y, lambda: self.activation(z)):
+            return self.c_proj(y)
 
 
 class Block(nn.Module):

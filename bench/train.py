@@ -1,0 +1,225 @@
+"""Training steps: ours, transformers' GPT-2 and a plain PyTorch GPT, in turn in one process.
+
+    python bench/train.py [--size gpt2] [--batch 4] [--context 512] [--rounds 5] [--compile]
+
+bf16 products over fp32 weights, AdamW (fused) for all, no dropout, gradients clipped at 1; a step
+is forward, backward and update. Speed: the median of the ratios over rounds in which everyone takes
+one step after another. Memory: each alone in a fresh process, the peak of three steps, model and
+all. `--compile` adds everyone under torch.compile, with the seconds that the first step took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tiedgpt import GPT, GPTConfig
+
+Step = Callable[[Tensor, Tensor], None]
+NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+SMALL = {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": 1024}
+
+
+def shape(size: str, context: int) -> GPTConfig:
+    if size == "5m":
+        return GPTConfig(n_positions=context, **SMALL, **NO_DROPOUT)
+    return GPTConfig.preset(size, n_positions=context, **NO_DROPOUT)
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.n_head = config.n_head
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln_1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """What one writes in an afternoon: logits, then cross-entropy on all of them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(PlainBlock(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) twice -> ()."""
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def stepper(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16):
+            value = loss(ids, targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def ours(config: GPTConfig, device: str, compiled: bool) -> Step:
+    """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
+    from tiedgpt.train.optim import optimizers, parameter_groups
+    from tiedgpt.train.plan import Plan
+    from tiedgpt.train.step import train_step
+
+    model = GPT(config).to(device).train()
+    if compiled:
+        for block in model.h:
+            block.compile()
+    rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-4)
+    plan = Plan(
+        steps=1, batch_size=1 << 20, micro_batch=1 << 20, optimizer="adamw", lr=1e-4, warmup=0,
+        weight_decay=0.1, grad_clip=1.0, dtype="bf16", seed=0, eval_every=1, eval_batches=1,
+        save_every=1,
+    )  # fmt: skip
+    return lambda ids, targets: void(train_step(model, rules, (ids.numpy(), targets.numpy()), plan))
+
+
+def void(_: Any) -> None:
+    return None
+
+
+def transformers(config: GPTConfig, device: str, compiled: bool) -> Step:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", *NO_DROPOUT)
+    model = GPT2LMHeadModel(GPT2Config(**{name: getattr(config, name) for name in names}))
+    model = model.to(device).train()
+    call = torch.compile(model) if compiled else model
+
+    def loss(ids: Tensor, targets: Tensor) -> Tensor:
+        return call(input_ids=ids, labels=ids, shift_labels=targets, use_cache=False).loss
+
+    return stepper(model, loss, device)
+
+
+def plain(config: GPTConfig, device: str, compiled: bool) -> Step:
+    model = PlainGPT(config).to(device).train()
+    return stepper(model, torch.compile(model) if compiled else model, device)
+
+
+WAYS = {"ours": ours, "transformers": transformers, "plain": plain}
+
+
+def batch(config: GPTConfig, size: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(config.vocab_size, (size, config.n_positions + 1))
+    return ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)
+
+
+def once(step: Step, data: tuple[Tensor, Tensor]) -> float:
+    began = time.perf_counter()
+    step(*data)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_megabytes(way: str, arguments: list[str]) -> float:
+    command = [sys.executable, __file__, "--alone", way, *arguments]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(out.split()[-1])
+
+
+def alone(way: str, given: argparse.Namespace, device: str) -> None:
+    config = shape(given.size, given.context)
+    name, _, compiled = way.partition(" ")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    before = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    step = WAYS[name](config, device, bool(compiled))
+    data = batch(config, given.batch, device)
+    for _ in range(3):
+        step(*data)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    print((next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:")) - before) / 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="gpt2")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="the compiled forms, too")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if given.alone:
+        alone(given.alone, given, device)
+        return
+    config = shape(given.size, given.context)
+    names = [*WAYS, *(f"{way} compiled" for way in WAYS if given.compile)]
+    data = batch(config, given.batch, device)
+    steps, first = {}, {}
+    for name in names:
+        torch.manual_seed(0)
+        way, _, compiled = name.partition(" ")
+        steps[name] = WAYS[way](config, device, bool(compiled))
+        first[name] = round(once(steps[name], data), 1)
+        once(steps[name], data)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            seconds[name].append(once(steps[name], data))
+    tokens = data[0].numel()
+    ratios = {
+        name: round(statistics.median(
+            b / a for a, b in zip(seconds["ours"], seconds[name], strict=True)), 2)
+        for name in names
+    }  # fmt: skip
+    steps.clear()
+    size = ["--size", given.size, "--batch", str(given.batch), "--context", str(given.context)]
+    memory = {} if given.no_memory else {n: round(peak_megabytes(n, size)) for n in names}
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "torch": torch.__version__,
+        "model": f"{given.size}, {config.parameter_count():,} parameters, "
+        f"{given.batch} x {given.context} tokens",
+        "tokens/s": {n: round(tokens / statistics.median(t)) for n, t in seconds.items()},
+        "ours is faster by (median of ratios)": ratios,
+        "first step, s": first,
+        "peak MB, models included": memory,
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
