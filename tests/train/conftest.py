@@ -1,3 +1,5 @@
+import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -6,7 +8,7 @@ import torch
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.plan import Plan, record
 from tiedgpt.train.run_directory import RunDirectory
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
@@ -57,6 +59,28 @@ def new_run(tmp_path, text_file):
         return run, tokenizer
 
     return make
+
+
+@pytest.fixture
+def ready(tmp_path, text_file, options, config, plan) -> Path:
+    """A run that is planned and not begun, with dropout, six steps and three checkpoints."""
+    run = RunDirectory(tmp_path / "ready")
+    tokenizer = Tokenizer.characters([text_file.read_text()])
+    tokenizer.save_pretrained(run.tokenizer)
+    encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
+    config = dataclasses.replace(config, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
+    run.write_record(record(options, config, plan, {}))
+    return run.path
+
+
+@pytest.fixture
+def whole(ready) -> Path:
+    """The same, trained without a stop, its operations listed beside it."""
+    from tests.train.trials import Command, Fault
+
+    run = shutil.copytree(ready, ready.with_name("whole"))
+    assert Command(run, fault=Fault(None)).wait() == 0
+    return run
 
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import loop as loop_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Ended, Evaluated, Started, Stepped, train
+from tiedgpt.train.loop import Ended, Evaluated, Skipped, Started, Stepped, train
+from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.step import train_step
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
 
@@ -22,7 +23,7 @@ def run_all(run, config, plan, tokenizer, stop_after=None):
     task = LanguageModelling(run, config, tokenizer)
     for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
         events.append(event)
-        if isinstance(event, Stepped) and event.step == stop_after:
+        if isinstance(event, Stepped | Skipped) and event.step == stop_after:
             stop[0] = True
     return events
 
@@ -33,7 +34,7 @@ def weights(run):
 
 def metrics(run):
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.endswith("_per_second")} for line in lines]
+    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
@@ -143,23 +144,177 @@ def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new
         run_all(run, config, plan, tokenizer)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(new_run, config, plan, monkeypatch):
+def not_finite_at(monkeypatch, *steps):
+    """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
+    from tiedgpt.train import step as step_module
+
+    of_batches, losses = LanguageModelling.batches, step_module.loss_terms
+    now = [0]
+
+    def batches(task, plan):
+        batch = of_batches(task, plan)
+        return lambda step: (now.__setitem__(0, step + 1), batch(step))[1]
+
+    def poisoned(model, part):
+        (loss,) = losses(model, part)
+        return (loss * float("nan") if now[0] in steps and model.training else loss,)
+
+    monkeypatch.setattr(LanguageModelling, "batches", batches)
+    monkeypatch.setattr(step_module, "loss_terms", poisoned)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(new_run, config, plan, monkeypatch):
+    not_finite_at(monkeypatch, 3)
+    run, tokenizer = new_run()
+    model = None
+    before: list[torch.Tensor] = []
+    for event in train(run, LanguageModelling(run, config, tokenizer), plan, CPU):
+        if isinstance(event, Started):
+            model = event.model
+        if isinstance(event, Stepped) and event.step == 2:
+            before = [parameter.clone() for parameter in model.parameters()]
+        if isinstance(event, Skipped):
+            assert (event.step, event.skipped_in_all) == (3, 1) and "nan" in event.why
+            assert all(map(torch.equal, model.parameters(), before))
+    assert isinstance(event, Ended) and event.finished
+    (line,) = (line for line in metrics(run) if "skipped" in line)
+    assert line["step"] == 3 and line["tokens"] == 3 * 64 and "loss" not in line
+    json.loads(run.metrics.read_text().splitlines()[2], parse_constant=pytest.fail)
+    state = json.loads((checkpoints(run.checkpoints)[-1] / "state.json").read_text())
+    assert state["health"]["skipped"] == [3]
+    moments = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "optimizer.safetensors")
+    assert moments.read("wte.weight/step") == 5  # the optimizer saw five of the six steps
+
+
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(
+    new_run, config, plan, monkeypatch, stop_after
+):
+    not_finite_at(monkeypatch, 3, 5)
+    config = dataclasses.replace(config, embd_pdrop=0.2)
+    whole, tokenizer = new_run("whole")
+    run_all(whole, config, plan, tokenizer)
+    parts, _ = new_run("parts")
+    run_all(parts, config, plan, tokenizer, stop_after=stop_after)
+    run_all(parts, config, plan, tokenizer)
+    assert metrics(whole) == metrics(parts)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        one, other = (checkpoints(r.checkpoints)[-1] / name for r in (whole, parts))
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(new_run, config, plan, monkeypatch):
+    not_finite_at(monkeypatch, 3, 5, 6)
+    run, tokenizer = new_run()
+    plan = dataclasses.replace(plan, skip_limit=3, steps=12)
+    says = (
+        r"3 of the last 200 steps had no finite loss or gradient at step 6; first not finite: the "
+        r"gradient of .*; rate 0\.0\S+, losses before: \S+, .*; the state after step 4 is kept"
+    )
+    with pytest.raises(DivergedError, match=says) as error:
+        run_all(run, config, plan, tokenizer)
+    assert error.value.exit_code == 5
+    verify(checkpoints(run.checkpoints)[-1])
+    with pytest.raises(DivergedError, match="at step 6"):  # the same again, not one step further
+        run_all(run, config, plan, tokenizer)
+
+
+def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatch):
     run, tokenizer = new_run()
     step = loop_module.train_step
     calls = []
 
     def poisoned(model, optimizers, batch, plan):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == 3:
             with torch.no_grad():
                 model.ln_f.weight[0] = float("nan")
         return step(model, optimizers, batch, plan)
 
     monkeypatch.setattr(loop_module, "train_step", poisoned)
-    with pytest.raises(DivergedError, match=r"nan.* at step 4; the state after step 2") as error:
+    with pytest.raises(
+        DivergedError, match=r"ln_f.weight is no longer finite at step 4; .* step 2"
+    ):
         run_all(run, config, plan, tokenizer)
-    assert error.value.exit_code == 5
     assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000002"]
+
+
+def test_a_rate_that_is_far_too_high_ends_the_run(new_run, config, plan):
+    run, tokenizer = new_run()
+    plan = dataclasses.replace(plan, steps=150, lr=5.0, optimizer="adamw", warmup=0)
+    plan = dataclasses.replace(plan, eval_every=200, save_every=200)
+    with pytest.raises(DivergedError, match=r"mean loss of the last 100 steps is .* step 100"):
+        run_all(run, config, plan, tokenizer)
+
+
+EVALUATE = LanguageModelling.evaluate
+
+
+def scores_of(monkeypatch, losses):
+    """Have the evaluations of a part find these losses."""
+    found = iter(losses)
+
+    def fake(task, model, plan, n_batches=None):
+        score = EVALUATE(task, model, plan, n_batches)
+        if n_batches is None:
+            return score
+        return dataclasses.replace(score, nats=next(found))
+
+    monkeypatch.setattr(LanguageModelling, "evaluate", fake)
+
+
+def test_patience_ends_the_run_and_the_best_weights_become_the_model(
+    new_run, config, plan, monkeypatch
+):
+    plan = dataclasses.replace(plan, steps=40, eval_every=2, save_every=3, patience=2)
+    losses = [3.0, 2.5, 2.6, 2.7, 2.7]  # after steps 2, 4, 6, 8, and 8 again
+    run, tokenizer = new_run()
+    scores_of(monkeypatch, losses)
+    events = run_all(run, config, plan, tokenizer)
+    assert events[-1].finished and events[-1].step == 8 and run.finished()
+    assert "best validation was after step 4 (2.5000" in events[-1].notes[0]
+    assert metrics(run)[-1]["best_step"] == 4
+    kept = {path.name: path for path in checkpoints(run.checkpoints)}
+    assert list(kept) == ["step-000004", "step-000006", "step-000008"]
+    best = SafetensorsFile.open(kept["step-000004"] / "model.safetensors")
+    assert torch.equal(best.read("wte.weight"), weights(run)["wte.weight"])
+
+    again, _ = new_run("stopped")  # between the best and the end
+    scores_of(monkeypatch, losses[:3])
+    assert not run_all(again, config, plan, tokenizer, stop_after=7)[-1].finished
+    scores_of(monkeypatch, losses[3:])
+    run_all(again, config, plan, tokenizer)
+    assert metrics(run) == metrics(again)
+    assert all(torch.equal(weights(run)[name], weights(again)[name]) for name in weights(run))
+
+
+def test_without_patience_better_weights_than_the_last_are_kept_beside_them(
+    new_run, config, plan, monkeypatch
+):
+    run, tokenizer = new_run()
+    scores_of(monkeypatch, [2.0, 2.1, 2.2])
+    plan = dataclasses.replace(plan, eval_every=2)
+    ended = run_all(run, config, plan, tokenizer)[-1]
+    assert (
+        "validation was better after step 2 (2.0000) than after the last (2.2000)"
+        in (ended.notes[0])
+    )
+    best, last = GPT.from_pretrained(run.best), GPT.from_pretrained(run.model)
+    assert not torch.equal(best.wte.weight, last.wte.weight)
+    kept = SafetensorsFile.open(run.checkpoints / "step-000002" / "model.safetensors")
+    assert torch.equal(best.wte.weight, kept.read("wte.weight"))
+
+
+def test_the_end_survives_the_loss_of_the_best_weights(new_run, config, plan, monkeypatch):
+    run, tokenizer = new_run()
+    scores_of(monkeypatch, [2.0, 2.1, 2.2])
+    plan = dataclasses.replace(plan, eval_every=2)
+    task = LanguageModelling(run, config, tokenizer)
+    for event in train(run, task, plan, CPU):
+        if isinstance(event, Stepped) and event.step == 6:
+            (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"gone")
+    assert "of step 2, are lost" in event.notes[0]
+    assert run.finished() and not run.best.exists()
 
 
 def test_two_trainings_cannot_share_a_directory(new_run):
@@ -195,9 +350,9 @@ def test_a_run_killed_while_it_publishes_is_not_finished(new_run, config, plan, 
         patch.setattr(GPT, "save_pretrained", killed)
         with pytest.raises(KeyboardInterrupt):
             run_all(run, config, plan, tokenizer)
-    assert not run.finished(plan.steps)
+    assert not run.finished()
     run_all(run, config, plan, tokenizer)
-    assert run.finished(plan.steps)
+    assert run.finished()
     newest = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors")
     assert torch.equal(newest.read("wte.weight"), weights(run)["wte.weight"])
 
@@ -216,7 +371,7 @@ def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monk
         return result
 
     monkeypatch.setattr(loop_module, "train_step", breaking)
-    with pytest.raises(DivergedError, match=r"wte\.weight is no longer finite at step 2; nothing"):
+    with pytest.raises(DivergedError, match=r"wte\.weight is no longer finite .*nothing was saved"):
         run_all(run, config, plan, tokenizer)
     assert not checkpoints(run.checkpoints)
 

@@ -15,14 +15,17 @@ from tiedgpt.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
+    CorruptInputError,
     NoRoomError,
     TiedGPTError,
 )
 
 NO_ROOM = NoRoomError.exit_code
+BAD_INPUT = CorruptInputError.exit_code
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
+    "plot": "the curves of runs, in the terminal or as a figure",
     "convert": "any GPT into the format of another tool, proven",
     "tie": "is the head the embedding? show, audit or mend it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
@@ -62,6 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
         if error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return _fail(arguments, "no room on the disk for the output", NO_ROOM)
+        if error.errno == errno.EIO:
+            place = error.filename or "a file"
+            return _fail(arguments, f"the disk failed at {place}: {error.strerror}", BAD_INPUT)
         raise
     except RuntimeError as error:
         if "can't allocate" in str(error) or "out of memory" in str(error):

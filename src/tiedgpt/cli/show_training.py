@@ -22,7 +22,7 @@ from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.infer import Engine
 from tiedgpt.train.labelled import Labelled, LabelScore
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Ended, Evaluated, Event, Started, Stepped
+from tiedgpt.train.loop import Ended, Evaluated, Event, Skipped, Started, Stepped
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
@@ -51,6 +51,7 @@ class Display:
         self._progress: Progress | None = None
         self._smooth: float | None = None
         self._unit = ""
+        self._validated = self._skipped = ""
 
     def say(self, text: str) -> None:
         """Show a line of progress."""
@@ -138,10 +139,23 @@ class Display:
             case Stepped():
                 before = event.loss if self._smooth is None else self._smooth
                 self._smooth = SMOOTHING * before + (1 - SMOOTHING) * event.loss
-                speed = f"{event.units_per_second:,.0f} {self._unit}/s"
-                status = f"loss {self._smooth:.3f}  {speed}"
+                status = (
+                    f"loss {self._smooth:.3f}{self._validated}{self._skipped}  "
+                    f"{event.units_per_second:,.0f} {self._unit}/s"
+                )
                 self._progress.update(self._task, completed=event.step, status=status)
+            case Skipped():
+                self.say(
+                    f"step {event.step:>6,}  skipped, the weights stay: {event.why} "
+                    f"({event.skipped_in_all:,} so far)"
+                )
+                self._skipped = f"  {event.skipped_in_all:,} skipped"
+                self._progress.update(self._task, completed=event.step)
+            case Ended():
+                for note in event.notes:
+                    self.say(note)
             case Evaluated():
+                self._validated = f"  val {event.score.nats:.3f}"
                 line = f"step {event.step:>6,}  val {scored(event.score)}  | "
                 room = max(0, self.err.width - len(line) - 1)
                 sample = set_cell_size(" ".join(event.sample.split()), room).rstrip()
@@ -181,6 +195,7 @@ class Display:
         out.print(
             f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
             f"  {program()} generate {self.out}{how}\n"
+            f"  {program()} plot {self.out}\n"
             f"  {program()} tie show {self.out}\n"
             f"  {program()} train your.txt --size small --minutes 10"
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -15,6 +18,10 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.program import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.tracking import TrackerName
+
+if TYPE_CHECKING:
+    from tiedgpt.train.run_directory import RunDirectory
 
 ABOUT = """Train a GPT on your text, or --start from one that was trained already.
 
@@ -35,28 +42,72 @@ class Arguments(TrainOptions):
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
     """The run's directory; default: runs/ and a name from the data and the size."""
+    track: TrackerName | None = None
+    """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
+    compare: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="'OPTIONS'")
+    ] = ()
+    """Train once for each --compare, with these options beside the others, and draw both curves."""
+    find_lr: bool = False
+    """Only look for a learning rate, in a short sweep over rising ones; nothing is left behind."""
+    verify_resume: bool = False
+    """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
 
     def __post_init__(self) -> None:
         """Leave the checks to `TrainOptions`, whose errors are one line."""
 
+    def options(self) -> TrainOptions:
+        """Return what decides the run, checked."""
+        names = (option.name for option in fields(TrainOptions))
+        return TrainOptions(**{name: getattr(self, name) for name in names})
+
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    given = parse(Arguments, "train", arguments, ABOUT)
-    options = TrainOptions(
-        **{option.name: getattr(given, option.name) for option in fields(TrainOptions)}
-    )
+    given = parse(Arguments, "train", with_recipes(arguments), ABOUT)
+    options = given.options()
     out = Path(given.out) if given.out else default_out(options)
+    command = f"{program()} train {shlex.join(arguments)}".rstrip()
+    if given.verify_resume:
+        from tiedgpt.cli.verify_resume import verify_resume
 
+        return verify_resume(options, out)
+    if given.find_lr:
+        from tiedgpt.cli.find_rate import find_rate
+
+        return find_rate(options)
+    if given.compare:
+        from tiedgpt.cli.compare import compare
+
+        return compare(given, command)
+    return train_run(options, out, command, track=given.track)
+
+
+def train_run(
+    options: TrainOptions,
+    out: Path,
+    command: str,
+    *,
+    track: TrackerName | None = None,
+    before_data: Callable[[RunDirectory], None] | None = None,
+    show_end: bool = True,
+) -> int:
+    """Train in the directory `out`, or go on there; return the exit code.
+
+    `before_data` is called before a fresh run's data are prepared, and may put them there.
+    """
     from tiedgpt.cli.show_training import Display
+    from tiedgpt.train.forking import fork_options
     from tiedgpt.train.loop import Ended, train
     from tiedgpt.train.plan import record, recorded
     from tiedgpt.train.planning import make_plan, training_device
     from tiedgpt.train.prepare import open_sources, prepare
     from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.tracking import Tracking, open_tracker
 
+    tracker = open_tracker(track) if track is not None else None
     directory = RunDirectory(out)
-    display = Display(out, command=f"{program()} train {shlex.join(arguments)}".rstrip())
+    display = Display(out, command=command)
     for what, source in (("tokenizer", options.tokenizer), ("model", options.start)):
         if source not in (None, "bpe", "char") and not Path(source).exists():
             display.say(f"{what} {source}: looked for on the Hugging Face hub")
@@ -64,8 +115,8 @@ def run(arguments: list[str]) -> int:
         tables = directory.read_record()
         if tables and (differences := options.differences(tables.get("options", {}))):
             raise UserError(
-                f"{out} holds a run of other options ({'; '.join(differences)}): give another "
-                "--out, or the same options to go on"
+                f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
+                f"options to go on, or another --out, with --fork {out} to begin where it stands"
             )
         sources = open_sources(options) if options.data or not tables else None
         digest = sources.digest() if sources and options.data else None
@@ -73,29 +124,60 @@ def run(arguments: list[str]) -> int:
             raise UserError(
                 f"the text is another than when {out} began: give another --out, or the same text"
             )
-        if tables and directory.finished(recorded(tables)[1].steps):
+        config, plan = recorded(tables) if tables else (None, None)
+        if tables and directory.finished():
             display.say(f"{out} finished already; generate from it, or train in another --out")
             return EXIT_OK
-        config, plan = recorded(tables) if tables else (None, None)
+        asked = options if options.fork is None else fork_options(options, tables)
+        if before_data is not None and not tables:
+            before_data(directory)
         with display.encoding() as progress:
             sources = sources or open_sources(options)
-            prepared = prepare(directory, options, sources, config, progress)
+            prepared = prepare(directory, asked, sources, config, progress)
         task, device = prepared.task, training_device()
         if plan is None:
             display.say("measuring this machine")
-            plan = make_plan(options, task, device)
+            plan = make_plan(asked, task, device)
             directory.write_record(record(options, task.config, plan, prepared.counted, digest))
         display.plan(options, plan, task, device, prepared.notes)
-        with stop_on_signals() as stop, display.training(plan):
-            for event in train(directory, task, plan, device, stop_requested=stop.requested):
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(stop_on_signals())
+            stack.enter_context(display.training(plan))
+            tracking = None
+            if tracker is not None:
+                tracking = stack.enter_context(
+                    Tracking(tracker, out, directory.read_record(), warn=display.say)
+                )
+            fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
+            for event in train(
+                directory,
+                task,
+                plan,
+                device,
+                fork=fork,
+                stop_requested=stop.requested,
+                track=tracking.log if tracking is not None else None,
+            ):
                 display.event(event)
                 if isinstance(event, Ended):
                     ended = event
         if not ended.finished:
             display.interrupted(ended, plan)
             return EXIT_INTERRUPTED
-        display.finished(directory, options, task, ended)
+        if show_end:
+            display.finished(directory, options, task, ended)
     return EXIT_OK
+
+
+def with_recipes(arguments: list[str]) -> list[str]:
+    """Return the arguments with what follows --compare tied to it: it begins with a dash itself."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == "--compare":
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def default_out(options: TrainOptions) -> Path:
@@ -107,6 +189,7 @@ def default_out(options: TrainOptions) -> Path:
         stem = next((p.name for p in path.parents if p.name.isprintable() and p.name.isalnum()), "")
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
+    kind = kind if options.fork is None else "fork"
     return Path("runs") / f"{name}-{kind}"
 
 

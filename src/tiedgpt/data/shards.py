@@ -5,7 +5,6 @@ and then the tokens as little-endian uint16. Ids go into a `ShardWriter`; `Shard
 as one long sequence of uint16, whatever the number of files.
 """
 
-import mmap
 import os
 import weakref
 from bisect import bisect_right
@@ -152,8 +151,8 @@ class ShardWriter:
 class Shards:
     """Token files as one sequence of uint16: `len(shards)` tokens, read by position.
 
-    The files are mapped, not loaded. A file that was changed meanwhile is noticed before it is
-    read, because reading a mapped page that is gone kills the process.
+    The files are read in place, not loaded, and not mapped: reading a mapped page that is gone
+    kills the process. A file that was changed meanwhile is noticed before what it held is used.
 
     Raises:
         UserError: there are no files, or one is missing.
@@ -167,10 +166,10 @@ class Shards:
         self._files: list[int] = []
         self._closer = weakref.finalize(self, _close_all, self._files)
         self._states: list[tuple[int, int, bool]] = []
-        self._tokens: list[TokenArray] = []
+        self._sizes: list[int] = []
         for path in self.paths:
             self._open(path)
-        self._starts = list(accumulate((tokens.size for tokens in self._tokens), initial=0))
+        self._starts = list(accumulate(self._sizes, initial=0))
 
     @classmethod
     def in_directory(cls, directory: str | Path, prefix: str) -> Self:
@@ -190,20 +189,18 @@ class Shards:
             CorruptInputError: a file that holds them was changed since it was opened.
         """
         parts = []
-        shard = bisect_right(self._starts, start, hi=len(self._tokens)) - 1
+        shard = bisect_right(self._starts, start, hi=len(self._sizes)) - 1
         while start < stop:
             first = self._starts[shard]
             until = min(stop, self._starts[shard + 1])
             if start < until:
-                self._check(shard)
-                parts.append(self._tokens[shard][start - first : until - first])
+                parts.append(self._read(shard, start - first, until - first))
                 start = until
             shard += 1
         return np.concatenate([np.empty(0, dtype=np.uint16), *parts])
 
     def close(self) -> None:
         """Close the files; nothing can be read afterwards."""
-        self._tokens = []
         self._closer()
 
     def _open(self, path: Path) -> None:
@@ -225,16 +222,40 @@ class Shards:
                 f"{path} is damaged: {size:,} bytes where its header promises {n_tokens:,} tokens "
                 f"({HEADER_BYTES + 2 * n_tokens:,} bytes); encode the text again"
             )
-        mapped = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-        self._tokens.append(np.frombuffer(mapped, dtype="<u2")[HEADER_BYTES // 2 :])
+        self._sizes.append(n_tokens)
         self._states.append(_state(file))
 
-    def _check(self, shard: int) -> None:
-        if _state(self._files[shard]) != self._states[shard]:
+    def _read(self, shard: int, start: int, stop: int) -> TokenArray:
+        """Return tokens of a shard, if it is still the file that was opened."""
+        file = self._files[shard]
+        try:
+            data = _bytes_at(file, HEADER_BYTES + 2 * start, 2 * (stop - start))
+        except OSError as error:
+            raise CorruptInputError(
+                f"cannot read {self.paths[shard]}: {error.strerror}; check the disk"
+            ) from error
+        if len(data) != 2 * (stop - start) or _state(file) != self._states[shard]:
             raise CorruptInputError(
                 f"{self.paths[shard]} changed while training: leave the file alone, or encode the "
                 f"text again and resume"
             )
+        return np.frombuffer(data, dtype="<u2")
+
+
+def _bytes_at(file: int, at: int, size: int) -> bytes:
+    """Return bytes of a file, fewer where it ends."""
+    parts = []
+    while size and (part := _read_some(file, size, at)):
+        parts.append(part)
+        at, size = at + len(part), size - len(part)
+    return b"".join(parts)
+
+
+def _read_some(file: int, size: int, at: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(file, size, at)
+    os.lseek(file, at, os.SEEK_SET)  # on Windows
+    return os.read(file, size)
 
 
 def _state(file: int) -> tuple[int, int, bool]:

@@ -2,22 +2,25 @@
 
 checkpoints/step-000400/ holds model.safetensors, optimizer.safetensors, state.json and
 manifest.json (size and sha256 of the others). It is written under a temporary name, synced,
-renamed; then `latest` is replaced; then older ones are deleted.
+renamed; then `latest` is replaced; then older ones are deleted. A damaged one is set aside under
+another name and never deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.files import read_json, remove, replacing, require_room, write_json
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile, Stored, write_safetensors
 
 KEPT = 2
@@ -32,10 +35,13 @@ def save_checkpoint(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
+    *,
+    spared: int | None = None,
 ) -> Path:
     """Write the state after `step` steps under `directory`; return its path.
 
-    `state` is plain data that must come back; torch's random stream is added to it.
+    `state` is plain data that must come back; torch's random stream is added to it. Older ones are
+    deleted, other than the newest before it and that of the step `spared`.
     """
     parameters = dict(model.named_parameters())
     moments = {
@@ -50,8 +56,8 @@ def save_checkpoint(
     require_room(
         directory, sum(sizes) + sum(p.numel() * p.element_size() for p in model.parameters())
     )
-    path = directory / f"step-{step:06d}"
-    remove(path)  # a damaged one that was passed over
+    path = _path(directory, step)
+    set_aside(path)
     with replacing(path) as temporary:
         temporary.mkdir()
         weights = {name: Stored(parameter) for name, parameter in parameters.items()}
@@ -59,17 +65,30 @@ def save_checkpoint(
         write_safetensors(temporary / "optimizer.safetensors", moments | random, {})
         write_json(temporary / "state.json", state | {"step": step})
         write_json(temporary / "manifest.json", _manifest(temporary))
-    with replacing(directory / "latest") as temporary:
-        temporary.write_text(path.name + "\n")
+    _point_to(path)
     for old in checkpoints(directory)[:-KEPT]:
-        remove(old)
+        if spared is None or old != _path(directory, spared):
+            remove(old)
     return path
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give a checkpoint that cannot be used another name, if it is there; return that."""
+    if not path.exists():
+        return None
+    numbers = (f".damaged-{number}" for number in count(2))
+    endings = chain([".damaged"], numbers)
+    free = (path.with_name(path.name + ending) for ending in endings)
+    aside = next(place for place in free if not place.exists())
+    with writing(path):
+        path.rename(aside)
+    return aside
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints under `directory`, oldest first."""
     found = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def load_newest(
@@ -77,60 +96,131 @@ def load_newest(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
-    A damaged one is passed over, told of in the notes, and left where it is.
+    A damaged one is passed over, told of in the notes, and kept under another name.
     """
-    notes: list[str] = []
+    damaged: list[tuple[Path, Exception]] = []
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
-            return _load(path, model, optimizers), notes
-        except TiedGPTError as error:
-            notes.append(f"passed over a damaged checkpoint: {error}")
-    if notes:
+            state = _load(path, model, optimizers)
+        except (TiedGPTError, OSError) as error:
+            damaged.append((path, error))
+            continue
+        notes = [
+            f"passed over a damaged checkpoint: {error}; it is kept as {set_aside(bad)}"
+            for bad, error in damaged
+        ]
+        _point_to(path)
+        return state, notes
+    if damaged:
         raise CorruptInputError(
-            f"no good checkpoint is left in {directory} ({notes[0]}); train in another --out"
+            f"no good checkpoint is left in {directory} ({damaged[0][1]}); train in another --out"
         )
-    return None, notes
+    return None, []
+
+
+def load_weights(directory: Path, step: int, model: nn.Module) -> None:
+    """Put the weights of a step's checkpoint into the model.
+
+    Raises `CorruptInputError`, before the model is touched, where it is damaged.
+    """
+    path = _path(directory, step)
+    verify(path)
+    _load_weights(path, model)
 
 
 def verify(path: Path) -> None:
     """Raise `CorruptInputError` unless every file has the size and sha256 of the manifest."""
-    manifest = read_json(path / "manifest.json")
+    try:
+        manifest = read_json(path / "manifest.json")
+    except UserError as error:
+        raise CorruptInputError(str(error)) from None
     if set(manifest) != {"model.safetensors", "optimizer.safetensors", "state.json"}:
         raise CorruptInputError(f"{path / 'manifest.json'} does not list a checkpoint's files")
     for name, known in manifest.items():
         file = path / name
-        if not file.exists() or known != _identity(file):
+        try:
+            found = _identity(file)
+        except OSError as error:
+            raise CorruptInputError(f"cannot read {file}: {error.strerror}") from None
+        if known != found:
             raise CorruptInputError(f"{file} is not what was saved")
+
+
+def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Give the optimizers what a checkpoint knows of parameters of the same rule; count those."""
+    moments, taken = _read_moments(path), 0
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        by_momentum = "momentum" in optimizer.defaults
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            found = moments.get(names[parameter], {})
+            if found and ("momentum_buffer" in found) == by_momentum:
+                optimizer.state[parameter] = _on(parameter.device, found)
+                taken += 1
+    return taken
 
 
 def _load(
     path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
+    state, moments = read_json(path / "state.json"), _read_moments(path)
+    _load_weights(path, model)
+    for device, random in moments.pop("random", {}).items():
+        _set_random_state(device, random)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if names[parameter] in moments:
+                optimizer.state[parameter] = _on(parameter.device, moments[names[parameter]])
+    return state
+
+
+def _read_moments(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return what the optimizers hold of each parameter, by name, and under `random` the streams.
+
+    The number of a parameter's steps is a tensor without axes there.
+    """
+    file = SafetensorsFile.open(path / "optimizer.safetensors")
+    found: dict[str, dict[str, Tensor]] = {}
+    for entry in file.entries:
+        name, key = entry.rsplit("/", 1)
+        value = file.read(entry)
+        found.setdefault(name, {})[key] = value.reshape(()) if key == "step" else value
+    return found
+
+
+def _on(device: torch.device, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.to(device) for key, value in found.items()}
+
+
+def _load_weights(path: Path, model: nn.Module) -> None:
     weights = SafetensorsFile.open(path / "model.safetensors")
-    moments = SafetensorsFile.open(path / "optimizer.safetensors")
-    state: dict[Tensor, dict[str, Tensor]] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if shapes != {name: entry.shape for name, entry in weights.entries.items()}:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.read(name))
-            state[parameter] = {}
-    parameters = dict(model.named_parameters())
-    for entry in moments.entries:
-        name, key = entry.rsplit("/", 1)
-        value = moments.read(entry)
-        if name == "random":
-            _set_random_state(key, value)
-        else:
-            parameter = parameters[name]
-            value = value.reshape(()) if key == "step" else value
-            state[parameter][key] = value.to(parameter.device)
-    for optimizer in optimizers:
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        optimizer.state.update({p: state[p] for p in own if state[p]})
-    return read_json(path / "state.json")
+
+
+def _point_to(path: Path) -> None:
+    """Have `latest` name a checkpoint."""
+    latest = path.with_name("latest")
+    with contextlib.suppress(OSError):
+        if latest.read_text(errors="replace") == path.name + "\n":
+            return
+    with replacing(latest) as temporary:
+        temporary.write_text(path.name + "\n")
+
+
+def step_of(path: Path) -> int:
+    """Return the number of steps after which a checkpoint was written."""
+    return int(path.name.removeprefix("step-"))
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:06d}"
 
 
 def _random_state(model: nn.Module) -> dict[str, Tensor]:

@@ -107,6 +107,8 @@ class TrainOptions:
     """Validate on this text, or these examples; default: a tenth of the data."""
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
+    fork: str | None = None
+    """Begin with the weights and the optimizer of this run (its --out), under these options."""
     seed: int = 0
     """Decides the first weights and the order of the data."""
     vocab_size: int | None = None
@@ -127,6 +129,10 @@ class TrainOptions:
     """Of the blocks' matrices; the shared matrix, norms and biases have none."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
+    skip_limit: int = 10
+    """Stop when so many of the last 200 steps were skipped, their gradient not being finite."""
+    patience: int | None = None
+    """Stop after so many evaluations without improvement, and keep the best weights."""
     dropout: float | None = None
     """On embeddings, attention and what blocks add."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -137,6 +143,11 @@ class TrainOptions:
             raise UserError(f"--task {self.task} needs examples: name a .jsonl file")
         if self.task != "lm" and self.text_field != "text":
             raise UserError(f"--text-field {self.text_field} is for --task lm")
+        if self.start is not None and self.fork is not None:
+            raise UserError(
+                "--start begins with a model's weights, --fork with a run's weights and optimizer: "
+                "give one of them"
+            )
         if self.start is not None:
             for name, given in (
                 ("size", self.size != DEFAULT_SIZE),
@@ -156,7 +167,10 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')} {value} is not a positive number")
-        for name in ("steps", "vocab_size", "context", "batch_size", "micro_batch"):
+        for name in (
+            *("steps", "vocab_size", "context", "batch_size", "micro_batch"),
+            *("skip_limit", "patience"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value} is not at least 1")

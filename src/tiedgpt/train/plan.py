@@ -11,6 +11,7 @@ import torch
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.train.machine import describe
 from tiedgpt.train.optim import RULES
 from tiedgpt.train.options import Rule, TrainOptions
 
@@ -40,9 +41,16 @@ class Plan:
     eval_batches: int
     """Batches of that part; the last evaluation takes all, up to two million tokens."""
     save_every: int
+    skip_limit: int = 10
+    """Steps that are not finite, of the last 200, that end the run."""
+    patience: int | None = None
+    """Evaluations without improvement that end the run."""
 
     def __post_init__(self) -> None:
-        whole = ("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every")
+        whole = (
+            *("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"),
+            *("skip_limit", *(["patience"] if self.patience is not None else [])),
+        )
         sound = (
             all(type(getattr(self, name)) is int and getattr(self, name) >= 1 for name in whole)
             and type(self.warmup) is int
@@ -74,6 +82,7 @@ def record(
         "training": asdict(plan),
         "text": {"sha256": text_digest},
         **counted,
+        "machine": describe(),
         "versions": {
             "tiedgpt": tiedgpt.__version__,
             "torch": torch.__version__,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError
+from tiedgpt.train.memory import needed
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.plan import DTYPES, Plan
@@ -36,9 +37,21 @@ def make_plan(options: TrainOptions, task: Task, device: torch.device) -> Plan:
     batch_size = options.batch_size or options.default_batch_size()
     micro = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
     micro = min(micro, batch_size)
-    require_memory(
-        config, device, batch_size=batch_size, micro_batch=micro, row_tokens=task.row_tokens
-    )
+    while True:
+        try:
+            require_memory(
+                config,
+                device,
+                batch_size=batch_size,
+                micro_batch=micro,
+                row_tokens=task.row_tokens,
+                dtype=options.dtype,
+            )
+            break
+        except NoRoomError:
+            if options.micro_batch is not None or micro == 1:
+                raise
+            micro //= 2
     dtype = faster_dtype(config, device) if options.dtype == "auto" else options.dtype
     draft = Plan(
         steps=options.steps or 1,
@@ -54,6 +67,8 @@ def make_plan(options: TrainOptions, task: Task, device: torch.device) -> Plan:
         eval_every=1,
         eval_batches=1,
         save_every=1,
+        skip_limit=options.skip_limit,
+        patience=options.patience,
     )
     steps = options.steps
     if steps is None and options.minutes is None and task.epoch_rows is not None:
@@ -78,24 +93,31 @@ def require_memory(
     batch_size: int = 1,
     micro_batch: int = 1,
     row_tokens: int | None = None,
+    dtype: str = "auto",
 ) -> None:
-    """Raise `NoRoomError` where weights, gradients, moments or a batch can certainly not fit."""
-    needed = 16 * config.parameter_count()
+    """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory."""
     room = _memory(device)
-    row_tokens = row_tokens or config.n_positions
-    ids = 4 * 8 * batch_size * row_tokens
-    states = 16 * micro_batch * row_tokens * config.n_embd * config.n_layer
-    if room is not None and needed <= room < needed + ids + states:
+    rows = row_tokens or config.n_positions
+    need = needed(
+        config,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        row_tokens=rows,
+        dtype=dtype,
+        device=device.type,
+    )
+    if room is not None and need.lasting > room:
         raise NoRoomError(
-            f"a batch of {batch_size:,} x {row_tokens:,} tokens, {micro_batch:,} sequences "
-            f"at a time, needs {(ids + states) / 1e9:,.1f} GB beside the weights' "
-            f"{needed / 1e9:,.1f} GB, and {device} has {room / 1e9:,.1f} GB free: use a smaller "
-            "--batch-size or --micro-batch"
+            f"{config.parameter_count():,} parameters need {need.lasting / 1e9:,.1f} GB to train "
+            "(weight, gradient and two moments of 4 bytes each) and "
+            f"{device} has {room / 1e9:,.1f} GB free"
         )
-    if room is not None and needed > room:
+    if room is not None and need.total > room:
         raise NoRoomError(
-            f"{config.parameter_count():,} parameters need {needed / 1e9:,.1f} GB to train (weight,"
-            f" gradient and two moments of 4 bytes each) and {device} has {room / 1e9:,.1f} GB free"
+            f"a batch of {batch_size:,} x {rows:,} tokens, {micro_batch:,} sequences at a time, "
+            f"needs about {need.passing / 1e9:,.1f} GB beside the {need.lasting / 1e9:,.1f} GB of "
+            f"weights, gradients and moments, and {device} has {room / 1e9:,.1f} GB free: use a "
+            "smaller --batch-size or --micro-batch"
         )
 
 

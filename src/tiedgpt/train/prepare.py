@@ -19,6 +19,7 @@ from tiedgpt.data import (
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.exercises import EXERCISES
+from tiedgpt.train.forking import Forked
 from tiedgpt.train.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
@@ -86,8 +87,13 @@ def prepare(
     start = None
     if options.start is not None:
         start = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
+    fork = None
+    if options.fork is not None and config is None:
+        fork = Forked.open(options.fork)
     if isinstance(sources, Texts):
-        return _language(run, options, sources, config, start, progress)
+        return _language(run, options, sources, config, start or fork, progress)
+    if fork is not None:
+        fork.require_labels(sources.labels)
     tokenizer = _kept_tokenizer(run) if run.tokenizer.is_dir() else None
     if tokenizer is None:
         exercise = EXERCISES[options.task]()
@@ -95,9 +101,9 @@ def prepare(
         train, whole = (
             (t for line in side for t in exercise.texts(line.example)) for side in sides
         )
-        tokenizer = _tokenizer(options, start, train, whole)
+        tokenizer = _tokenizer(options, start or fork, train, whole)
         tokenizer.save_pretrained(run.tokenizer)
-    config = config or _config(options, tokenizer, start)
+    config = config or _config(options, tokenizer, start or fork)
     task = Labelled(
         EXERCISES[options.task](), sources, config, tokenizer, context=options.context, start=start
     )
@@ -106,7 +112,7 @@ def prepare(
         "train_examples": {"examples": len(task.train), **labels},
         "val_examples": {"examples": len(task.held_out)},
     }
-    return Prepared(task, counted, task.notes)
+    return Prepared(task, counted | (fork.table(options) if fork else {}), task.notes)
 
 
 def _language(
@@ -114,7 +120,7 @@ def _language(
     options: TrainOptions,
     texts: Texts,
     config: GPTConfig | None,
-    start: Pretrained | None,
+    origin: Pretrained | Forked | None,
     progress: Callable[[int, int], None] | None,
 ) -> Prepared:
     """Encode texts into shards, once."""
@@ -125,14 +131,18 @@ def _language(
         split = plan_split(texts.corpus, texts.validation)
         notes = _left_out(texts)
         train = (document.text for side, document in split if side == "train")
-        tokenizer = _tokenizer(options, start, train, (document.text for _, document in split))
+        tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
         tokenizer.save_pretrained(run.tokenizer)
         encode_corpus(split, tokenizer, run.data, progress=progress)
-    config = config or _config(options, tokenizer, start)
+    config = config or _config(options, tokenizer, origin)
+    start = origin if isinstance(origin, Pretrained) else None
     task = LanguageModelling(run, config, tokenizer, context=options.context, start=start)
     task.require_enough()
     sides = {"train_text": task.encoded.train, "val_text": task.encoded.val}
-    return Prepared(task, {name: asdict(counts) for name, counts in sides.items()}, notes)
+    counted: dict[str, dict[str, Any]] = {name: asdict(side) for name, side in sides.items()}
+    if isinstance(origin, Forked):
+        counted |= origin.table(options)
+    return Prepared(task, counted, notes)
 
 
 def _kept_tokenizer(run: RunDirectory) -> Tokenizer:
@@ -144,13 +154,18 @@ def _kept_tokenizer(run: RunDirectory) -> Tokenizer:
 
 
 def _tokenizer(
-    options: TrainOptions, start: Pretrained | None, train: Iterable[str], whole: Iterable[str]
+    options: TrainOptions,
+    origin: Pretrained | Forked | None,
+    train: Iterable[str],
+    whole: Iterable[str],
 ) -> Tokenizer:
     """Return the tokenizer asked for: trained, of characters, given, or the started model's."""
     if options.tokenizer != "bpe" and options.vocab_size is not None:
         raise UserError("--vocab-size is for a BPE that is trained; here the vocabulary is given")
-    if start is not None:
-        return start.tokenizer(None if options.tokenizer == "bpe" else options.tokenizer)
+    if isinstance(origin, Forked):
+        return origin.tokenizer()
+    if origin is not None:
+        return origin.tokenizer(None if options.tokenizer == "bpe" else options.tokenizer)
     if options.tokenizer == "char":
         return Tokenizer.characters(whole)
     if options.tokenizer == "bpe":
@@ -159,16 +174,19 @@ def _tokenizer(
     return Tokenizer.from_pretrained(options.tokenizer)
 
 
-def _config(options: TrainOptions, tokenizer: Tokenizer, start: Pretrained | None) -> GPTConfig:
+def _config(
+    options: TrainOptions, tokenizer: Tokenizer, origin: Pretrained | Forked | None
+) -> GPTConfig:
     """Return the config of the size that was asked for, or of the model to start from."""
-    if start is None:
+    if origin is None:
         return options.model_config(
             vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
         )
-    config = start.config(options.dropout)
+    config = origin.config(options.dropout)
     if options.context is not None and options.context > config.n_positions:
         raise UserError(
-            f"--context {options.context}: {options.start} has {config.n_positions} positions"
+            f"--context {options.context}: {options.start or options.fork} has "
+            f"{config.n_positions} positions"
         )
     return config
 

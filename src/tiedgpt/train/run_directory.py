@@ -1,6 +1,7 @@
 """A run's directory: one process at a time in it, its record in run.toml, its metrics a line each.
 
 model/            the trained model, a Hugging Face directory with its tokenizer
+best/             the same with the weights that validated best, where the last are worse
 tokenizer/        the tokenizer, made before the first step
 data/             token shards
 checkpoints/      step-NNNNNN/ and `latest`
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import remove, remove_leftovers, replacing, writing
+from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
 
 try:
     import fcntl
@@ -33,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model = path / "model"
+        self.best = path / "best"
         self.tokenizer = path / "tokenizer"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
@@ -71,11 +73,18 @@ class RunDirectory:
                     ) from None
                 if not _is_at(lock, lock_path):  # who had it has just removed it
                     raise UserError(f"{self.path} was being left by another training: try again")
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+            with writing(lock_path):
+                lock.truncate(0)
+                lock.write(str(os.getpid()))
+                lock.flush()
             self._clear_unless_planned()
-            for directory in (self.path, self.checkpoints, self.model, self.tokenizer):
+            for directory in (
+                self.path,
+                self.checkpoints,
+                self.model,
+                self.best,
+                self.tokenizer,
+            ):
                 remove_leftovers(directory)
             try:
                 yield
@@ -98,16 +107,17 @@ class RunDirectory:
         for path in (self.data, self.tokenizer):
             remove(path)
 
-    def finished(self, steps: int) -> bool:
-        """Whether all steps were done and the model was written."""
+    def finished(self) -> bool:
+        """Whether the last step was done, whichever that was, and the model was written."""
         latest = self.checkpoints / "latest"
-        return (
-            latest.exists()
-            and latest.read_text(errors="replace").strip() == f"step-{steps:06d}"
-            and (self.model / "config.json").exists()
-            and self.metrics.exists()
-            and '"final"' in self._metrics_text().rpartition("{")[2]
-        )
+        if not all(p.exists() for p in (latest, self.metrics, self.model / "config.json")):
+            return False
+        try:
+            last = json.loads(self._metrics_text().splitlines()[-1])
+            name = f"step-{last['step']:06d}" if last.get("final") else None
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return False
+        return latest.read_text(errors="replace").strip() == name
 
     def _metrics_text(self) -> str:
         return self.metrics.read_text(encoding="utf-8", errors="replace")
@@ -133,6 +143,12 @@ class RunDirectory:
         """Add a line to metrics.jsonl."""
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Have the disk hold the lines so far: no checkpoint is to be newer than they are."""
+        if self.metrics.exists():
+            with writing(self.metrics):
+                sync(self.metrics)
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after `step`, which are about to be written again."""

@@ -1,0 +1,198 @@
+"""`tiedgpt train DATA --compare OPTIONS --compare OPTIONS`: recipes on the same data and seed.
+
+Each is a run of its own in a directory under --out, so that the same command again goes on where it
+was stopped. The first decides how long all train, unless they say it themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.plot import as_training, draw_panels, duration, label
+from tiedgpt.cli.program import program
+from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
+from tiedgpt.errors import EXIT_OK, DivergedError, UserError
+from tiedgpt.files import replacing
+from tiedgpt.train.history import History, read_history
+from tiedgpt.train.options import SIZES, TrainOptions
+
+if TYPE_CHECKING:
+    from tiedgpt.train.run_directory import RunDirectory
+
+SAME = ("data", "val", "task", "text_field", "seed", "fork", "out", "track", "find_lr")
+"""What belongs to all recipes."""
+TOKENS_FROM = ("data", "val", "text_field", "task", "tokenizer", "start")
+"""What decides the tokens that a run is trained on."""
+AS_GIVEN = "as given"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Options that are compared, and where they are trained."""
+
+    name: str
+    options: TrainOptions
+    out: Path
+    says_length: bool
+    """Whether it says itself how long it trains."""
+
+
+def compare(given: Arguments, command: str) -> int:
+    """Train each recipe, draw the curves, and say who gets where; return the exit code.
+
+    A recipe that diverges is left as it is, and its `DivergedError` is raised at the end.
+    """
+    recipes = read_recipes(given)
+    diverged: DivergedError | None = None
+    for number, recipe in enumerate(recipes):
+        options = recipe.options
+        if number and not recipe.says_length:
+            options = as_long(options, recipes[0])
+        print(f"\n--- {recipe.name}", file=sys.stderr, flush=True)
+        try:
+            code = train_run(
+                options,
+                recipe.out,
+                command,
+                track=given.track,
+                before_data=partial(take_data, recipes[0], options),
+                show_end=False,
+            )
+        except DivergedError as error:
+            diverged, code = error, EXIT_OK
+        if code != EXIT_OK:
+            return code
+    show([(recipe, read_history(recipe.out, recipe.name)) for recipe in recipes])
+    if diverged is not None:
+        raise diverged
+    return EXIT_OK
+
+
+def read_recipes(given: Arguments) -> list[Recipe]:
+    """Return the recipes that --compare names; one alone is compared with the options as given."""
+    base = replace(given, compare=())
+    out = Path(given.out or f"{default_out(given.options())}-compared")
+    if (out / "run.toml").exists():
+        raise UserError(f"{out} is a run itself: give --out another directory for the comparison")
+    words = [AS_GIVEN, *given.compare] if len(given.compare) == 1 else list(given.compare)
+    recipes: list[Recipe] = []
+    for number, text in enumerate(words, start=1):
+        try:
+            arguments = [] if text == AS_GIVEN else shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"--compare {text!r} cannot be split into options: {error}") from None
+        one = parse(Arguments, "train --compare", arguments, ABOUT, base=base)
+        for name in SAME:
+            if getattr(one, name) != getattr(base, name):
+                raise UserError(
+                    f"--compare {text!r}: --{name.replace('_', '-')} must be the same for all: "
+                    "give it outside of --compare"
+                )
+        says = (one.steps, one.minutes) != (base.steps, base.minutes)
+        if says:  # one of the two replaces the other
+            one = replace(
+                one,
+                steps=one.steps if one.steps != base.steps else None,
+                minutes=one.minutes if one.minutes != base.minutes else None,
+            )
+        place = out / _slug(text)
+        if place in {recipe.out for recipe in recipes}:
+            place = out / f"{_slug(text)}-{number}"
+        recipes.append(Recipe(text, one.options(), place, says))
+    return recipes
+
+
+def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
+    """Return options that train on as many tokens as the first recipe did."""
+    if options.steps is not None:
+        return options
+    from tiedgpt.train.run_directory import RunDirectory
+
+    steps = RunDirectory(first.out).read_record()["training"]["steps"]
+    theirs, ours = _row_tokens(first.options), _row_tokens(options)
+    return replace(options, steps=max(1, round(steps * theirs / ours)), minutes=None)
+
+
+def _row_tokens(options: TrainOptions) -> int:
+    """Return the tokens of a step, or what stands in their proportion."""
+    rows = options.batch_size or options.default_batch_size()
+    return rows * (options.context or SIZES[options.size].n_positions)
+
+
+def take_data(first: Recipe, options: TrainOptions, run: RunDirectory) -> None:
+    """Put the first recipe's tokenizer and tokens into a run that would make the same."""
+    equal = all(getattr(first.options, name) == getattr(options, name) for name in TOKENS_FROM)
+    if not equal or first.out == run.path or _vocabulary(first.options) != _vocabulary(options):
+        return
+    for name in ("tokenizer", "data"):
+        if (first.out / name).is_dir():
+            with replacing(run.path / name) as temporary:
+                shutil.copytree(first.out / name, temporary, copy_function=_link)
+
+
+def _vocabulary(options: TrainOptions) -> int | None:
+    fresh = options.tokenizer == "bpe" and options.start is None
+    return options.vocab_size or (SIZES[options.size].vocab_size if fresh else None)
+
+
+def _link(source: str, target: str) -> None:
+    """Have both runs use one file: shards are never written again."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def show(found: Sequence[tuple[Recipe, History]]) -> None:
+    """Draw validation by tokens, and show where each recipe ends and when it gets to the others."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
+
+    console = Console(highlight=False)
+    histories = [history for _, history in found]
+    trainings = [as_training(history, "tokens") for history in histories]
+    key = validation_key(trainings)
+    unit = label(histories, "tokens")
+    draw_panels(console, [validation_panel(trainings, unit)])
+    ends = [t.curves[key][1][-1] for t in trainings if t.curves.get(key, ((), ()))[1]]
+    target = max(ends, default=0.0)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("recipe", overflow="fold")
+    for name in (VALIDATION[key], unit, "time", f"to {target:.3f}: {unit}", "time"):
+        table.add_column(name, justify="right")
+    for history in histories:
+        places = [reached(history.series(key, axis), target) for axis in ("tokens", "seconds")]
+        end = history.last(key)
+        table.add_row(
+            history.name,
+            "" if end is None else f"{end:.4f}",
+            f"{history.units:,}",
+            duration(history.seconds),
+            "" if places[0] is None else f"{places[0]:,.0f}",
+            "" if places[1] is None else duration(places[1]),
+        )
+    console.print(table)
+    console.print(
+        f"{target:.3f} is where the last of them ends on the part of the held-out data that is "
+        "scored in between;\nthe final score is of all of it. Time is that of steps. Again, and as "
+        f"a figure:\n  {program()} plot {found[0][0].out.parent} --out curves.png",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _slug(text: str) -> str:
+    """Return a recipe as part of a directory's name."""
+    letters = "".join(c if c.isalnum() or c == "." else "-" for c in text)
+    return "-".join(filter(None, letters.split("-")))[:60] or "recipe"

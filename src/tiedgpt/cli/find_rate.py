@@ -1,0 +1,79 @@
+"""`tiedgpt train ... --find-lr`: rising rates, their losses drawn, and what to try."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from tiedgpt.train.rates import Sweep
+
+ROWS = 12
+
+
+def find_rate(options: TrainOptions) -> int:
+    """Sweep on the run's own model and batches, show what came of it; leave nothing behind."""
+    if options.fork is not None:
+        raise UserError(
+            "--find-lr looks for the rate of a run from its beginning: leave out --fork"
+        )
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from tiedgpt.train.planning import make_plan, training_device
+    from tiedgpt.train.prepare import open_sources, prepare
+    from tiedgpt.train.rates import STEPS, sweep
+    from tiedgpt.train.run_directory import RunDirectory
+
+    device = training_device()
+    columns = TextColumn("{task.description}"), BarColumn()
+    with (
+        tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch,
+        Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress,
+    ):
+        bar = progress.add_task("reading text", total=None)
+
+        def update(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        run = RunDirectory(Path(scratch))
+        task = prepare(run, options, open_sources(options), None, update).task
+        plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
+        progress.update(bar, description="trying rates")
+        found = sweep(task, plan, device, progress=update)
+    show(found, plan_rate=plan.lr, given=options.lr is not None)
+    return EXIT_OK
+
+
+def show(found: Sweep, *, plan_rate: float, given: bool) -> None:
+    """Draw the losses over the rates, and say what to try and by which rule."""
+    from rich.console import Console
+
+    from tiedgpt.plots.panel import Line, Panel
+    from tiedgpt.plots.terminal import draw
+    from tiedgpt.train.rates import BELOW_LOWEST, HIGHEST, STEPS
+
+    console = Console(highlight=False)
+    most = found.losses[0] + 0.25 * (found.losses[0] - min(found.smoothed))
+    lines = (Line("loss, smoothed", found.rates, found.smoothed),)
+    panel = Panel("loss before the step, smoothed", "rate", lines, log_x=True, most=most)
+    console.print(draw(panel, width=min(console.width, 120), height=ROWS), soft_wrap=True)
+    ended = (
+        f"; ended at {found.rates[-1]:.2g}, where the loss ran away"
+        if found.rates[-1] < HIGHEST and len(found.rates) < STEPS
+        else ""
+    )
+    console.print(
+        f"lowest    {min(found.smoothed):.3f} at a rate of {found.lowest:.2g} "
+        f"(the first was {found.losses[0]:.3f}){ended}\n"
+        f"try       --lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss "
+        "was lowest; a long run may want less\n"
+        f"{'given' if given else 'default':<9} {plan_rate:g}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,1 @@
+"""Figures from plain data: curves in the terminal, and as PNG, SVG or PDF."""

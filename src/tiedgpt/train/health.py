@@ -1,0 +1,92 @@
+"""What a run remembers from step to step besides weights, optimizer and random stream.
+
+It goes into every checkpoint, so that a run that was stopped judges its steps as an unbroken one
+does: how many were skipped of late, whether the loss runs away, which weights validated best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, DivergedError
+
+SKIPS_AMONG = 200
+"""The limit of skipped steps is counted among so many."""
+RECENT = 100
+"""Losses and gradient norms that are remembered."""
+SHOWN = 5
+WORSE = 1.01
+"""The last validation is worth a word where it is worse than the best by this factor."""
+
+
+@dataclass
+class Health:
+    """The recent past of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_loss: float | None = None
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were skipped, of the last `SKIPS_AMONG`."""
+    skipped_in_all: int = 0
+    best_step: int | None = None
+    """The step after which validation was best; its checkpoint is kept."""
+    best_loss: float = math.inf
+    stale: int = 0
+    """Evaluations since the best."""
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Health:
+        """Return what a checkpoint's state holds; empty where it is of an older version."""
+        kept = state.get("health", {})
+        if not isinstance(kept, dict) or not set(kept) <= {each.name for each in fields(cls)}:
+            raise CorruptInputError("the checkpoint was written by another version of tiedgpt")
+        return cls(**kept)
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain data for a checkpoint."""
+        return {"health": {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}}
+
+    def stepped(self, loss: float, norm: float) -> None:
+        """Remember a step that was done."""
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.losses = [*self.losses, loss][-RECENT:]
+        self.norms = [*self.norms, norm][-RECENT:]
+
+    def skip(self, step: int) -> None:
+        """Remember a step that was skipped."""
+        self.skipped.append(step)
+        self.skipped_in_all += 1
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """Remember a validation loss; return whether none was better."""
+        if loss < self.best_loss:
+            self.best_step, self.best_loss, self.stale = step, loss, 0
+            return True
+        self.stale += 1
+        return False
+
+    def require_sound(self, step: int, *, skip_limit: int) -> None:
+        """Raise `DivergedError` where too many steps were skipped or the loss has run away."""
+        self.skipped = [skipped for skipped in self.skipped if skipped > step - SKIPS_AMONG]
+        if len(self.skipped) >= skip_limit:
+            raise DivergedError(
+                f"{len(self.skipped)} of the last {SKIPS_AMONG} steps had no finite loss or "
+                "gradient"
+            )
+        if self.first_loss is not None and len(self.losses) == RECENT:
+            mean = math.fsum(self.losses) / RECENT
+            if mean > 2 * self.first_loss + 1:
+                raise DivergedError(
+                    f"the mean loss of the last {RECENT} steps is {mean:.3f}, and the first was "
+                    f"{self.first_loss:.3f}"
+                )
+
+    def __str__(self) -> str:
+        if not self.norms:
+            return "no step was done before"
+        norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN:])
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN:])
+        return f"losses before: {losses}; gradient norms before: {norms}"

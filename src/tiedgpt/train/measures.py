@@ -1,0 +1,150 @@
+"""What is measured beside the loss: the two gradients of W, the machine's use, its memory.
+
+Names that begin with `machine_` or end in `_per_second` tell of the machine and of the moment;
+everything else in metrics.jsonl is the same whenever the run is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.model import plain_matrix
+from tiedgpt.train.machine import peak_flops, peak_memory
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.task import Model, Task, body_of, predicts_tokens
+
+EVERY = 10
+"""Steps between measurements; the first step is measured, too."""
+
+
+def due(step: int) -> bool:
+    """Whether a step, counted from 1, is measured."""
+    return step == 1 or step % EVERY == 0
+
+
+def of_the_machine(name: str) -> bool:
+    """Whether a key of metrics.jsonl tells of the machine, and differs when a run is repeated."""
+    return name.startswith("machine_") or name.endswith("_per_second")
+
+
+class Measures:
+    """Watches one step in `EVERY`, and says what it saw as a part of the step's metrics."""
+
+    def __init__(self, model: Model, task: Task, plan: Plan, device: torch.device) -> None:
+        self._gradients = GradientsOfW(model)
+        self._device = device
+        self._flops: float | None = None
+        peak = peak_flops(device, plan.dtype) if task.unit == "tokens" else None
+        if peak:
+            self._flops = model_flops(model, task.row_tokens) / peak
+
+    @contextlib.contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Watch a step, counted from 1, if it is due."""
+        with self._gradients.watching() if due(step) else contextlib.nullcontext():
+            yield
+
+    def found(self, step: int, units_per_second: float) -> dict[str, float]:
+        """Return what was measured in a step; {} where it was not due."""
+        if not due(step):
+            return {}
+        found = self._gradients.norms()
+        if self._flops is not None:
+            found["machine_flops_use"] = units_per_second * self._flops
+        if (peak := peak_memory(self._device)) is not None:
+            found["machine_memory_bytes"] = peak
+        return found
+
+
+class GradientsOfW:
+    """The norms of the two gradients that add up to that of W, without another backward pass.
+
+    dL/dW = (from reading: a sum over the batch's tokens, each into its row) + (from predicting:
+    dense). The first is dL/d(what the embedding returned), added up by id; the second is the
+    difference. With a head of its own W only reads, and the second is that of the head's matrix.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._gpt = body_of(model)
+        self._predicts = predicts_tokens(model)
+        self._read: list[tuple[Tensor, Tensor]] = []
+        self._norms: dict[str, Tensor] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is trained in the block, which begins without gradients."""
+        self._read, self._norms = [], {}
+        head = plain_matrix(self._gpt.head) if self._gpt.head is not None else None
+        matrices: list[tuple[Tensor, Callable[[Tensor], None]]] = [
+            (self._gpt.wte.weight, self._arrived)
+        ]
+        if head is not None and self._predicts:
+            matrices.append((head, self._head_arrived))
+        handles = [self._gpt.wte.register_forward_hook(self._reads)]
+        handles += [
+            matrix.register_post_accumulate_grad_hook(hook)
+            for matrix, hook in matrices
+            if matrix.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._read = []
+
+    def norms(self) -> dict[str, float]:
+        """Return them as they stand in metrics.jsonl, before clipping; {} where W is frozen."""
+        return {name: float(norm) for name, norm in sorted(self._norms.items())}
+
+    def _reads(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(functools.partial(self._keep, inputs[0].flatten()))
+
+    def _keep(self, ids: Tensor, gradient: Tensor) -> None:
+        self._read.append(_by_id(ids, gradient.flatten(0, -2)))
+
+    def _arrived(self, matrix: Tensor) -> None:
+        """W has its gradient of all parts of the batch up to now."""
+        if not self._read or matrix.grad is None:
+            return
+        parts = zip(*self._read, strict=True)
+        ids, read = _by_id(*(torch.cat(part) for part in parts))
+        self._read = [(ids, read)]
+        self._norms["grad_norm_w_input"] = torch.linalg.vector_norm(read)
+        if self._predicts and self._gpt.head is None:
+            whole = matrix.grad[ids]
+            matrix.grad[ids] = whole - read
+            self._norms["grad_norm_w_output"] = torch.linalg.vector_norm(matrix.grad)
+            matrix.grad[ids] = whole  # bit for bit what it was
+
+    def _head_arrived(self, matrix: Tensor) -> None:
+        if matrix.grad is not None:
+            self._norms["grad_norm_w_output"] = torch.linalg.vector_norm(matrix.grad)
+
+
+def _by_id(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up the rows (N, D) of equal ids (N,); return the ids (U,) and sums (U, D)."""
+    unique, place = torch.unique(ids, return_inverse=True)
+    sums = rows.new_zeros(len(unique), rows.shape[1])
+    if rows.is_cuda:  # on either device the one whose order of adding does not change
+        return unique, sums.index_put_((place,), rows, accumulate=True)
+    return unique, sums.index_add_(0, place, rows)
+
+
+def model_flops(model: Model, n_positions: int) -> float:
+    """Return the floating-point operations of training on a token: 6 N + 12 L D T.
+
+    N counts what a token is multiplied with: W where it predicts, not where it only reads, and no
+    positions (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B).
+    """
+    gpt = body_of(model)
+    n = sum(parameter.numel() for parameter in model.parameters()) - gpt.wpe.weight.numel()
+    if not predicts_tokens(model) or gpt.head is not None:
+        n -= gpt.wte.weight.numel()
+    return 6.0 * n + 12.0 * gpt.config.n_layer * gpt.config.n_embd * n_positions

@@ -1,0 +1,225 @@
+"""Metrics to a tracker: trackio, Weights & Biases or TensorBoard, behind one small adapter.
+
+A tracker lives on a thread of its own, behind a queue: whatever it does, or waits for, training
+neither stops nor slows down. What it raises becomes one line, and it is given nothing more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from tiedgpt.errors import UserError
+
+TrackerName = Literal["trackio", "wandb", "tensorboard"]
+PROJECT = "tiedgpt"
+QUEUE = 10_000
+"""Lines that wait for a slow tracker at the most."""
+PATIENCE = 20.0
+"""Seconds that the end of training waits for a tracker."""
+
+
+class Tracker(Protocol):
+    """What takes a run's metrics somewhere."""
+
+    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
+        """Begin, or go on after a step, with the tables of run.toml."""
+
+    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Take what was measured in a step."""
+
+    def finish(self) -> None:
+        """Write what is left."""
+
+
+class Trackio:
+    """`trackio`, which keeps its data on this machine: `trackio show --project tiedgpt`."""
+
+    def __init__(self) -> None:
+        self._trackio = _package("trackio")
+
+    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
+        """Begin, or go on under the same name."""
+        self._trackio.init(
+            project=PROJECT,
+            name=f"{run.name}-{_identity(run)}",
+            config=_flat(config),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Take what was measured in a step."""
+        self._trackio.log({**values, **texts}, step=step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._trackio.finish()
+
+
+class WeightsAndBiases:
+    """`wandb`, as its own settings and environment variables say."""
+
+    def __init__(self) -> None:
+        self._wandb = _package("wandb")
+        self._run: Any = None
+
+    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
+        """Begin, or go on in the same wandb run."""
+        self._run = self._wandb.init(
+            project=PROJECT, name=run.name, id=_identity(run), config=dict(config), resume="allow"
+        )
+
+    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Take what was measured in a step."""
+        self._run.log({**values, **texts}, step=step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class TensorBoard:
+    """Event files in the run's directory: `tensorboard --logdir RUN/tensorboard`."""
+
+    def __init__(self) -> None:
+        _package("tensorboard")
+        self._writer: Any = None
+
+    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
+        """Begin, or go on; what an earlier call wrote of later steps is not shown."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        rows = "".join(f"    {name} = {value}\n" for name, value in _flat(config).items())
+        self._writer.add_text("run.toml", rows, global_step=step + 1)
+
+    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Take what was measured in a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        for name, text in texts.items():
+            self._writer.add_text(name, text, global_step=step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+TRACKERS: dict[TrackerName, Callable[[], Tracker]] = {
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+    "tensorboard": TensorBoard,
+}
+
+
+class Tracking:
+    """Hands a run's lines of metrics to a tracker, as a context: begun and finished with it."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        run: Path,
+        config: Mapping[str, Any],
+        *,
+        warn: Callable[[str], None],
+        patience: float = PATIENCE,
+    ) -> None:
+        self._tracker, self._run, self._config = tracker, run, config
+        self._warn, self._patience = warn, patience
+        self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE)
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._dropped = False
+
+    def __enter__(self) -> Tracking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._lines.put_nowait(None)
+            self._thread.join(self._patience)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            self._warn(f"{self._name} is not done after {self._patience:g} s: left to itself")
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Hand over a line of metrics.jsonl, now or never."""
+        try:
+            self._lines.put_nowait(dict(line))
+        except queue.Full:
+            if not self._dropped and self._thread.is_alive():
+                self._warn(f"{self._name} is too slow: some metrics are not tracked")
+            self._dropped = True
+
+    @property
+    def _name(self) -> str:
+        return type(self._tracker).__name__
+
+    def _work(self) -> None:
+        try:
+            begun = False
+            while (line := self._lines.get()) is not None:
+                if not begun:
+                    self._tracker.start(self._run, self._config, line["step"] - 1)
+                    begun = True
+                values, texts = parts(line)
+                self._tracker.log(line["step"], values, texts)
+            if begun:
+                self._tracker.finish()
+        except BaseException as error:  # whatever a foreign package does, training goes on
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self._warn(f"{self._name} failed and is given no more metrics ({why[:200]})")
+
+
+def open_tracker(name: TrackerName) -> Tracker:
+    """Return the tracker of that name; `UserError` where its package is missing."""
+    return TRACKERS[name]()
+
+
+def parts(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what a tracker is told of a line: its finite numbers, its texts."""
+    values = {
+        key: float(value)
+        for key, value in line.items()
+        if key not in ("step", "final") and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+    return values, {key: value for key, value in line.items() if isinstance(value, str)}
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        module = import_module(name)
+        if getattr(module, "__file__", None) is None:
+            raise ImportError("only a folder of that name is here")
+    except ImportError as error:
+        raise UserError(
+            f"--track {name} needs the package {name} ({error}): pip install {name}"
+        ) from None
+    return module
+
+
+def _identity(run: Path) -> str:
+    """Return letters that are the same whenever the run in this directory goes on."""
+    record = run / "run.toml"
+    text = record.read_bytes() if record.exists() else b""
+    return hashlib.sha256(str(run.resolve()).encode() + text).hexdigest()[:12]
+
+
+def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables as one, with names like training.lr."""
+    return {
+        f"{table}.{key}": value if isinstance(value, (int, float, str, bool)) else str(value)
+        for table, entries in tables.items()
+        for key, value in entries.items()
+    }

@@ -1,0 +1,136 @@
+"""`tiedgpt plot`, `train --compare`, `train --find-lr` as a user meets them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tiedgpt.cli.main import main
+
+QUICK = ["--size", "tiny", "--context", "16", "--batch-size", "2", "--tokenizer", "char"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "cats.txt"
+    path.write_text("".join(f"{n} cats sat on {n % 5} mats.\n" for n in range(300)))
+    return path
+
+
+def write_run(path: Path, n: int = 40, last: str = "") -> None:
+    """Write the metrics of a run of n steps."""
+    path.mkdir(parents=True)
+    lines = []
+    for step in range(1, n + 1):
+        speed = {"tokens": 64 * step, "tokens_per_second": 1000.0}
+        lines.append({"step": step, "loss": 4 / step, "lr": 0.1, "grad_norm": 1.0, **speed})
+        if step % 10 == 0:
+            score = {"val_loss": 5 / step, "val_bits_per_byte": 2 / step}
+            lines.append({"step": step, **score, "sample": f"text [{step}]"})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + last)
+
+
+def test_curves_are_drawn_in_the_terminal_also_of_a_run_that_is_running(text, capfd):
+    write_run(Path("runs/cats"), last='{"step": 41, "lo')
+    assert main(["plot"]) == 0
+    out, err = capfd.readouterr()
+    assert "newest run: runs/cats" in err
+    assert "loss, nats" in out and "learning rate" in out and "bits per byte" in out
+    assert "40" in out and "unfinished" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert sum("\u2800" < c < "\u28ff" for c in out) > 100
+
+
+def test_several_runs_and_a_folder_of_runs_are_drawn_together(text, capfd):
+    write_run(Path("both/one"))
+    write_run(Path("both/two"), 30)
+    assert main(["plot", "both", "--x", "seconds"]) == 0
+    out = capfd.readouterr().out
+    assert "1 one" in out and "2 two" in out and "seconds" in out
+    assert main(["plot", "both/one", "both/two", "--out", "curves.svg"]) == 0
+    assert "written to curves.svg" in capfd.readouterr().out
+    drawn = Path("curves.svg").read_text()
+    assert drawn.startswith("<?xml")
+
+
+def test_the_numbers_and_the_samples_can_be_had(text, capfd):
+    write_run(Path("run"))
+    assert main(["plot", "run", "--format", "json", "--x", "steps"]) == 0
+    (found,) = json.loads(capfd.readouterr().out)
+    assert found["curves"]["val_loss"] == {"x": [10, 20, 30, 40], "y": [0.5, 0.25, 5 / 30, 0.125]}
+    assert main(["plot", "run", "--samples"]) == 0
+    out = capfd.readouterr().out
+    assert "step 10  validation loss 0.500" in out and "text [40]" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "train first"),
+        (["nowhere"], r"no metrics.jsonl"),
+        (["empty"], "nothing to draw yet"),
+        (["run", "--out", "curves.gif"], "name it .png"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told_in_a_line(text, capfd, arguments, says):
+    write_run(Path("run"))
+    write_run(Path("empty"), 0)
+    assert main(["plot", *arguments]) == 1
+    assert says in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_two_recipes_train_on_the_same_tokens_and_both_are_drawn(text, capfd):
+    recipes = ["--compare", "--optimizer adamw --lr 1e-3", "--compare", "--batch-size 4"]
+    arguments = ["train", "cats.txt", *QUICK, "--minutes", "0.001", *recipes, "--out", "both"]
+    assert main(arguments) == 0
+    out, err = capfd.readouterr()
+    assert "bits per byte" in out and "tokens" in out and err.count("measuring this machine") == 2
+    one, two = Path("both/optimizer-adamw-lr-1e-3"), Path("both/batch-size-4")
+    first, second = (tomllib.loads((run / "run.toml").read_text()) for run in (one, two))
+    assert first["training"]["optimizer"] == "adamw" and first["training"]["lr"] == 1e-3
+    assert second["training"]["optimizer"] == "muon"
+    wanted = max(1, round(first["training"]["steps"] / 2))
+    assert second["training"]["steps"] == wanted, "as many tokens as the first"
+    shard = "data/train_000000.bin"
+    assert (one / shard).samefile(two / shard), "the text is encoded once"
+
+    assert main(arguments) == 0, "the same command again only draws"
+    again, err = capfd.readouterr()
+    assert err.count("finished already") == 2 and again == out
+
+
+def test_one_recipe_is_compared_with_the_options_as_given(text, capfd):
+    arguments = ["train", "cats.txt", *QUICK, "--steps", "4", "--compare", "--seed=0 --lr=1e-4"]
+    assert main([*arguments, "--out", "both"]) == 0
+    assert {path.name for path in Path("both").iterdir()} == {"as-given", "seed-0-lr-1e-4"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [("--seed 3", "--seed must be the same"), ("--lr '1", "cannot be split")],
+)
+def test_a_recipe_that_cannot_be_compared_is_refused(text, capfd, recipe, says):
+    assert main(["train", "cats.txt", *QUICK, "--steps", "4", "--compare", recipe]) == 1
+    assert says in capfd.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_learning_rate_is_found_and_nothing_is_left_behind(text, capfd):
+    before = {path for path in Path().rglob("*")}
+    arguments = ["train", "cats.txt", *QUICK, "--dtype", "fp32", "--find-lr"]
+    assert main(arguments) == 0
+    out = capfd.readouterr().out
+    assert "try       --lr 0.0" in out and "default   0.003" in out
+    assert {path for path in Path().rglob("*")} == before
+    assert main(arguments) == 0
+    assert capfd.readouterr().out == out
+
+
+def test_a_missing_tracker_is_told_before_anything_is_done(text, capfd, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "trackio", None)
+    assert main(["train", "cats.txt", *QUICK, "--steps", "4", "--track", "trackio"]) == 1
+    assert "pip install trackio" in capfd.readouterr().err
+    assert not Path("runs").exists()

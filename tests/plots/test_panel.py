@@ -1,0 +1,59 @@
+"""Limits, ticks, smoothing: the arithmetic of figures."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiedgpt.plots.panel import Line, Panel, labels, smoothed, ticks, usual_most
+
+FINITE = st.floats(-1e6, 1e6)
+
+
+@given(FINITE, st.floats(1e-6, 1e6), st.integers(2, 12))
+def test_ticks_lie_within_the_limits_and_are_no_more_than_asked_for(low, span, at_most):
+    high = low + span
+    if high - low < 1e-9 * max(abs(low), abs(high)):
+        return
+    found = ticks(low, high, at_most)
+    assert 1 <= len(found) <= at_most
+    slack = 1e-6 * span + 1e-9 * abs(low)
+    assert all(low - slack <= tick <= high + slack for tick in found)
+    assert found == sorted(found)
+
+
+def test_ticks_are_round_numbers():
+    assert ticks(0.33, 2.6, 6) == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert ticks(0, 102_400, 7) == [0, 20_000, 40_000, 60_000, 80_000, 100_000]
+
+
+def test_labels_tell_ticks_apart_with_the_same_decimals():
+    assert labels([0.5, 1.0, 1.5]) == ["0.5", "1.0", "1.5"]
+    assert labels([0.0, 20_000.0]) == ["0", "20k"]
+    assert labels([2.5e6, 5e6]) == ["2.5M", "5.0M"]
+    assert labels([1e-4, 2e-4]) == ["0.0001", "0.0002"]
+
+
+def test_smoothing_has_no_bias_at_the_start_and_passes_over_what_is_not_finite():
+    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
+    assert smoothed([4.0, math.nan, 4.0], share=1.0) == pytest.approx([4.0, 4.0, 4.0])
+    wavy = [2.0 + (-1) ** n for n in range(200)]
+    assert max(smoothed(wavy, 0.2)[50:]) - min(smoothed(wavy, 0.2)[50:]) < 0.1
+
+
+def test_a_high_beginning_does_not_flatten_the_rest():
+    falling = Line("loss", range(100), [100.0, 50.0, *([1.0 + n / 100 for n in range(98)])])
+    most = usual_most([falling])
+    assert most < 3
+    assert Panel("loss", "steps", (falling,), most=most).limits() == (0.0, 99.0, 1.0, most)
+
+
+def test_without_a_finite_point_there_are_no_limits():
+    nothing = Line("loss", [1, 2], [math.nan, math.inf])
+    assert Panel("loss", "steps", (nothing, Line("", [], []))).limits() is None
+
+
+def test_one_point_and_a_constant_have_limits_that_differ():
+    x_low, x_high, y_low, y_high = Panel("", "", (Line("", [5], [2]),)).limits()
+    assert x_low < 5 < x_high and y_low < 2 < y_high

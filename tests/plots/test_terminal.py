@@ -1,0 +1,71 @@
+"""Curves in characters."""
+
+import math
+
+from tiedgpt.plots.panel import Line, Panel
+from tiedgpt.plots.terminal import draw
+
+
+def drawn(panel: Panel, **size) -> list[str]:
+    return draw(panel, **size).plain.rstrip("\n").split("\n")
+
+
+def cells(rows: list[str]) -> list[str]:
+    """Return the plot's own rows, right of the axis."""
+    return [row.partition("┤" if "┤" in row else "│")[2] for row in rows if set(row) & set("┤│")]
+
+
+def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right():
+    rows = drawn(Panel("up", "steps", (Line("a", [0, 1, 2], [0, 1, 2]),)), width=40, height=8)
+    plot = cells(rows)
+    assert len(plot) == 8
+    first = [row.index(next(c for c in row if c != " ")) for row in plot]
+    assert first == sorted(first, reverse=True)
+    assert plot[-1][0] != " " and plot[0].rstrip()[-1] != " "
+
+
+def test_no_row_is_wider_than_asked_for():
+    lines = tuple(Line(f"a run of a long name {n}", range(50), range(50), n) for n in range(4))
+    for width in (40, 80, 120):
+        rows = drawn(Panel("loss", "tokens", lines), width=width, height=9)
+        assert max(map(len, rows)) <= width
+
+
+def test_several_lines_are_told_apart_without_colours_too():
+    lines = (Line("low", [0, 1], [0, 0]), Line("high", [0, 1], [1, 1], color=1))
+    rows = drawn(Panel("two", "steps", lines), width=50, height=6)
+    assert "1 low" in rows[0] and "2 high" in rows[0]
+    plot = cells(rows)
+    assert plot[0].endswith("2") and plot[-1].endswith("1")
+
+
+def test_what_lies_above_the_cut_is_not_drawn():
+    line = Line("", [0, 1, 2, 3], [100, 1, 1, 0])
+    plot = cells(drawn(Panel("", "", (line,), most=1.0), width=60, height=6))
+    assert plot[0].strip() and plot[-1].strip()
+
+
+def test_numbers_stand_at_their_places_and_the_unit_at_the_left():
+    panel = Panel("loss", "tokens", (Line("", [0, 100_000], [1.0, 2.0]),))
+    *_, rule, numbers = drawn(panel, width=80, height=10)
+    assert numbers.startswith("tokens") and "40k" in numbers and "100k" in numbers
+    at = numbers.index("40k") + 1
+    assert rule[at] == "┬"
+
+
+def test_nothing_to_draw_is_said():
+    assert "nothing to draw" in drawn(Panel("loss", "", (Line("", [1], [math.nan]),)))[1]
+
+
+def test_a_hundred_thousand_points_are_thinned_and_keep_their_shape():
+    n = 100_000
+    line = Line("", range(n), [math.sin(k / n * math.tau) for k in range(n)])
+    plot = cells(drawn(Panel("", "", (line,)), width=80, height=10))
+    top = next(row for row in plot if row.strip())
+    crest = [column for column, cell in enumerate(top) if cell != " "]
+    assert 15 < sum(crest) / len(crest) < 19, "a quarter of the width"
+
+
+def test_a_logarithmic_axis_names_the_powers_of_ten():
+    panel = Panel("", "rate", (Line("", [1e-5, 1e-3, 1], [3, 2, 1]),), log_x=True)
+    assert all(name in drawn(panel)[-1] for name in ("1e-05", "0.001", "0.1"))

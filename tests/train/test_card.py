@@ -1,0 +1,125 @@
+"""The model card that a run writes."""
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import CPU, TEXT
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.train import Arguments
+from tiedgpt.train.card import command, model_card
+from tiedgpt.train.history import history, read_history
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.weights.save import OUR_CARD
+
+NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("card")
+    (folder / "cats.txt").write_text(TEXT)
+    options = ["--size", "tiny", "--steps", "20", "--context", "16", "--batch-size", "3"]
+    arguments = [str(folder / "cats.txt"), *options, "--tokenizer", "char", "--seed", "5"]
+    assert main(["train", *arguments, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def numbers_of(value) -> list[float]:
+    if isinstance(value, dict):
+        return [n for inner in value.values() for n in numbers_of(inner)]
+    if isinstance(value, list):
+        return [n for inner in value for n in numbers_of(inner)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+def texts_of(value) -> list[str]:
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return [text for each in inner for text in texts_of(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_every_number_on_the_card_is_the_runs_own(trained):
+    card = (trained / "model" / "README.md").read_text()
+    record = tomllib.loads((trained / "run.toml").read_text())
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    config = GPTConfig(**record["model"])
+    w = config.vocab_size * config.n_embd
+    known = numbers_of(record) + numbers_of(lines) + [float(record["training"]["seed"])]
+    known += [config.parameter_count(), config.parameter_count() + w]
+    known += [sum(48 / line["tokens_per_second"] for line in lines if "loss" in line)]
+    known += [line["machine_memory_bytes"] / 1e9 for line in lines if "grad_norm_w_input" in line]
+    text = card
+    for said in sorted(texts_of(record), key=len, reverse=True):
+        text = text.replace(said, " ") if any(map(str.isdigit, said)) else text
+    found = NUMBER.findall(text)
+    assert len(found) > 60
+    for number in found:
+        digits = len(number.partition(".")[2]) if "e" not in number else 12
+        value = float(number.replace(",", ""))
+        assert any(round(k, digits) == value for k in known), number
+
+
+def test_the_card_tells_of_tie_data_result_and_hardware(trained):
+    card = (trained / "model" / "README.md").read_text()
+    record = tomllib.loads((trained / "run.toml").read_text())
+    final = read_history(trained).final
+    assert OUR_CARD in card and card.startswith("---\nlibrary_name: transformers\n")
+    assert "**Tied**: one matrix of " in card and "counted once" in card
+    assert "`cats.txt`" in card and record["text"]["sha256"] in card
+    assert f"bits per byte **{final['val_bits_per_byte']:.4f}**" in card
+    assert record["machine"]["processor"] in card and record["versions"]["torch"] in card
+    assert not re.search(r"more information|nan|none|\{|\}", card, re.IGNORECASE)
+
+
+def test_the_command_on_the_card_asks_for_the_same_run(trained):
+    record = tomllib.loads((trained / "run.toml").read_text())
+    words = shlex.split(command(record))
+    assert (
+        words[:2] == ["tiedgpt", "train"]
+        and command(record) in (trained / "model" / "README.md").read_text()
+    )
+    again = parse(Arguments, "train", words[2:], "").options()
+    assert (again.steps, again.minutes) == (20, None)
+    for name in ("batch_size", "micro_batch", "optimizer", "lr", "dtype", "seed"):
+        assert getattr(again, name) == record["training"][name], name
+    assert (again.data, again.tokenizer, again.context) == (
+        tuple(record["options"]["data"]), "char", 16,
+    )  # fmt: skip
+
+
+def test_minutes_become_the_steps_that_they_were(trained):
+    record = tomllib.loads((trained / "run.toml").read_text())
+    record["options"] |= {"minutes": 3.0, "size": "mini", "val": "a b.txt"}
+    del record["options"]["steps"]
+    assert "--minutes" not in command(record)
+    assert "--steps 20" in command(record) and "--val 'a b.txt'" in command(record)
+
+
+def test_a_run_that_stopped_says_so_and_an_untied_model_too(trained):
+    record = tomllib.loads((trained / "run.toml").read_text())
+    config = GPTConfig(**(record["model"] | {"tie_word_embeddings": False}))
+    text = (trained / "metrics.jsonl").read_text()
+    some = "".join(line + "\n" for line in text.splitlines() if json.loads(line)["step"] <= 9)
+    card = model_card(history("half", some), record, GPT(config))
+    assert "stopped at step 9 of 20" in card and "**Untied**" in card
+    assert "On all" not in card
+    nothing = model_card(history("new", ""), record, GPT(config))
+    assert "Not validated yet" in nothing
+
+
+def test_a_card_that_someone_wrote_stays(new_run, config, plan, trained):
+    run, tokenizer = new_run()
+    run.record.write_text((trained / "run.toml").read_text())
+    run.model.mkdir()
+    (run.model / "README.md").write_text("# Mine\n")
+    list(train(run, LanguageModelling(run, config, tokenizer), plan, CPU))
+    assert (run.model / "README.md").read_text() == "# Mine\n"

@@ -1,0 +1,137 @@
+"""The two gradients of W, and the machine's use."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.train.conftest import CPU
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.heads import MultipleChoice, SequenceClassifier
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.train.machine import describe, peak_flops, peak_memory
+from tiedgpt.train.measures import EVERY, GradientsOfW, due, model_flops, of_the_machine
+from tiedgpt.train.step import train_step
+
+
+@pytest.fixture
+def batch():
+    drawn = np.random.default_rng(1).integers(0, 97, (2, 5, 24))
+    drawn[1, 0, :20] = -100
+    drawn[0, :, :4] = 7  # rows that are read often
+    return drawn[0], drawn[1]
+
+
+def two_gradients(model: GPT, ids, targets) -> tuple[float, float]:
+    """Return the norms with W taken apart into two matrices, one for each use."""
+    reads = model.wte.weight.detach().clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    forward = model.wte.forward
+    model.wte.forward = lambda ids: F.embedding(ids, reads)
+    try:
+        model.loss(torch.from_numpy(ids), torch.from_numpy(targets)).backward()
+    finally:
+        model.wte.forward = forward
+    predicts = model.wte.weight.grad if model.head is None else model.head.weight.grad
+    return float(reads.grad.norm()), float(predicts.norm())
+
+
+@pytest.mark.parametrize("micro_batch", [5, 2, 1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, plan, batch, micro_batch, tied):
+    torch.manual_seed(2)
+    model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied)).eval()
+    expected = two_gradients(model, *batch)
+    gradients = GradientsOfW(model)
+    clipped = dataclasses.replace(plan, micro_batch=micro_batch, grad_clip=1e-3)
+    with gradients.watching():
+        train_step(model, [], batch, clipped)
+    found = gradients.norms()
+    assert list(found) == ["grad_norm_w_input", "grad_norm_w_output"]
+    assert list(found.values()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_watching_changes_no_bit_of_a_step(tiny, plan, batch):
+    gradients = GradientsOfW(tiny)
+    seen = []
+    for watched in (False, True):
+        if watched:
+            with gradients.watching():
+                result = train_step(tiny, [], batch, plan)
+        else:
+            result = train_step(tiny, [], batch, plan)
+        seen.append([result, [parameter.grad.clone() for parameter in tiny.parameters()]])
+    assert seen[0][0] == seen[1][0]
+    assert all(map(torch.equal, seen[0][1], seen[1][1]))
+    assert not tiny.wte._forward_hooks, "nothing is left behind"
+
+
+def test_a_head_that_predicts_no_tokens_has_one_gradient_of_w_and_a_frozen_w_none(tiny, plan):
+    head = SequenceClassifier(tiny, labels=["a", "b"])
+    ids, lengths = np.ones((2, 8), np.int64), np.array([8, 5])
+    gradients, unclipped = GradientsOfW(head), dataclasses.replace(plan, grad_clip=1e9)
+    with gradients.watching():
+        train_step(head, [], (ids, lengths, np.array([0, 1])), unclipped)
+    whole = pytest.approx(float(tiny.wte.weight.grad.norm()), rel=1e-5)
+    assert gradients.norms() == {"grad_norm_w_input": whole}
+    tiny.wte.weight.requires_grad_(False)
+    with gradients.watching():
+        train_step(head, [], (ids, lengths, np.array([0, 1])), unclipped)
+    assert gradients.norms() == {}
+
+
+def test_flops_follow_the_convention():
+    config = GPTConfig.preset("gpt2", n_layer=2, vocab_size=500, n_positions=64)
+    model = GPT(config)
+    n = config.parameter_count() - 64 * 768
+    assert model_flops(model, 64) == 6 * n + 12 * 2 * 768 * 64
+    untied = GPT(dataclasses.replace(config, tie_word_embeddings=False))
+    assert model_flops(untied, 64) == model_flops(model, 64), "one product predicts either way"
+    assert model_flops(MultipleChoice(model), 64) > model_flops(model, 64)
+    head = SequenceClassifier(model, labels=["a", "b"])
+    assert model_flops(head, 64) == model_flops(model, 64) - 6 * 498 * 768
+
+
+def test_every_tenth_step_is_measured_and_the_first():
+    assert [step for step in range(1, 31) if due(step)] == [1, EVERY, 2 * EVERY, 3 * EVERY]
+
+
+def test_what_tells_of_the_machine_is_known_by_its_name():
+    known = ("tokens_per_second", "machine_flops_use", "machine_memory_bytes")
+    assert all(map(of_the_machine, known))
+    assert not any(map(of_the_machine, ("loss", "grad_norm_w_input", "lr", "tokens", "sample")))
+
+
+def test_this_machine_has_a_name_a_peak_and_a_memory():
+    assert 1e8 < peak_flops(CPU, "fp32") < 1e15
+    assert 1e7 < peak_memory(CPU) < 1e13
+    assert describe()["processor"] and describe()["cores"] >= 1
+
+
+def test_a_run_that_stopped_measures_what_one_that_never_stopped_does(
+    new_run, config, plan, monkeypatch
+):
+    monkeypatch.setattr("tiedgpt.train.measures.EVERY", 2)
+    found = []
+    for name, stops in (("whole", []), ("parts", [3])):
+        run, tokenizer = new_run(name)
+        for stop in [*stops, None]:
+            done = [0]
+            for event in train(
+                run,
+                LanguageModelling(run, config, tokenizer),
+                plan,
+                CPU,
+                stop_requested=lambda done=done, stop=stop: done[0] == stop,
+            ):
+                done[0] = event.step
+        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        found.append([{k: v for k, v in x.items() if not of_the_machine(k)} for x in lines])
+        measured = [x["step"] for x in lines if "grad_norm_w_output" in x]
+        assert measured == [1, 2, 4, 6]
+        assert all("machine_flops_use" in x for x in lines if x["step"] in measured and "lr" in x)
+    assert found[0] == found[1]

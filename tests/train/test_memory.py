@@ -1,0 +1,56 @@
+import dataclasses
+
+import pytest
+
+from tests.train.conftest import CPU
+from tiedgpt import GPTConfig
+from tiedgpt.errors import NoRoomError
+from tiedgpt.train import planning
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.memory import needed
+
+SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "measured"),
+    [("fp32", 0.0, 299e6), ("bf16", 0.0, 135e6), ("fp32", 0.1, 619e6), ("bf16", 0.1, 499e6)],
+)
+def test_the_estimate_is_within_a_fifth_of_what_was_measured(dtype, dropout, measured):
+    """Peaks of a step of eight sequences over those of one, by the process's resident memory."""
+    config = dataclasses.replace(SMALL, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout)
+    eight, one = (
+        needed(config, batch_size=n, micro_batch=n, row_tokens=256, dtype=dtype) for n in (8, 1)
+    )
+    assert eight.lasting == one.lasting == 16 * config.parameter_count()
+    assert eight.total - one.total == pytest.approx(measured, rel=0.2)
+
+
+def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
+    monkeypatch.setattr(planning, "_memory", lambda device: 2_000_000_000)
+    planning.require_memory(SMALL, CPU, batch_size=16, micro_batch=16)
+    says = (
+        r"a batch of 512 x 256 tokens, 512 sequences at a time, needs about \d+\.\d GB beside the "
+        r"0\.2 GB of weights.* cpu has 2\.0 GB free: use a smaller --batch-size or --micro-batch"
+    )
+    with pytest.raises(NoRoomError, match=says) as error:
+        planning.require_memory(SMALL, CPU, batch_size=512, micro_batch=512)
+    assert error.value.exit_code == 4
+    planning.require_memory(SMALL, CPU, batch_size=512, micro_batch=16)
+
+
+def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(
+    new_run, config, options, monkeypatch
+):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    asked = dataclasses.replace(options, batch_size=64)
+    assert planning.make_plan(asked, task, CPU).micro_batch == 64
+    fits, fits_not = (
+        needed(config, batch_size=64, micro_batch=n, row_tokens=16, dtype="bf16").total
+        for n in (16, 32)
+    )
+    monkeypatch.setattr(planning, "_memory", lambda device: (fits + fits_not) // 2)
+    assert planning.make_plan(asked, task, CPU).micro_batch == 16
+    with pytest.raises(NoRoomError, match="32 sequences at a time"):
+        planning.make_plan(dataclasses.replace(asked, micro_batch=32), task, CPU)

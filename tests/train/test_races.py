@@ -1,0 +1,73 @@
+"""Two trainings in one directory, and data that changes under a run."""
+
+import os
+import shutil
+
+import pytest
+
+from tests.train.conftest import CPU
+from tests.train.trials import Command, metrics
+from tiedgpt.errors import CorruptInputError
+from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import Stepped, train
+
+ARGUMENTS = (
+    *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),
+    *("--steps", "3", "--dtype", "fp32"),
+)
+
+
+def race(text_file, tmp_path, times):
+    """Start the same command twice at once: one trains, and the other is told so."""
+    lost = 0
+    for number in range(times):
+        run = tmp_path / f"race-{number}"
+        first = Command(run, (text_file, *ARGUMENTS))
+        second = Command(run, (text_file, *ARGUMENTS), name="second")
+        codes = sorted([first.wait(), second.wait()])
+        assert codes in ([0, 0], [0, 1]), (first.said(), second.said())
+        lost += codes == [0, 1]
+        steps = [line["step"] for line in metrics(run) if "loss" in line]
+        assert steps == [1, 2, 3]
+        verify(checkpoints(run / "checkpoints")[-1])
+        shutil.rmtree(run)
+    return lost
+
+
+def test_of_two_trainings_that_begin_at_once_one_trains(text_file, tmp_path):
+    assert race(text_file, tmp_path, 3) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_of_two_trainings_that_begin_at_once_one_trains_fifty_times(text_file, tmp_path):
+    assert race(text_file, tmp_path, 50) >= 25
+
+
+def cut(path):
+    os.truncate(path, 1024 + 10)
+
+
+def grow(path):
+    with path.open("ab") as file:
+        file.write(b"\1\0" * 50)
+
+
+def replace(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [cut, grow, replace, lambda path: path.unlink()])
+def test_data_that_changes_under_a_run_ends_it_in_one_line(new_run, config, plan, change):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    with pytest.raises(CorruptInputError, match=r"train_000000\.bin changed while training"):
+        for event in train(run, task, plan, CPU):
+            if isinstance(event, Stepped) and event.step == 3:
+                change(run.data / "train_000000.bin")
+    (kept,) = checkpoints(run.checkpoints)
+    assert kept.name == "step-000002"
+    verify(kept)

@@ -1,0 +1,39 @@
+import dataclasses
+
+import pytest
+
+from tests.train.trials import SERVER
+from tiedgpt.cli import verify_resume as verb
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.train.rehearsal import Compared, rehearse
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_and_resumed_run_is_proven_equal_to_an_unbroken_one(
+    options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tiedgpt.train.rehearsal.PROCESSES", SERVER)  # spawned ones start slowly
+    said = []
+    found = rehearse(dataclasses.replace(options, dropout=0.1), tmp_path / "run", said.append)
+    assert found.equal
+    assert set(found.unbroken) == {
+        "model.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl",
+    }  # fmt: skip
+    assert any("SIGKILL" in line for line in said)
+    assert not list(tmp_path.glob(".verify*")) and not (tmp_path / "run").exists()
+
+
+def test_a_difference_is_a_failed_check_that_names_the_file(options, tmp_path, monkeypatch, capsys):
+    unlike = Compared({"state.json": "ab", "model.safetensors": "1"}, {"state.json": "ab"} | {
+        "model.safetensors": "2"
+    })  # fmt: skip
+    monkeypatch.setattr("tiedgpt.train.rehearsal.rehearse", lambda *_: unlike)
+    with pytest.raises(CheckFailedError, match=r"differs .* in model\.safetensors:") as error:
+        verb.verify_resume(options, tmp_path / "run")
+    assert error.value.exit_code == 6
+    assert "model.safetensors      1 != 2" in capsys.readouterr().out
+
+
+def test_standard_input_cannot_be_read_twice(options, tmp_path):
+    with pytest.raises(UserError, match="standard input"):
+        rehearse(dataclasses.replace(options, data=("-",)), tmp_path / "run")

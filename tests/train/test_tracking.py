@@ -1,0 +1,146 @@
+"""Trackers: what they are told, and that they cannot harm a training."""
+
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from tests.train.conftest import CPU
+from tiedgpt.errors import UserError
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import Ended, train
+from tiedgpt.train.tracking import TRACKERS, Tracking, open_tracker, parts
+
+
+class Fake:
+    """A tracker that remembers, or breaks where it is told to."""
+
+    def __init__(self, breaks: str = "", waits: float = 0.0) -> None:
+        self.calls, self.breaks, self.waits = [], breaks, waits
+
+    def _call(self, name, *values):
+        self.calls.append((name, *values))
+        time.sleep(self.waits)
+        if self.breaks == name:
+            raise RuntimeError("no\nnetwork")
+
+    def start(self, run, config, step):
+        self._call("start", step)
+
+    def log(self, step, values, texts):
+        self._call("log", step, values, texts)
+
+    def finish(self):
+        self._call("finish")
+
+
+def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(new_run, config, plan, tmp_path):
+    run, tokenizer = new_run()
+    fake, warnings = Fake(), []
+    task = LanguageModelling(run, config, tokenizer)
+    with Tracking(fake, run.path, {}, warn=warnings.append) as tracking:
+        *_, ended = train(run, task, plan, CPU, track=tracking.log)
+    assert isinstance(ended, Ended) and not warnings
+    names = [call[0] for call in fake.calls]
+    assert names == ["start", *["log"] * (plan.steps + 2), "finish"]
+    assert fake.calls[0] == ("start", 0)
+    logged = fake.calls[1:-1]
+    assert [call[1] for call in logged] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert logged[0][2]["loss"] > 0 and "grad_norm_w_input" in logged[0][2]
+    assert logged[4][3]["sample"] and "val_loss" in logged[4][2]
+    assert "final" not in logged[-1][2]
+
+
+@pytest.mark.parametrize("breaks", ["start", "log", "finish"])
+def test_what_a_tracker_raises_becomes_one_line_and_it_is_given_no_more(tmp_path, breaks):
+    fake, warnings = Fake(breaks), []
+    with Tracking(fake, tmp_path, {}, warn=warnings.append) as tracking:
+        for step in range(1, 4):
+            tracking.log({"step": step, "loss": 1.0})
+    assert warnings == ["Fake failed and is given no more metrics (RuntimeError: no network)"]
+    assert [call[0] for call in fake.calls].count(breaks) == 1
+    assert fake.calls[-1][0] == breaks
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiedgpt.train.tracking.QUEUE", 5)
+    release, warnings = threading.Event(), []
+    fake = Fake()
+    fake.start = lambda run, config, step: release.wait(10)
+    began = time.perf_counter()
+    with Tracking(fake, tmp_path, {}, warn=warnings.append, patience=0.05) as tracking:
+        for step in range(1, 40):
+            tracking.log({"step": step, "loss": 1.0})
+    assert time.perf_counter() - began < 5
+    assert [warning.split(":")[0] for warning in warnings] == [
+        "Fake is too slow", "Fake is not done after 0.05 s",
+    ]  # fmt: skip
+    release.set()
+
+
+def test_only_finite_numbers_and_texts_are_handed_over():
+    line = {"step": 3, "final": True, "loss": float("nan"), "lr": 1, "sample": "a", "x": None}
+    assert parts(line) == ({"lr": 1.0}, {"sample": "a"})
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_missing_package_is_named(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=f"pip install {name}"):
+        open_tracker(name)
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_a_run_that_goes_on_goes_on_under_the_same_name(monkeypatch, tmp_path, name):
+    calls = []
+    module = types.ModuleType(name)
+    module.__file__ = "fake.py"
+
+    def init(**options):
+        calls.append(options)
+        return module
+
+    module.init = init
+    module.log = lambda metrics, step: calls.append((step, metrics))
+    module.finish = lambda: calls.append("finish")
+    monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "run.toml").write_text("[options]\nseed = 1\n")
+    for step in (0, 7):
+        tracker = open_tracker(name)
+        tracker.start(tmp_path, {"training": {"lr": 0.1, "data": ["a"]}}, step)
+        tracker.log(step + 1, {"loss": 1.0}, {"sample": "a"})
+        tracker.finish()
+    first, logged, finished, again, *_ = calls
+    assert first == again and first["resume"] == "allow" and first["project"] == "tiedgpt"
+    assert logged == (1, {"loss": 1.0, "sample": "a"}) and finished == "finish"
+
+
+def test_tensorboard_hides_what_an_earlier_call_wrote_of_later_steps(monkeypatch, tmp_path):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, directory, purge_step):
+            calls.append((directory, purge_step))
+
+        def __getattr__(self, name):
+            return lambda *values, **options: calls.append((name, *values, options))
+
+    package = types.ModuleType("tensorboard")
+    package.__file__ = "fake.py"
+    writer = types.ModuleType("torch.utils.tensorboard")
+    writer.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    tracker = open_tracker("tensorboard")
+    tracker.start(tmp_path, {"training": {"lr": 0.1}}, 7)
+    tracker.log(8, {"loss": 1.0}, {"sample": "a"})
+    tracker.finish()
+    assert calls[0] == (str(tmp_path / "tensorboard"), 8)
+    assert calls[1][2] == "    training.lr = 0.1\n"
+    assert calls[2:] == [
+        ("add_scalar", "loss", 1.0, {"global_step": 8}),
+        ("add_text", "sample", "a", {"global_step": 8}),
+        ("close", {}),
+    ]

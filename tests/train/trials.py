@@ -1,0 +1,201 @@
+"""Whole commands in processes that cost little to start, to be killed or to have a failing disk.
+
+A server that has imported everything and computed nothing is forked for each command.
+"""
+
+import builtins
+import errno
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which the optimizers import when they are made
+
+import tiedgpt.cli.main
+import tiedgpt.cli.show_training
+import tiedgpt.train.planning
+import tiedgpt.train.prepare
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.train.measures import of_the_machine
+from tiedgpt.train.plan import recorded
+from tiedgpt.train.run_directory import RunDirectory
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
+
+
+class Command:
+    """`tiedgpt train ... --out RUN` in a process of its own; without arguments, the bare loop.
+
+    The loop goes on in a run that has a record already.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        arguments: Sequence[str | Path] = (),
+        *,
+        fault: "Fault | None" = None,
+        name: str = "first",
+    ) -> None:
+        self.log = run.with_name(f"{run.name}-{name}.log")
+        whole = ["train", *map(str, arguments), "--out", str(run)] if arguments else []
+        self._process = SERVER.Process(target=_main, args=(whole, run, self.log, fault))
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit code, or None while it runs; killed is -9."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is flushed, nothing is told."""
+        self._process.kill()
+        self._process.join()
+
+    def said(self) -> str:
+        """Return what it wrote to stdout and stderr."""
+        return self.log.read_text(errors="replace")
+
+
+def _main(arguments: list[str], run: Path, log: Path, fault: "Fault | None") -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    torch.set_num_threads(1)
+    if fault is not None:
+        fault(run)
+    if not arguments:
+        tiedgpt.cli.main._run = lambda _arguments: _loop(RunDirectory(run))
+    sys.exit(tiedgpt.cli.main.main(arguments))
+
+
+def _loop(run: RunDirectory) -> int:
+    with run.locked():
+        config, plan = recorded(run.read_record())
+        if not run.finished():
+            task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
+            for event in train(run, task, plan, torch.device("cpu")):
+                for note in getattr(event, "notes", []):
+                    print(note)
+    return 0
+
+
+class Fault:
+    """At the operation of this number under the run's directory, be killed or fail.
+
+    Operations are: to open, to write (before a file's first, and in its middle), to sync, to
+    rename, to delete, to make a directory. They are listed, from 0, in a file beside the run.
+    """
+
+    def __init__(self, at: int | None, *, error: int | None = None, lasting: bool = False) -> None:
+        self.at, self.error, self.lasting = at, error, lasting
+        self.seen: list[str] = []
+
+    def __call__(self, run: Path) -> None:
+        """Patch this process."""
+        self.run = str(run)
+        self.counter = open(f"{run}.operations", "w")
+        opened, os_open = io.open, os.open
+
+        def watched_open(path, mode="r", *rest, **options):
+            if not self._ours(path):
+                return opened(path, mode, *rest, **options)
+            writes = bool(set(mode) & set("wax+"))
+            self._operation(f"open {mode} {path}", writes)
+            file = opened(path, mode, *rest, **options)
+            return _Watched(file, lambda what: self._operation(f"{what} {path}", True))
+
+        def watched_os_open(path, flags, *rest, **options):
+            if self._ours(path):
+                self._operation(f"open {path}", False)
+            return os_open(path, flags, *rest, **options)
+
+        builtins.open = io.open = watched_open
+        os.open = watched_os_open
+        for name in ("replace", "rename", "unlink", "remove", "mkdir", "rmdir", "fsync"):
+            setattr(os, name, self._watched(name, getattr(os, name)))
+
+    def _ours(self, path: object) -> bool:
+        return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.run + "/")
+
+    def _watched(self, name: str, function: Callable) -> Callable:
+        def watched(path, *rest, **options):
+            if name == "fsync" or self._ours(path) or "dir_fd" in options:
+                self._operation(f"{name} {path}", name not in ("unlink", "remove", "rmdir"))
+            return function(path, *rest, **options)
+
+        return watched
+
+    def _operation(self, what: str, takes_room: bool) -> None:
+        number = len(self.seen)
+        self.seen.append(what)
+        self.counter.write(what + "\n")
+        self.counter.flush()
+        if self.at is None or not (number == self.at or (self.lasting and number > self.at)):
+            return
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if takes_room or self.error != errno.ENOSPC:
+            raise OSError(self.error, os.strerror(self.error), self.run)
+
+
+class _Watched:
+    """A file whose writes are operations; half of what is written comes first."""
+
+    def __init__(self, file, operation: Callable[[str], None]) -> None:
+        self._file, self._operation, self._begun = file, operation, False
+
+    def write(self, data) -> int:
+        if self._begun:
+            return self._file.write(data)
+        self._begun = True
+        self._operation("write")
+        half = len(data) // 2
+        done = self._file.write(data[:half])
+        self._file.flush()
+        self._operation("write the rest of")
+        return done + self._file.write(data[half:])
+
+    def __getattr__(self, name: str):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __iter__(self):
+        return iter(self._file)
+
+
+def left(run: Path) -> dict[str, str]:
+    """Return sums of everything that a run left, without what tells of machine and moment."""
+    newest = checkpoints(run / "checkpoints")[-1]
+    verify(newest)
+    files = [*newest.iterdir(), *(run / "model").glob("*.safetensors"), *(run / "data").iterdir()]
+    files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
+    sums = {
+        str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(files)
+        if file.name != "manifest.json"
+    }
+    return sums | {"metrics": metrics(run)}
+
+
+def metrics(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
