@@ -157,3 +157,33 @@ def test_double_precision_stays_double_and_int32_targets_are_taken(tiny, ids):
     assert exact.dtype == torch.float64
     plain = F.cross_entropy(tiny(ids).flatten(0, 1), ids.flatten())
     torch.testing.assert_close(exact, plain, atol=1e-12, rtol=1e-12)
+
+
+def test_the_rows_that_were_read_are_added_to_the_gradient_of_predicting(tiny, ids):
+    """No second (V, D) is made: the one gradient arrives once, with both in it."""
+    arrived = []
+    tiny.wte.weight.register_hook(lambda gradient: arrived.append(gradient.data_ptr()))
+    tiny.loss(ids, ids.roll(-1, 1)).backward()
+    assert arrived == [tiny.wte.weight.grad.data_ptr()]
+
+
+def test_a_frozen_body_and_parts_of_a_batch_add_up(tiny, ids):
+    targets = ids.roll(-1, 1)
+    expected = gradients(
+        F.cross_entropy(tiny(ids).flatten(0, 1), targets.flatten()), [tiny.wte.weight]
+    )[0]
+    for row in range(3):
+        (tiny.loss(ids[row : row + 1], targets[row : row + 1]) / 3).backward()
+    torch.testing.assert_close(tiny.wte.weight.grad, expected, atol=1e-6, rtol=1e-4)
+    tiny.h.requires_grad_(False)
+    tiny.zero_grad()
+    tiny.loss(ids, targets).backward()
+    torch.testing.assert_close(tiny.wte.weight.grad, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_gradient_asked_for_by_name_has_both_parts(tiny, ids):
+    targets = ids.roll(-1, 1)
+    loss = tiny.loss(ids, targets)
+    (asked,) = torch.autograd.grad(loss, [tiny.wte.weight])
+    tiny.loss(ids, targets).backward()
+    assert torch.equal(asked, tiny.wte.weight.grad)

@@ -31,7 +31,7 @@ def two_gradients(model: GPT, ids, targets) -> tuple[float, float]:
     reads = model.wte.weight.detach().clone().requires_grad_()
     model.zero_grad(set_to_none=True)
     forward = model.wte.forward
-    model.wte.forward = lambda ids: F.embedding(ids, reads)
+    model.wte.forward = lambda ids, *_: F.embedding(ids, reads)
     try:
         model.loss(torch.from_numpy(ids), torch.from_numpy(targets)).backward()
     finally:

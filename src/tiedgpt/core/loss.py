@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from tiedgpt.core.embedding import PredictingGradient
 from tiedgpt.errors import UserError
 
 IGNORED = -100
@@ -42,12 +43,15 @@ def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
     return -(-n_rows // -(-n_rows // at_most))
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, targets: Tensor, predicting: PredictingGradient | None = None
+) -> Tensor:
     """Return the mean over counted targets of -log softmax(h W^T)[target], in nats.
 
     h (N, D), weight W (V, D), targets (N,) int64; -100 is ignored; with nothing to count the mean
     is nan, as in torch. Equals `F.cross_entropy(h @ W.T, targets)` in value and gradients.
-    Under autocast the products run in its dtype; sums, softmax and loss are fp32.
+    Under autocast the products run in its dtype; sums, softmax and loss are fp32. Backward leaves
+    its gradient of W in `predicting`, for who reads with W, too.
     """
     _check_targets(targets, weight.shape[0])
     device = h.device.type
@@ -56,7 +60,7 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     needs_grad = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            h, weight, targets, dtype, needs_grad
+            h, weight, targets, dtype, needs_grad, predicting
         )
 
 
@@ -128,7 +132,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, needs_grad: bool
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        needs_grad: bool,
+        predicting: PredictingGradient | None,
     ) -> Tensor:
         sums_in = torch.promote_types(dtype, torch.float32)
         needs_h, needs_w = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
@@ -156,6 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_h[rows] = sum((z[:, block] @ w[block]).to(sums_in) for block in w.slices)
             if grad_w is not None:
                 w.add_product(grad_w, z, h_c)
+        ctx.predicting = predicting
         ctx.gradients = (grad_h, None if grad_w is None else grad_w.to(weight.dtype))
         return total.masked_fill(n_counted == 0, torch.nan)  # as in torch
 
@@ -171,7 +182,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in (grad_h, grad_w):
             if gradient is not None:
                 gradient.mul_(grad_loss)
-        return grad_h, grad_w, None, None, None
+        if ctx.predicting is not None:
+            ctx.predicting.tensor = grad_w
+        return grad_h, grad_w, None, None, None, None
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.embedding import READS_AND_PREDICTS, READS_ONLY, TiedEmbedding
+from tiedgpt.core.embedding import (
+    READS_AND_PREDICTS,
+    READS_ONLY,
+    PredictingGradient,
+    TiedEmbedding,
+)
 from tiedgpt.core.layers import Block, Past, layer_norm, positions_after
 from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
@@ -69,13 +74,16 @@ class GPT(nn.Module):
         self.wte.weight.normal_(0.0, 0.02)
         self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
 
-    def states(self, ids: Tensor, cache: KVCache | None = None) -> Iterator[Tensor]:
+    def states(
+        self, ids: Tensor, cache: KVCache | None = None, *read: PredictingGradient
+    ) -> Iterator[Tensor]:
         """Yield the residual stream (B, T, D) after the embedding and after each of L blocks.
 
         ids (B, T) holds int64 or int32. With a cache, ids are what comes after the tokens in it.
+        `read` goes to `wte`.
         """
         past, positions = self._place(ids, cache)
-        x = self.drop(self.wte(ids) + self.wpe(positions))  # h_0 = U W_e + W_p
+        x = self.drop(self.wte(ids, *read) + self.wpe(positions))  # h_0 = U W_e + W_p
         yield x
         for layer, block in enumerate(self.h):
             x = block(x, layer, past)
@@ -83,9 +91,9 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(ids.shape[1])
 
-    def body(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+    def body(self, ids: Tensor, cache: KVCache | None = None, *read: PredictingGradient) -> Tensor:
         """(B, T) -> (B, T, D): the last state after the final norm, what the head is given."""
-        for state in self.states(ids, cache):
+        for state in self.states(ids, cache, *read):
             x = state
         return self.ln_f(x)
 
@@ -108,7 +116,13 @@ class GPT(nn.Module):
                 f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}: "
                 "one answer for each position"
             )
-        h, targets = self.body(ids).flatten(0, 1), targets.flatten()
+        targets = targets.flatten()
+        plain = type(self.wte) is TiedEmbedding and self.wte.weight.is_leaf
+        if self.head is None and plain and not torch.compiler.is_compiling():
+            both = PredictingGradient()  # of W: what reading adds, it is added to
+            h = self.body(ids, None, both).flatten(0, 1)
+            return linear_cross_entropy(h, self.wte.weight, targets, both)
+        h = self.body(ids).flatten(0, 1)
         if self.head is None:
             return linear_cross_entropy(h, self.wte.weight, targets)
         matrix = plain_matrix(self.head)
