@@ -74,7 +74,7 @@ def test_no_file_is_named_for_nothing():
     assert not [path for path in SOURCE.rglob("*.py") if path.stem in vague]
 
 
-ECONOMY = ("loss.py", "product.py")
+ECONOMY = ("attention.py", "loss.py", "product.py")
 """What makes training cheap and changes no result: the network is understood without it."""
 
 
@@ -84,7 +84,7 @@ def test_the_core_fits_in_a_readers_head():
         for path in (SOURCE / "core").glob("*.py")
     }
     assert sum(n for name, n in lines.items() if name not in ECONOMY) < 600
-    assert sum(lines.values()) < 820
+    assert sum(lines.values()) < 900
 
 
 QUICK = {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tiedgpt.core.attention import blocked_attention, is_faster
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.product import Product, recomputed
@@ -106,6 +107,8 @@ class Attention(nn.Module):
         causal = mask is None and n_new > 1
         if causal and self.window is not None and self.window < n_new:
             y = banded_attention(q, k, v, self.window, dropout_p)
+        elif causal and is_faster(q, dropout_p):
+            y = blocked_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
