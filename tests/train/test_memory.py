@@ -14,7 +14,7 @@ SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_hea
 
 @pytest.mark.parametrize(
     ("dtype", "dropout", "measured"),
-    [("fp32", 0.0, 299e6), ("bf16", 0.0, 135e6), ("fp32", 0.1, 619e6), ("bf16", 0.1, 499e6)],
+    [("fp32", 0.0, 301e6), ("bf16", 0.0, 180e6), ("fp32", 0.1, 692e6), ("bf16", 0.1, 592e6)],
 )
 def test_the_estimate_is_within_a_fifth_of_what_was_measured(dtype, dropout, measured):
     """Peaks of a step of eight sequences over those of one, by the process's resident memory."""

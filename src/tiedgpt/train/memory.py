@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiedgpt.core.config import GPTConfig
 
-KEPT = {"fp32": (32, 8), "bf16": (20, 4)}
+KEPT = {"fp32": (32, 8), "bf16": (28, 4)}
 """Bytes that a block keeps of a position for its gradient: a unit of width, a unit of the MLP."""
 DROPPED = (16, 18)
 """More with dropout: bytes a unit of width, and bytes a pair of positions in a head."""
