@@ -40,15 +40,7 @@ def save_model(
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; give a directory to save the model in")
     config = model.config
-    if model.head is not None and plain_matrix(model.head) is None:
-        raise UserError(
-            f"a head of {type(model.head).__name__} cannot be written: transformers' GPT-2 has a "
-            "matrix (V, D) without bias"
-        )
-    if (model.head is None) != config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+    require_plain_head(model, "transformers' GPT-2")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     model_type = model_type_of(config)
     describe(model, dtype)  # what cannot be described is refused before anything is written
@@ -66,6 +58,19 @@ def save_model(
     if not card.exists() or OUR_CARD in card.read_text(encoding="utf-8", errors="replace"):
         with replacing(directory / "README.md") as temporary:
             temporary.write_text(model_card(config), encoding="utf-8")
+
+
+def require_plain_head(model: GPT, whose: str) -> None:
+    """Raise `UserError` for a head that is no matrix (V, D), or not what the config says."""
+    if model.head is not None and plain_matrix(model.head) is None:
+        raise UserError(
+            f"a head of {type(model.head).__name__} cannot be written: {whose} has a matrix (V, D) "
+            "without bias"
+        )
+    if (model.head is None) != model.config.tie_word_embeddings:
+        raise UserError("the model's head and its config's tie_word_embeddings disagree")
+    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
+        raise UserError("the head holds W itself while the config says untied: call tie(model)")
 
 
 def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ from tiedgpt.weights.dialects.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, 
 from tiedgpt.weights.formats import q8_0
 from tiedgpt.weights.formats.gguf_file import TIE_CLAIM, TYPES
 from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
+from tiedgpt.weights.save import require_plain_head
 from tiedgpt.weights.stored import BLOCK_BYTES
 from tiedgpt.weights.writers.gguf_pairs import Info, Pair, header, padding
 from tiedgpt.weights.writers.gguf_vocabulary import vocabulary_pairs
@@ -136,20 +137,14 @@ def _refuse_what_llama_cpp_lacks(model: GPT) -> None:
     lacking = {
         "norm='post' (GPT-1)": config.norm != "pre",
         "attention_windows (banded attention)": config.attention_windows is not None,
-        f"a head of {type(model.head).__name__}": (
-            model.head is not None and plain_matrix(model.head) is None
-        ),
     }
     for what, lacks in lacking.items():
         if lacks:
             raise UserError(
                 f"{what} cannot be written into GGUF: llama.cpp's gpt2 computes GPT-2 (pre-norm, "
-                "dense attention, a head that is a matrix) and nothing else"
+                "dense attention) and nothing else"
             )
-    if (model.head is None) != config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+    require_plain_head(model, "llama.cpp's gpt2")
 
 
 def _entries(model: GPT, precision: str, duplicate_head: bool) -> list[_Entry]:

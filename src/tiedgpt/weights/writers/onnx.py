@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tiedgpt import __version__
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.formats import onnx_message as onnx
@@ -34,6 +34,7 @@ from tiedgpt.weights.formats import protobuf_writer as proto
 from tiedgpt.weights.formats.onnx_file import METADATA_KEY
 from tiedgpt.weights.formats.protobuf_writer import Message
 from tiedgpt.weights.names import is_transposed, shapes
+from tiedgpt.weights.save import require_plain_head
 from tiedgpt.weights.stored import BLOCK_BYTES
 from tiedgpt.weights.writers.onnx_graph import IR_VERSION, OPSET, gpt_graph
 
@@ -131,15 +132,7 @@ def _message(model: GPT, dtype: torch.dtype, tensors: dict[str, Message]) -> Mes
 def _parameters(model: GPT) -> dict[str, Tensor]:
     """Return the model's parameters, which must be a plain GPT's, all of them and no others."""
     config = model.config
-    if model.head is not None and plain_matrix(model.head) is None:
-        raise UserError(
-            f"a head of {type(model.head).__name__} cannot be written: the graph has a matrix "
-            "(V, D) without bias"
-        )
-    if (model.head is None) != config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+    require_plain_head(model, "the graph")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     expected = shapes(config)
     for name in [*expected, *parameters]:
