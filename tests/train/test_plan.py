@@ -95,3 +95,13 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_read():
 def test_impossible_options_are_named(wrong, says):
     with pytest.raises(UserError, match=says):
         TrainOptions(**wrong)
+
+
+def test_gpt3s_bands_and_no_biases_are_asked_for_by_name():
+    options = TrainOptions(size="tiny", window=16, bias=False)
+    config = options.model_config(vocab_size=97, bos=None, eos=None)
+    assert config.attention_windows == (0, 16) and not config.bias
+    assert TrainOptions().model_config(vocab_size=97, bos=None, eos=None).attention_windows is None
+    for wrong in ({"window": 0}, {"start": "x", "window": 4}, {"start": "x", "bias": False}):
+        with pytest.raises(UserError, match=r"--window|--bias"):
+            TrainOptions(**wrong)

@@ -26,6 +26,7 @@ from tiedgpt.train.loop import Ended, Evaluated, Event, Skipped, Started, Steppe
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.weights.names import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9
@@ -192,8 +193,10 @@ class Display:
         )
         out.print(parameters(task.config))
         how = f' --prompt "{prompt}"' if prompt else ""
+        theirs = model_type_of(task.config) is not TIEDGPT
+        loads = ", which transformers loads too" if theirs else ""
         out.print(
-            f"saved in {directory.model}, which transformers loads too\n\nnext:\n"
+            f"saved in {directory.model}{loads}\n\nnext:\n"
             f"  {program()} generate {self.out}{how}\n"
             f"  {program()} plot {self.out}\n"
             f"  {program()} tie show {self.out}\n"

@@ -135,6 +135,10 @@ class TrainOptions:
     """Stop after so many evaluations without improvement, and keep the best weights."""
     dropout: float | None = None
     """On embeddings, attention and what blocks add."""
+    window: int | None = None
+    """As GPT-3: every second block sees only this many positions, itself and those before it."""
+    bias: bool = True
+    """Products and norms add biases; nanoGPT trains without."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
 
@@ -153,6 +157,8 @@ class TrainOptions:
                 ("size", self.size != DEFAULT_SIZE),
                 ("vocab_size", self.vocab_size is not None),
                 ("tokenizer", self.tokenizer == "char"),
+                ("window", self.window is not None),
+                ("bias", not self.bias),
             ):
                 if given:
                     raise UserError(
@@ -169,7 +175,7 @@ class TrainOptions:
                 raise UserError(f"--{name.replace('_', '-')} {value} is not a positive number")
         for name in (
             *("steps", "vocab_size", "context", "batch_size", "micro_batch"),
-            *("skip_limit", "patience"),
+            *("skip_limit", "patience", "window"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -213,6 +219,8 @@ class TrainOptions:
             n_embd=size.n_embd,
             n_layer=size.n_layer,
             n_head=size.n_head,
+            bias=self.bias,
+            attention_windows=None if self.window is None else (0, self.window),
             norm=PRESETS.get(self.size, {}).get("norm", "pre"),
             embd_pdrop=dropout,
             attn_pdrop=dropout,
