@@ -39,7 +39,7 @@ def plain(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 
 
 def torchs(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss in chunks (2.13 on), at the chunk that was fastest of 256, 512, 1024."""
+    """Torch's own loss in chunks (2.13 on), at the chunk that was fastest of 256, 512, 1024."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512)
     return F.linear_cross_entropy(h, w, targets, options=options)
 
