@@ -43,7 +43,6 @@ SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand s
 class Target:
     """A format that can be written."""
 
-    about: str
     precisions: tuple[str, ...]
     suffix: str = ""
     """Of a file; "": a directory is written."""
@@ -59,21 +58,21 @@ class Target:
 
 TARGETS = {
     "transformers": Target(
-        "a Hugging Face directory, our own format", ("fp32", "fp16", "bf16"),
+        ("fp32", "fp16", "bf16"),
         holds_tokenizer=True,
     ),
     "gguf": Target(
-        "llama.cpp's file, tokenizer inside", ("fp32", "fp16", "bf16", "q8_0"),
+        ("fp32", "fp16", "bf16", "q8_0"),
         suffix=".gguf", holds_tokenizer=True, options=("duplicate_head", "approximate_gelu"),
     ),
     "onnx": Target(
-        "a graph with cache inputs and outputs, for onnxruntime", ("fp32", "fp16", "bf16"),
+        ("fp32", "fp16", "bf16"),
         suffix=".onnx", bundled="model.onnx",
     ),
     "nanogpt": Target(
-        "nanoGPT's ckpt.pt", ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
+        ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
     ),
-    "llmc": Target("llm.c's .bin", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
+    "llmc": Target(("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
 }  # fmt: skip
 
 
