@@ -93,10 +93,10 @@ def test_ragged_prompts_in_one_cache_give_what_each_gives_alone(lengths, n_new, 
     )  # fmt: skip
     model = GPT(config).eval()
     prompts = [torch.randint(97, (1, length + n_new)) for length in lengths]
-    caches = [KVCache.allocate(config, batch_size=1) for _ in prompts]
-    for prompt, length, cache in zip(prompts, lengths, caches, strict=True):
-        model(prompt[:, :length], cache)
-    cache = KVCache.join(caches)
+    cache = KVCache.allocate(config, batch_size=len(prompts))
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        model(prompt[:, :length], cache.part(row, row + 1))
+    cache.lengths = list(lengths)
     new = torch.cat([p[:, n:] for p, n in zip(prompts, lengths, strict=True)])
     together = model(new, cache)
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):

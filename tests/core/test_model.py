@@ -103,20 +103,23 @@ def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(tiny, ids, pieces):
 
 def test_sequences_of_different_lengths_share_a_cache(tiny, ids):
     lengths = [3, 11, 7]
-    caches = []
+    cache = KVCache.allocate(tiny.config, batch_size=3)
     for row, length in enumerate(lengths):
-        caches.append(KVCache.allocate(tiny.config, batch_size=1))
-        tiny(ids[row : row + 1, :length], caches[-1])
-    joined = KVCache.join(caches)
+        tiny(ids[row : row + 1, :length], cache.part(row, row + 1))
+    cache.lengths = list(lengths)
     for step in range(6):
         newest = torch.stack([ids[row, n + step] for row, n in enumerate(lengths)])[:, None]
-        logits = tiny(newest, joined)
+        logits = tiny(newest, cache)
         for row, n in enumerate(lengths):
             alone = tiny(ids[row : row + 1, : n + step + 1])[0, -1]
             torch.testing.assert_close(logits[row, 0], alone, atol=2e-6, rtol=1e-5)
-    kept = joined.rows([2])
+    cache.copy(2, 1)
+    assert cache.lengths == [9, 13, 13]
     torch.testing.assert_close(
-        tiny(ids[2:3, 13:15], kept)[0], tiny(ids[2:3, :15])[0, -2:], atol=2e-6, rtol=1e-5
+        tiny(ids[2:3, 13:15], cache.part(1, 2))[0],
+        tiny(ids[2:3, :15])[0, -2:],
+        atol=2e-6,
+        rtol=1e-5,
     )
 
 

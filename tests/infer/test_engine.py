@@ -5,31 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
-
-TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.train([TEXT], 300)
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    """An engine on random weights strong enough to have opinions."""
-    torch.manual_seed(5)
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=48, n_embd=32, n_layer=2, n_head=2,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    return Engine(model, tokenizer=tokenizer)
 
 
 def greedy_without_cache(model, ids, n):
@@ -136,7 +114,7 @@ def test_only_the_last_position_is_scored_when_decoding(engine, monkeypatch):
         engine.model.wte, "unembed", lambda h: shapes.append(tuple(h.shape)) or unembed(h)
     )
     engine.generate([[1, 2, 3, 4, 5], [6, 7]], max_new_tokens=4, temperature=0)
-    assert set(shapes) == {(1, 32), (2, 32)}
+    assert set(shapes) == {(2, 32)}
 
 
 def test_a_full_context_stops_and_says_so(engine):
@@ -194,6 +172,15 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ("x", {"stop": [""]}, "stop string"),
         ("x", {"context_end": "wrap"}, "wrap"),
         ("x", {"batch_size": 0}, "batch_size"),
+        ("x", {"stop_ids": [1000]}, "stop_ids names 1000"),
+        ("x", {"stop_ids": [True]}, "stop_ids"),
+        ("x", {"logit_bias": {1000: 1.0}}, "logit_bias names 1000"),
+        ("x", {"bad_words": [[1, 1000]]}, "bad_words names 1000"),
+        ("x", {"top_logprobs": -1}, "top_logprobs"),
+        ("x", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("x", {"speculate": "oracle"}, "oracle"),
+        ("x", {"draft_tokens": 0}, "draft_tokens"),
+        ([0] * 60, {"context_end": "slide", "prompt_logprobs": True}, "prompt_logprobs"),
         ("\ud800", {}, "Unicode"),
     ],
 )
@@ -251,3 +238,16 @@ def test_ids_may_come_as_arrays_and_tensors(engine):
 
 def test_no_prompts_give_no_completions(engine):
     assert engine.generate([]) == []
+
+
+def test_more_prompts_than_slots_take_them_in_turn(engine):
+    prompts = [[n] for n in range(7)]
+    together = engine.generate(prompts, batch_size=3, max_new_tokens=5, temperature=0)
+    assert [c.ids for c in together] == [
+        engine.generate(prompt, max_new_tokens=5, temperature=0).ids for prompt in prompts
+    ]
+
+
+def test_what_is_neither_a_model_nor_a_source_is_refused():
+    with pytest.raises(UserError, match="neither a GPT"):
+        Engine(3)

@@ -1,12 +1,15 @@
 """The filters against transformers', and what each promises."""
 
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiedgpt import Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Sampling
 
@@ -15,45 +18,146 @@ with warnings.catch_warnings():
     from transformers.generation import logits_process as theirs
 
 
-@settings(deadline=None, max_examples=60)
+def generator(seed=0):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def random_logits(seed, size=60):
+    return (3 * generator(seed).standard_normal(size)).astype(np.float32)
+
+
+def as_transformers(processors, seen, logits):
+    scores = torch.from_numpy(logits.copy())[None]
+    for processor in processors:
+        scores = processor(torch.tensor(seen)[None], scores.clone())
+    return scores[0].numpy()
+
+
+@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.sampled_from([None, 1, 5, 200]),
     top_p=st.sampled_from([None, 0.2, 0.9, 1.0]),
     min_p=st.sampled_from([None, 0.05, 0.5]),
+    typical_p=st.sampled_from([None, 0.2, 0.9]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
 )
-def test_scores_are_those_of_transformers(seed, temperature, top_k, top_p, min_p, penalty):
-    g = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(60, generator=g)
-    seen = torch.randint(60, (7,), generator=g)
+def test_scores_are_those_of_transformers(
+    seed, temperature, top_k, top_p, min_p, typical_p, penalty
+):
+    logits = random_logits(seed)
+    seen = generator(seed).integers(60, size=7).tolist()
     sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=penalty,
     )
-    expected = logits[None]
     processors = [theirs.RepetitionPenaltyLogitsProcessor(penalty)]
     processors += [theirs.TemperatureLogitsWarper(temperature)]
     processors += [theirs.TopKLogitsWarper(top_k)] if top_k else []
     processors += [theirs.TopPLogitsWarper(top_p)] if top_p and top_p < 1 else []
     processors += [theirs.MinPLogitsWarper(min_p)] if min_p else []
-    for processor in processors:
-        expected = processor(seen[None], expected.clone())
-    torch.testing.assert_close(sampling.scores(logits, seen.tolist()), expected[0])
+    processors += [theirs.TypicalLogitsWarper(typical_p)] if typical_p else []
+    expected = as_transformers(processors, seen, logits)
+    np.testing.assert_allclose(sampling.scores(logits, seen), expected, rtol=1e-5)
 
 
-def test_draws_follow_the_models_distribution():
-    logits = torch.tensor([0.5, 2.0, -1.0, 1.0])
-    g = torch.Generator().manual_seed(0)
-    draws = torch.tensor([Sampling().choose(logits, [], g) for _ in range(4000)])
-    shares = torch.bincount(draws, minlength=4) / 4000
-    torch.testing.assert_close(shares, logits.softmax(0), atol=0.025, rtol=0)
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.3}])
+@pytest.mark.parametrize("sharpness", [0.01, 1, 5])
+def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
+    logits = sharpness * random_logits(3, 50_257)
+    ((name, value),) = options.items()
+    warper = {
+        "top_k": theirs.TopKLogitsWarper,
+        "top_p": theirs.TopPLogitsWarper,
+        "typical_p": theirs.TypicalLogitsWarper,
+    }[name]
+    expected = as_transformers([warper(value)], [0], logits)
+    kept = np.isfinite(Sampling(**options).scores(logits, []))
+    # their cumulative sums are in float32, so that a few at the edge may differ
+    assert abs(int(kept.sum()) - int(np.isfinite(expected).sum())) <= 2e-3 * kept.sum()
+    assert (kept != np.isfinite(expected)).sum() <= 2e-3 * kept.sum()
+
+
+@given(seed=st.integers(0, 1000))
+def test_bias_and_bad_words_are_those_of_transformers(seed):
+    logits = random_logits(seed)
+    seen = generator(seed).integers(60, size=7).tolist()
+    words = [[3], [seen[-1], 5], [seen[-2], seen[-1], 9], [seen[-1], seen[-2], 11]]
+    bias = {4: 2.5, 9: -1.0}
+    processors = [
+        theirs.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]),
+        theirs.NoBadWordsLogitsProcessor(words, eos_token_id=59),
+    ]
+    expected = as_transformers(processors, seen, logits)
+    got = Sampling(logit_bias=bias, bad_words=words).scores(logits, seen)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert got[5] == got[9] == -np.inf
+    assert seen[-1] == seen[-2] or np.isfinite(got[11])
+
+
+def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
+    logits = np.zeros(8, np.float32)
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    scores = sampling.scores(logits, [1, 2, 3, 3, 4], n_prompt=2)
+    assert scores.tolist() == [0, 0, 0, -1.0, -0.75, 0, 0, 0]
+
+
+def test_a_bad_word_of_text_is_ruled_out_alone_and_after_a_blank():
+    tokenizer = Tokenizer.train(["the cat sat on the mat " * 9], 270)
+    sampling = Sampling(bad_words=["cat"]).for_vocabulary(300, tokenizer)
+    assert set(sampling.bad_words) == {
+        tuple(map(int, tokenizer.encode(t))) for t in ("cat", " cat")
+    }
+    with pytest.raises(UserError, match="need a tokenizer"):
+        Sampling(bad_words=["cat"]).for_vocabulary(300, None)
+    with pytest.raises(UserError, match="300, no id"):
+        Sampling(bad_words=[[5, 300]]).for_vocabulary(300, None)
+    with pytest.raises(UserError, match="no token is left"):
+        Sampling(bad_words=[[0], [1]]).choose(np.zeros(2, np.float32), [], generator())
+
+
+def test_processors_come_first_and_see_the_text_and_the_prompts_length():
+    def only_after_the_prompt(ids, n_prompt, logits):
+        return logits if len(ids) > n_prompt else np.where(np.arange(4) == 2, logits, -np.inf)
+
+    sampling = Sampling(temperature=0, processors=[only_after_the_prompt])
+    logits = np.array([0, 3, 1, 2], np.float32)
+    assert sampling.choose(logits, [7], generator(), n_prompt=1) == 2
+    assert sampling.choose(logits, [7, 8], generator(), n_prompt=1) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 1.0}])
+def test_draws_follow_the_models_distribution(options):
+    logits = np.array([0.5, 2.0, -np.inf, -1.0, 1.0], np.float32)
+    g = generator()
+    draws = [Sampling(**options).choose(logits, [], g) for _ in range(4000)]
+    expected = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(np.bincount(draws, minlength=5) / 4000, expected, atol=0.025)
+
+
+def test_a_draw_takes_one_uniform_number():
+    a, b = generator(4), generator(4)
+    Sampling(top_k=3).choose(random_logits(0), [], a)
+    b.random()
+    assert a.random() == b.random()
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-300, 1e-6])
 def test_a_temperature_near_zero_is_greedy(temperature):
-    logits = torch.tensor([0.5, 2.0, -1.0])
-    assert Sampling(temperature=temperature).choose(logits, [], torch.Generator()) == 1
+    logits = np.array([0.5, 2.0, -1.0], np.float32)
+    assert Sampling(temperature=temperature).choose(logits, [], generator()) == 1
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_scores_that_are_no_numbers_are_said_to_be(damage):
+    logits = np.array([0.5, damage, -1.0], np.float32)
+    with pytest.raises(UserError, match="not numbers"):
+        Sampling().choose(logits, [], generator())
 
 
 @pytest.mark.parametrize(
@@ -67,9 +171,20 @@ def test_a_temperature_near_zero_is_greedy(temperature):
         {"top_k": 2.5},
         {"top_p": 0},
         {"top_p": 1.1},
+        {"typical_p": 0},
         {"min_p": -0.1},
         {"min_p": "0.1"},
         {"repetition_penalty": 0},
+        {"presence_penalty": math.inf},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {3: math.nan}},
+        {"logit_bias": {3: math.inf}},
+        {"logit_bias": [3]},
+        {"bad_words": "word"},
+        {"bad_words": [""]},
+        {"bad_words": [[]]},
+        {"bad_words": [[1.5]]},
     ],
 )
 def test_impossible_values_are_refused_by_name(wrong):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
 from tiedgpt.cli.options import parse
+from tiedgpt.cli.search_flags import SearchFlags
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError
+
+if TYPE_CHECKING:
+    from tiedgpt.infer import Completion, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +27,27 @@ class Arguments:
     """The text to continue; - reads standard input; empty: begin a text."""
     max_new_tokens: int = 128
     """Tokens to generate at the most."""
-    temperature: float = 0.8
-    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    temperature: float | None = None
+    """0 takes the likeliest token each time; 1 draws from the model's own distribution; default:
+    0.8, or 0 in a search that draws nothing."""
     top_k: int | None = None
     """Draw among the k likeliest tokens only."""
     top_p: float | None = None
     """Draw among the likeliest tokens that together reach this probability."""
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest one's probability."""
+    typical_p: float | None = None
+    """Draw among the tokens about as surprising as expected that together reach this."""
     repetition_penalty: float = 1.0
     """Above 1, tokens already in the text become less likely."""
+    presence_penalty: float = 0.0
+    """Taken from the scores of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Taken from the scores of tokens as often as they were generated before."""
+    bad_words: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Never write this word; may be given several times."""
+    speculate: Literal["ngram"] | None = None
+    """ngram: the same text, sooner where it repeats itself or its prompt."""
     seed: int | None = None
     """The same seed draws the same text."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -51,6 +66,7 @@ class Arguments:
     """What to do where the file holds two different matrices."""
     format: Literal["human", "json"] = "human"
     """json: one object with ids, text, finish_reason and log-probabilities."""
+    search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
 
 
 def run(arguments: list[str]) -> int:
@@ -81,36 +97,42 @@ def run(arguments: list[str]) -> int:
     )
     for note in engine.notes:
         print(f"({note})", file=sys.stderr)
-    stream = engine.stream(
-        prompt,
+    temperature = given.temperature
+    if temperature is None:
+        temperature = 0.8 if given.search.draws else 0
+    options = dict(
         max_new_tokens=given.max_new_tokens,
-        temperature=given.temperature,
+        temperature=temperature,
         top_k=given.top_k,
         top_p=given.top_p,
         min_p=given.min_p,
+        typical_p=given.typical_p,
         repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        bad_words=given.bad_words,
+        speculate=given.speculate,
         seed=given.seed,
         stop=given.stop,
         context_end=given.context_end,
+        **given.search.keywords(),
     )
     human = given.format == "human"
-    show_prompt = human
-    while True:
-        try:
-            piece = next(stream)
-        except StopIteration as end:
-            completion = end.value
-            break
+    if given.search.shown_at_its_end:
+        completion = engine.generate(prompt, **options)
         if human:
-            print(prompt + piece if show_prompt else piece, end="", flush=True)
-            show_prompt = False
-    if human:
-        print(prompt if show_prompt else "")
+            print(prompt + completion.text)
     else:
+        completion = _streamed(engine, prompt, options, show=human)
+    if not human:
         import json
         from dataclasses import asdict
 
         print(json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False))
+    if given.search.has_form and completion.finish_reason != "stop":
+        print(
+            "cut off: it may not have its whole form; --max-new-tokens gives room", file=sys.stderr
+        )
     if completion.finish_reason == "context":
         print("the context is full; --context-end slide goes on", file=sys.stderr)
     elif completion.dropped:
@@ -118,3 +140,19 @@ def run(arguments: list[str]) -> int:
             f"the context slid: the first {completion.dropped} tokens were dropped", file=sys.stderr
         )
     return EXIT_OK
+
+
+def _streamed(engine: Engine, prompt: str, options: dict[str, Any], *, show: bool) -> Completion:
+    """Generate; print the text as it comes, after its prompt, if it is to be shown."""
+    stream = engine.stream(prompt, **options)
+    unshown = prompt
+    while True:
+        try:
+            piece = next(stream)
+        except StopIteration as end:
+            if show:
+                print(unshown)
+            return cast("Completion", end.value)
+        if show:
+            print(unshown + piece, end="", flush=True)
+            unshown = ""

@@ -65,15 +65,16 @@ class KVCache:
         """Count `n_new` positions as filled, once all layers have stored them."""
         self.lengths = [length + n_new for length in self.lengths]
 
-    def rows(self, keep: list[int]) -> KVCache:
-        """Return the cache of the sequences `keep`, the others dropped."""
-        return KVCache(self.keys[:, keep], self.values[:, keep], [self.lengths[i] for i in keep])
+    def part(self, first: int, end: int) -> KVCache:
+        """Return the rows first <= i < end as they lie here: what is stored there is stored here.
 
-    @staticmethod
-    def join(caches: list[KVCache]) -> KVCache:
-        """Return one cache that holds the sequences of all."""
-        return KVCache(
-            torch.cat([cache.keys for cache in caches], dim=1),
-            torch.cat([cache.values for cache in caches], dim=1),
-            [length for cache in caches for length in cache.lengths],
-        )
+        Its lengths are its own.
+        """
+        rows = slice(first, end)
+        return KVCache(self.keys[:, rows], self.values[:, rows], self.lengths[rows])
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a row hold what another holds."""
+        filled = self.lengths[target] = self.lengths[source]
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :filled] = tensor[:, source, :, :filled]

@@ -1,0 +1,138 @@
+"""Beam search: the likeliest continuations that keeping the `num_beams` best prefixes finds.
+
+The rules are those of transformers, so that the same settings give the same ids: a continuation is
+scored sum log P / length ** length_penalty (Wu et al. 2016, arXiv 1609.08144, section 7, without
+its constants); at each step the 2 `num_beams` best candidates are looked at, so that `num_beams` of
+them go on even where as many ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.infer import filters
+from tiedgpt.infer.filters import Array
+from tiedgpt.infer.session import Runner, Session
+
+EarlyStopping = bool | Literal["never"]
+Adjust = Callable[[Sequence[int], Array], Array]
+"""(ids of prompt and text, scores (V,) of the next) -> the scores to choose by."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A continuation of the prompt that beam search found."""
+
+    ids: list[int]
+    """The new tokens, with the end-of-text token if it ended by itself."""
+    logprobs: list[float]
+    """log P of each new token under the model itself."""
+    score: float
+    """sum log P (adjusted) / length ** length_penalty; higher is better."""
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """A prefix that is still growing; all but its last token are in its slot of the session."""
+
+    ids: list[int]
+    logprobs: list[float]
+    total: float
+    slot: int
+
+
+def unchanged(ids: Sequence[int], scores: Array) -> Array:
+    """Return the scores as they are."""
+    return scores
+
+
+def beam_search(
+    runner: Runner,
+    prompt: Sequence[int],
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    adjust: Adjust = unchanged,
+    n_tokens: int | None = None,
+) -> list[Hypothesis]:
+    """Return at most `num_beams` continuations of the prompt's ids, the best first.
+
+    `length_penalty`: above 0 longer continuations gain, below 0 shorter ones. `early_stopping`:
+    True ends as soon as there are `num_beams` continuations; False also when the best prefix,
+    scored at its present length, is no better than the worst of them; "never" assumes the length
+    that suits it best. `adjust` is given log P of the next token. `n_tokens`: ids from there on
+    stand for no token and are not considered.
+
+    The caller sees to it that prompt and new tokens, less one, fit the runner's context.
+    """
+    end = runner.config.eos_token_id
+    session = runner.session(slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
+    rows = [session.read([0], [prompt])[0].logits[-1]]
+    beams = [_Beam([], [], 0.0, slot=0)]
+    found: list[Hypothesis] = []
+    for length in range(1, max_new_tokens + 1):
+        log_p = [
+            row[:n_tokens] - np.float32(filters.log_normalizer(row[:n_tokens])) for row in rows
+        ]
+        totals = np.stack(
+            [
+                beam.total + adjust([*prompt, *beam.ids], row).astype(np.float64)
+                for beam, row in zip(beams, log_p, strict=True)
+            ]
+        )
+        growing: list[_Beam] = []
+        for rank, flat in enumerate(_highest(totals.ravel(), 2 * num_beams)):
+            row, token = divmod(int(flat), totals.shape[1])
+            beam, total = beams[row], float(totals[row, token])
+            if total == -np.inf:  # ruled out
+                break
+            ids = [*beam.ids, token]
+            logprobs = [*beam.logprobs, float(log_p[row][token])]
+            if token == end or length == max_new_tokens:
+                if rank < num_beams:
+                    found.append(Hypothesis(ids, logprobs, total / length**length_penalty))
+            elif len(growing) < num_beams:
+                growing.append(_Beam(ids, logprobs, total, beam.slot))
+        found = sorted(found, key=lambda hypothesis: -hypothesis.score)[:num_beams]
+        if not growing:
+            break
+        if len(found) == num_beams:
+            longest = early_stopping == "never" and length_penalty > 0
+            hopeful_length = max_new_tokens if longest else length
+            best_hope = growing[0].total / hopeful_length**length_penalty
+            if early_stopping is True or best_hope <= found[-1].score:
+                break
+        beams = _own_slots(session, growing)
+        scores = session.read([beam.slot for beam in beams], [beam.ids[-1:] for beam in beams])
+        rows = [score.logits[-1] for score in scores]
+    return found
+
+
+def _own_slots(session: Session, beams: list[_Beam]) -> list[_Beam]:
+    """Give each beam a slot: the first child keeps its parent's, the others get copies of it."""
+    kept = {beam.slot for beam in beams}
+    free = [slot for slot in range(session.slots) if slot not in kept]
+    own = []
+    for beam in beams:
+        slot = beam.slot
+        if slot in kept:
+            kept.remove(slot)
+        else:
+            slot = free.pop()
+            session.copy(beam.slot, slot)
+        own.append(replace(beam, slot=slot))
+    return own
+
+
+def _highest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:
+    """Return the places of the k highest values (N,), the highest first."""
+    k = min(k, len(values))
+    places = np.argpartition(-values, k - 1)[:k]
+    return places[np.argsort(-values[places], kind="stable")]

@@ -1,0 +1,160 @@
+"""Text that must have a form: a regular expression, a JSON schema, or a grammar.
+
+Before each token, those that cannot go on towards that form get the score -inf; the end of the text
+is one of them until the form is complete. Which tokens can go on, llguidance says (the extra
+`constrain`), from the bytes that each token stands for. The scores of what is allowed are left as
+they were, as in Willard and Louf 2023, "Efficient Guided Generation for Large Language Models"
+(arXiv 2307.09702).
+
+A text that runs out of tokens or context has begun the form and not completed it: its
+`finish_reason` is not "stop".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.infer.filters import Array
+from tiedgpt.text import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+WHITESPACE = {"whitespace_pattern": " "}
+"""In JSON, at most one blank between two parts; a schema's own "x-guidance" overrules it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """The form of the whole new text, said in exactly one of these ways."""
+
+    regex: str | None = None
+    """A regular expression in Rust's syntax: no look-around, no back-references; \\d is 0 to 9."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """A JSON schema, as JSON text or as a dictionary; {} is any JSON."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's syntax; it begins with the rule `start`."""
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in vars(self).items() if value is not None]
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise UserError(f"one of regex, json_schema, grammar makes a constraint: {what} given")
+
+    def matcher(self, tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
+        """Compile the constraint for a vocabulary; return what keeps texts to it.
+
+        Raises UserError if the extra `constrain` is not installed, the constraint is no valid one,
+        no text of this vocabulary meets it, or the vocabulary cannot be constrained exactly.
+        """
+        try:
+            from llguidance import LLMatcher
+
+            from tiedgpt.infer.token_trie import token_trie
+        except ImportError:
+            raise UserError(
+                "regex, json_schema and grammar need llguidance: pip install 'tiedgpt[constrain]'"
+            ) from None
+        end = config.eos_token_id
+        if tokenizer.kind == "gpt1":
+            raise UserError(
+                "GPT-1's tokens do not say whether a blank follows: regex, json_schema and grammar "
+                "cannot be kept exactly with them; use a model with a byte-level BPE or characters"
+            )
+        if end is None or end >= len(tokenizer):
+            raise UserError(
+                "regex, json_schema and grammar need a token that ends the text, and the model has "
+                "none: give its config an eos_token_id that its tokenizer has"
+            )
+        trie = token_trie(tokenizer, end, config.vocab_size)
+        start = LLMatcher(trie, self._text(tokenizer), log_level=0)
+        if not start.is_error():
+            start.compute_bitmask()
+        if start.is_error():
+            name = next(name for name, value in vars(self).items() if value is not None)
+            raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
+        return Matcher(start)
+
+    def _text(self, tokenizer: Tokenizer) -> str:
+        """Write the constraint as llguidance reads it."""
+        from llguidance import LLMatcher, regex_to_lark
+
+        if self.regex is not None:
+            pattern = f"/(?:{regex_to_lark(self.regex, 'd')})/"
+            if tokenizer.kind == "char":  # only what these characters can finish may be begun
+                known = "".join(rf"\x{{{ord(letter):x}}}" for letter in _characters(tokenizer))
+                pattern += f" & /[{known}]*/"
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {pattern}")
+        if self.grammar is not None:
+            return LLMatcher.grammar_from_lark(self.grammar)
+        schema = self.json_schema
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise UserError(f"json_schema is not JSON: {error}") from None
+        if not isinstance(schema, Mapping):
+            raise UserError(f"json_schema={schema!r} is not a JSON object")
+        return LLMatcher.grammar_from_json_schema(
+            dict(schema),
+            defaults=WHITESPACE,  # type: ignore[arg-type]
+        )
+
+
+class Matcher:
+    """Rules out what a text's constraint forbids; a `Processor`. Made by `Constraint.matcher`.
+
+    It serves any number of texts in turn: it goes back to where a text parts from the one before,
+    and reads on from there, at about a microsecond a token.
+    """
+
+    def __init__(self, start: llguidance.LLMatcher) -> None:
+        self._start, self._machine = start, start.deep_copy()
+        self._text: list[int] = []  # what the machine has read
+
+    def __call__(self, ids: Sequence[int], n_prompt: int, logits: Array) -> Array:
+        """Return logits (V,) with -inf for each token that must not follow.
+
+        Raises UserError where none may: the vocabulary lacks a character that has to follow.
+        """
+        self._go_to(ids[n_prompt:])
+        packed = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint8)
+        if self._machine.is_error():
+            reason = _reason(self._machine)
+            self._machine, self._text = self._start.deep_copy(), []
+            raise UserError(
+                f"no token of the vocabulary goes on towards what was asked for ({reason}): allow "
+                "other text, or use a vocabulary with the characters that it needs"
+            )
+        allowed = np.unpackbits(packed, bitorder="little")[: len(logits)]
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def _go_to(self, text: Sequence[int]) -> None:
+        """Let the machine have read exactly this."""
+        pairs = enumerate(zip(self._text, text, strict=False))
+        same = next((n for n, (a, b) in pairs if a != b), min(len(self._text), len(text)))
+        self._machine.rollback(len(self._text) - same)
+        taken = self._machine.try_consume_tokens(list(text[same:]))
+        self._text = list(text[: same + taken])
+        if len(self._text) < len(text):
+            raise UserError(
+                f"id {text[same + taken]} came where what was asked for forbids it: another "
+                "processor allowed it again; let the constraint be the last"
+            )
+
+
+def _reason(machine: llguidance.LLMatcher) -> str:
+    return " ".join(machine.get_error().split())[:400]
+
+
+def _characters(tokenizer: Tokenizer) -> list[str]:
+    """The characters of a vocabulary of characters."""
+    is_text = tokenizer.byte_lengths() > 0
+    return [tokenizer.token_bytes(id).decode() for id in range(len(tokenizer)) if is_text[id]]

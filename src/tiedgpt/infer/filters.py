@@ -1,0 +1,158 @@
+"""Scores of the next token (V,) in, scores or the ids that stay out: penalties and filters.
+
+Each is what transformers computes under the same name, or OpenAI's API for the two penalties that
+count; plain numpy, and none sorts the vocabulary where a part of it decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Ids = NDArray[np.intp]
+FIRST_LOOK = 512
+"""Candidates that are sorted first where the likeliest are sought; then eight times as many."""
+BLOCK = 256
+"""Tokens whose probabilities are summed at once when one is drawn."""
+
+
+def penalize_repetition(scores: Array, seen: Sequence[int], penalty: float) -> None:
+    """Divide positive scores of tokens in the text by `penalty`, multiply others (in place).
+
+    Keskar et al. 2019, "CTRL", section 4.1, with the sign taken into account.
+    """
+    ids = np.unique(np.asarray(seen, dtype=np.intp))
+    ids = ids[ids < len(scores)]
+    old = scores[ids]
+    scores[ids] = np.where(old > 0, old / penalty, old * penalty)
+
+
+def penalize_counts(
+    scores: Array, generated: Sequence[int], presence: float, frequency: float
+) -> None:
+    """Subtract `presence`, and `frequency` for each time, from generated tokens (in place)."""
+    ids, counts = np.unique(np.asarray(generated, dtype=np.intp), return_counts=True)
+    scores[ids] -= (presence + frequency * counts).astype(np.float32)
+
+
+def add_bias(scores: Array, bias: Mapping[int, float]) -> None:
+    """Add to the scores of single tokens (in place)."""
+    for token, value in bias.items():
+        if token < len(scores):
+            scores[token] += value
+
+
+def forbid(scores: Array, seen: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+    """Rule out every token that would complete one of these sequences of ids (in place)."""
+    for *beginning, last in sequences:
+        n = len(beginning)
+        if last < len(scores) and (not n or list(seen[-n:]) == beginning):
+            scores[last] = -np.inf
+
+
+def softmax(scores: Array) -> Array:
+    """Scores -> probabilities; -inf is 0. Some score must be finite."""
+    p = _unnormalized(scores)
+    p /= p.sum(dtype=np.float64).astype(np.float32)
+    return p
+
+
+def _unnormalized(scores: Array) -> Array:
+    """Scores -> their exponentials, the highest being 1."""
+    p: Array = scores - scores.max()
+    return np.exp(p, out=p)
+
+
+def top_k(scores: Array, k: int) -> Ids | None:
+    """Return the ids of the k highest scores, and of those equal to the last; None: all."""
+    if k >= len(scores):
+        return None
+    return np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[-k])
+
+
+def top_p(scores: Array, mass: float) -> Ids:
+    """Return the likeliest ids that together reach this probability, at least one.
+
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
+    """
+    return _until_mass(-scores, softmax(scores), mass)
+
+
+def typical_p(scores: Array, mass: float) -> Ids:
+    """Return the ids whose surprise is nearest to the expected one, until they reach this mass.
+
+    Meister et al. 2022, "Locally Typical Sampling".
+    """
+    p = softmax(scores)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = -np.log(p)
+        expected = np.nansum(p * surprise, dtype=np.float64)
+        distance = np.abs(surprise - np.float32(expected))
+    return _until_mass(distance, p, mass)
+
+
+def min_p(scores: Array, share: float) -> Ids:
+    """Return the ids that have at least this share of the likeliest one's probability.
+
+    Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling".
+    """
+    p = softmax(scores)
+    return np.flatnonzero(p >= np.float32(share) * p.max())
+
+
+def _until_mass(rank: Array, p: Array, mass: float) -> Ids:
+    """Return the ids lowest in `rank` up to the one with which their probability reaches `mass`."""
+    n = FIRST_LOOK
+    while True:
+        if n < len(rank):
+            near = np.flatnonzero(rank <= np.partition(rank, n)[n])
+        else:
+            near = np.arange(len(rank))
+        near = near[np.argsort(rank[near])]
+        reached = np.cumsum(p[near], dtype=np.float64)
+        last = int(np.searchsorted(reached, mass))
+        if last < len(near) or len(near) == len(rank):
+            kept = near[: last + 1]
+            return np.sort(kept[p[kept] > 0])
+        n *= 8
+
+
+def log_normalizer(logits: Array) -> float:
+    """Return log sum exp(logits), which turns a logit into log P."""
+    return float(logits.max()) + math.log(_unnormalized(logits).sum(dtype=np.float64))
+
+
+def likeliest(logits: Array, k: int) -> list[tuple[int, float]]:
+    """Return the k likeliest tokens as (id, log P), the likeliest first."""
+    k = min(k, len(logits))
+    ids = np.argpartition(logits, len(logits) - k)[len(logits) - k :]
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    total = log_normalizer(logits)
+    return [(int(i), float(logits[i]) - total) for i in ids]
+
+
+def draw(scores: Array, uniform: float) -> int:
+    """Return the index at which the cumulative probability passes `uniform`, from [0, 1).
+
+    The sum is searched by blocks, then within one: a running sum over V takes ten times as long.
+    """
+    p = _unnormalized(scores)
+    starts = np.arange(0, len(p), BLOCK)
+    block, left = _passing(np.add.reduceat(p, starts, dtype=np.float64), uniform)
+    start = int(starts[block])
+    within, _ = _passing(p[start : start + BLOCK].astype(np.float64), left)
+    return start + within
+
+
+def _passing(weights: NDArray[np.float64], share: float) -> tuple[int, float]:
+    """Return where the running sum passes this share of the whole, and how far into that weight."""
+    reached = np.cumsum(weights)
+    sought = share * reached[-1]
+    at = int(np.searchsorted(reached, sought, side="right"))
+    if at == len(reached):  # rounding: the last weight that is not 0
+        at = int(np.searchsorted(reached, reached[-1]))
+    return at, float((sought - (reached[at] - weights[at])) / weights[at])

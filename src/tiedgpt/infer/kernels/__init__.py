@@ -1,0 +1,1 @@
+"""Whole-step decoding on CPUs: Numba kernels over weights packed once."""

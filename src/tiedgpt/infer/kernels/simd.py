@@ -1,0 +1,340 @@
+"""Vectors of 16 numbers as values in Numba functions, and what a CPU can do with them.
+
+`F16` is sixteen float32 in one register (or in several smaller ones, where the CPU's are smaller:
+LLVM splits them). The functions below are compiled into whoever calls them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+FEATURES = {name for name, present in llvm.get_host_cpu_features().items() if present}
+HAS_DOT8 = {"avx512vnni", "avx512vl"} <= FEATURES
+"""Whether an instruction adds 4 products of bytes to each lane (vpdpbusd on 512 bits)."""
+HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
+"""Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps on 512 bits)."""
+
+i8, i16, i32, i64, f32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
+
+
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
+
+
+def vector(element: ir.Type, n: int = LANES) -> ir.VectorType:
+    """Return the LLVM type of `n` elements."""
+    return ir.VectorType(element, n)
+
+
+class _F16(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="F16")
+
+
+F16 = _F16()
+
+
+@register_model(_F16)
+class _F16Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, vector(f32))
+
+
+# Emitting: LLVM values in, LLVM values out.
+
+
+def pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """Return the address of the element `offset` of an array's data."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [offset])
+
+
+def load(builder: Any, address: Any, element: ir.Type, n: int = LANES) -> Any:
+    """Return `n` elements at an address, which need not be aligned."""
+    typed = builder.bitcast(address, vector(element, n).as_pointer())
+    return builder.load(typed, align=1)
+
+
+def store(builder: Any, value: Any, address: Any) -> None:
+    """Write a vector to an address, which need not be aligned."""
+    builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=1)
+
+
+def splat(builder: Any, value: Any, n: int = LANES) -> Any:
+    """Return `n` times the same value."""
+    empty = ir.Constant(vector(value.type, n), ir.Undefined)
+    one = builder.insert_element(empty, value, i32(0))
+    return builder.shuffle_vector(one, empty, ir.Constant(vector(i32, n), [0] * n))
+
+
+def constant(element: ir.Type, value: float, n: int = LANES) -> Any:
+    """Return a vector of `n` equal constants."""
+    return ir.Constant(vector(element, n), [value] * n)
+
+
+def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
+    """Call one of LLVM's own functions."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c, rounded once."""
+    return call(builder, "llvm.fma.v16f32", vector(f32), [a, b, c])
+
+
+def widened(builder: Any, address: Any, dtype: Any) -> Any:
+    """Load 16 numbers as float32: float32 itself, bf16 (as uint16) or int8."""
+    if dtype == types.float32:
+        return load(builder, address, f32)
+    if dtype == types.uint16:
+        bits = builder.zext(load(builder, address, i16), vector(i32))
+        return builder.bitcast(builder.shl(bits, constant(i32, 16)), vector(f32))
+    return builder.sitofp(builder.sext(load(builder, address, i8), vector(i32)), vector(f32))
+
+
+def dot8(builder: Any, sums: Any, bytes_: Any, four: Any) -> Any:
+    """Add to 16 sums 4 products each: 64 unsigned bytes with the 4 signed bytes of an int32."""
+    if HAS_DOT8:
+        arguments = [sums, builder.bitcast(bytes_, vector(i32)), splat(builder, four)]
+        kinds = _dot8_kinds()
+        if kinds == "bytes":
+            arguments[1:] = [builder.bitcast(x, vector(i8, 64)) for x in arguments[1:]]
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", vector(i32), arguments)
+    words = builder.bitcast(bytes_, vector(i32))
+    for k in range(4):
+        shifted = builder.lshr(words, constant(i32, 8 * k)) if k else words
+        w = builder.and_(shifted, constant(i32, 255))
+        x = builder.ashr(builder.shl(four, i32(24 - 8 * k)) if k < 3 else four, i32(24))
+        sums = builder.add(sums, builder.mul(w, splat(builder, x)))
+    return sums
+
+
+def _dot8_kinds() -> str:
+    """LLVM 22 takes vpdpbusd's operands as bytes, earlier ones as words."""
+    return "bytes" if llvm.llvm_version_info[0] >= 22 else "words"
+
+
+def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
+    """Add to 16 sums 2 products each: 32 bf16 (as 16 int32) with the 2 bf16 of an int32."""
+    if HAS_DOT16:
+        kind = vector(BFloatType(), 32)
+        arguments = [sums, builder.bitcast(pairs, kind)]
+        arguments.append(builder.bitcast(splat(builder, two), kind))
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector(f32), arguments)
+    high = i32(0xFFFF0000)
+    for shift in (True, False):
+        w = (
+            builder.shl(pairs, constant(i32, 16))
+            if shift
+            else builder.and_(pairs, splat(builder, high))
+        )
+        x = builder.shl(two, i32(16)) if shift else builder.and_(two, high)
+        x = splat(builder, builder.bitcast(x, f32))
+        sums = fma(builder, builder.bitcast(w, vector(f32)), x, sums)
+    return sums
+
+
+# The same as functions for Numba code.
+
+
+@intrinsic
+def load16(typing, array, offset):
+    """Load 16 numbers from element `offset` of a float32, bf16 (uint16) or int8 array's data."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = pointer(context, builder, signature.args[0], *arguments)
+        return widened(builder, address, signature.args[0].dtype)
+
+    return F16(array, types.intp), emit
+
+
+@intrinsic
+def store16(typing, array, offset, value):
+    """Write 16 float32 to a float32 array's data."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        store(
+            builder, arguments[2], pointer(context, builder, signature.args[0], *arguments[:2])
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, F16), emit
+
+
+@intrinsic
+def float_of_bits(typing, bits):
+    """Return the float32 whose bits these are."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], f32)
+
+    return types.float32(types.int32), emit
+
+
+@intrinsic
+def bits_of_float(typing, value):
+    """Return the bits of a float32 as int32."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], i32)
+
+    return types.int32(types.float32), emit
+
+
+@intrinsic
+def nearest(typing, x):
+    """Return the whole number nearest to a float32, as float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return call(builder, "llvm.rint.f32", f32, list(arguments))
+
+    return types.float32(types.float32), emit
+
+
+@intrinsic
+def power_of_two(typing, n):
+    """Return 2^n of a whole float32 from -126 to 127."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        exponent = builder.add(builder.fptosi(arguments[0], i32), i32(127))
+        return builder.bitcast(builder.shl(exponent, i32(23)), f32)
+
+    return types.float32(types.float32), emit
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """Return e^x of a vector, within 2 units in the last place (Cephes' expf); 0 below -87."""
+
+    def number(value: float) -> Any:
+        return constant(f32, float(np.float32(value)))
+
+    kind = vector(f32)
+    small = builder.fcmp_ordered("<", x, number(-87.0))
+    x = call(builder, "llvm.maxnum.v16f32", kind, [x, number(-87.0)])
+    x = call(builder, "llvm.minnum.v16f32", kind, [x, number(88.0)])
+    n = call(builder, "llvm.rint.v16f32", kind, [builder.fmul(x, number(1.4426950408889634))])
+    r = fma(builder, n, number(-0.693359375), x)
+    r = fma(builder, n, number(2.12194440e-4), r)
+    y = number(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = fma(builder, y, r, number(c))
+    y = builder.fadd(fma(builder, builder.fmul(y, r), r, r), number(1.0))
+    exponent = builder.add(builder.fptosi(n, vector(i32)), constant(i32, 127))
+    power = builder.bitcast(builder.shl(exponent, constant(i32, 23)), kind)
+    return builder.select(small, number(0.0), builder.fmul(y, power))
+
+
+def _of_vectors(n: int, body: Any) -> Any:
+    """Make a function of n vectors that returns one."""
+    if n == 1:
+
+        @intrinsic
+        def one(typing, a):
+            def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                return body(builder, *arguments)
+
+            return F16(F16), emit
+
+        return one
+
+    @intrinsic
+    def two(typing, a, b):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return body(builder, *arguments)
+
+        return F16(F16, F16), emit
+
+    return two
+
+
+add16 = _of_vectors(2, lambda builder, a, b: builder.fadd(a, b))
+scale16 = _of_vectors(2, lambda builder, a, b: builder.fmul(a, b))
+max16 = _of_vectors(
+    2, lambda builder, a, b: call(builder, "llvm.maxnum.v16f32", vector(f32), [a, b])
+)
+exp16 = _of_vectors(1, exponential)
+
+
+@intrinsic
+def filled16(typing, x):
+    """Return sixteen times a number."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return splat(builder, arguments[0])
+
+    return F16(types.float32), emit
+
+
+@intrinsic
+def shift16(typing, a, x, y):
+    """Return a * x - y for numbers x and y."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, x, y = arguments
+        return fma(builder, a, splat(builder, x), splat(builder, builder.fneg(y)))
+
+    return F16(F16, types.float32, types.float32), emit
+
+
+def folded(builder: Any, value: Any, join: Any) -> Any:
+    """Fold a vector in halves to one number."""
+    n = LANES
+    while n > 1:
+        n //= 2
+        undefined = ir.Constant(value.type, ir.Undefined)
+        low = builder.shuffle_vector(value, undefined, ir.Constant(vector(i32, n), [*range(n)]))
+        high = builder.shuffle_vector(
+            value, undefined, ir.Constant(vector(i32, n), [*range(n, 2 * n)])
+        )
+        value = join(low, high)
+    return builder.extract_element(value, i32(0))
+
+
+def larger(builder: Any, x: Any, y: Any) -> Any:
+    """Return the larger of two numbers, or of each pair of two vectors."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+@intrinsic
+def total16(typing, a):
+    """Return the sum of sixteen numbers."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return folded(builder, arguments[0], builder.fadd)
+
+    return types.float32(F16), emit
+
+
+@intrinsic
+def largest16(typing, a):
+    """Return the largest of sixteen numbers."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return folded(builder, arguments[0], partial(larger, builder))
+
+    return types.float32(F16), emit

@@ -1,0 +1,194 @@
+"""Sequences in slots on the CPU kernels: the `Session` that needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.errors import NoRoomError
+from tiedgpt.infer.kernels.arithmetic import ACTIVATIONS
+from tiedgpt.infer.kernels.crew import Crew, default_threads
+from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
+from tiedgpt.infer.session import Scores
+from tiedgpt.weights.packed.model import PackedModel
+from tiedgpt.weights.packed.panels import padded
+
+AT_ONCE = 512
+"""Tokens read in one call; longer prompts go in several."""
+LANES = 16
+CACHE_DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
+
+
+class PackedRunner:
+    """A packed model, ready to read."""
+
+    def __init__(self, model: PackedModel, *, threads: int | None = None) -> None:
+        self.model = model
+        self.config = model.config
+        self.threads = default_threads() if threads is None else threads
+        self._weights = _weights(model)
+
+    def session(self, *, slots: int, capacity: int) -> PackedSession:
+        """Allocate room for `slots` sequences of up to `capacity` positions each."""
+        return PackedSession(self.model, self._weights, slots, capacity, self.threads)
+
+
+class PackedSession:
+    """See `session.Session`."""
+
+    def __init__(
+        self, model: PackedModel, weights: Weights, slots: int, capacity: int, threads: int
+    ) -> None:
+        self.config, self.slots, self.capacity = model.config, slots, capacity
+        self.lengths = [0] * slots
+        self._weights = weights
+        config, room = model.config, padded(capacity)
+        size = padded(config.head_dim)
+        heads = (config.n_layer, slots, config.n_head)
+        dtype = CACHE_DTYPES[model.precision]
+        try:
+            scaled = (*heads, room if dtype == np.int8 else 0)
+            self._cache = Cache(
+                np.zeros((*heads, room // LANES, size, LANES), dtype),
+                np.zeros((*heads, room, size), dtype),
+                np.zeros(scaled, np.float32),
+                np.zeros(scaled, np.float32),
+            )
+        except MemoryError:
+            raise NoRoomError(f"{slots} slots of {capacity} positions do not fit") from None
+        self._crew = Crew(config.n_layer, threads)
+        self._form = np.dtype({"fp32": np.float32, "bf16": np.uint16}.get(model.precision, np.int8))
+        self._buffers: Buffers | None = None
+
+    def read(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        every: bool = False,
+        states: bool = False,
+    ) -> list[Scores]:
+        """Append ids to slots; see `session.Session.read`."""
+        found: list[list[tuple[NDArray[Any], NDArray[Any]]]] = [[] for _ in slots]
+        rest = [list(some) for some in ids]
+        while any(rest):
+            call, owners = self._next_call(slots, rest, every)
+            buffers = self._room(len(call.ids), max(1, len(call.wanted)))
+            self._crew.run(self._weights, buffers, self._cache, call)
+            for row, owner in enumerate(owners):
+                found[owner].append((buffers.scores[row], buffers.states[row]))
+            if owners:
+                self._buffers = self._buffers and self._keep(found, owners)
+        v, d = self.config.vocab_size, self.config.n_embd
+        return [
+            Scores(
+                np.stack([scores[:v] for scores, _ in rows]),
+                np.stack([state[:d] for _, state in rows]) if states else None,
+            )
+            for rows in found
+        ]
+
+    def _keep(self, found: Any, owners: Any) -> Any:
+        for rows in found:
+            rows[:] = [(s.copy(), h.copy()) for s, h in rows]
+        return self._buffers
+
+    def _next_call(
+        self, slots: Sequence[int], rest: list[list[int]], every: bool
+    ) -> tuple[Call, list[int]]:
+        tokens: list[int] = []
+        where: list[int] = []
+        positions: list[int] = []
+        runs: list[tuple[int, int]] = []
+        wanted: list[int] = []
+        owners: list[int] = []
+        for number, slot in enumerate(slots):
+            some = rest[number][: AT_ONCE - len(tokens)]
+            if not some:
+                continue
+            del rest[number][: len(some)]
+            begin, length = len(tokens), self.lengths[slot]
+            tokens += some
+            where += [slot] * len(some)
+            positions += range(length, length + len(some))
+            runs.append((begin, len(tokens)))
+            self.lengths[slot] = length + len(some)
+            if every:
+                wanted += range(begin, len(tokens))
+                owners += [number] * len(some)
+            elif not rest[number]:
+                wanted.append(len(tokens) - 1)
+                owners.append(number)
+        arrays = (tokens, where, positions, runs, wanted)
+        return Call(*(np.array(values, np.int64) for values in arrays)), owners
+
+    def _room(self, tokens: int, wanted: int) -> Buffers:
+        """Return buffers for as many tokens, kept from call to call."""
+        old = self._buffers
+        if old is not None and len(old.h) >= tokens and len(old.scores) >= wanted:
+            return old
+        config, form = self.config, self._form
+        k, inner = padded(config.n_embd), padded(config.inner_dim)
+        f32 = np.float32
+        n = tokens
+        self._buffers = Buffers(
+            h=np.zeros((n, k), f32),
+            x=np.zeros((n, k), form),
+            x_scales=np.zeros((n, k // 64), f32),
+            x_sums=np.zeros((n, k // 32), np.int32),
+            qkv=np.zeros((n, padded(3 * config.n_embd)), f32),
+            mixed=np.zeros((n, k), f32),
+            y=np.zeros((n, inner), form),
+            y_scales=np.zeros((n, inner // 64), f32),
+            y_sums=np.zeros((n, inner // 32), np.int32),
+            states=np.zeros((wanted, k), f32),
+            scores=np.zeros((wanted, padded(config.vocab_size)), f32),
+        )
+        return self._buffers
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+        self.lengths[slot] = length
+
+    def copy(self, source: int, target: int) -> None:
+        """Let `target` hold what `source` holds."""
+        n = padded(self.lengths[source])
+        c = self._cache
+        c.keys[:, target, :, : n // LANES] = c.keys[:, source, :, : n // LANES]
+        for array in (c.values, c.key_scales, c.value_scales):
+            array[:, target, :, :n] = array[:, source, :, :n]
+        self.lengths[target] = self.lengths[source]
+
+
+def _weights(model: PackedModel) -> Weights:
+    config, a = model.config, model.arrays
+    none = np.zeros(padded(config.vocab_size), np.float32)
+    wte = Matrix(a["wte.weights"], a["wte.scales"], none)
+    tied = config.tie_word_embeddings
+    head = wte if tied else Matrix(a["head.weights"], a["head.scales"], a["head.bias"])
+
+    def stack(name: str) -> Matrix:
+        return Matrix(a[f"{name}.weights"], a[f"{name}.scales"], a[f"{name}.bias"])
+
+    return Weights(
+        wte=wte,
+        wpe=a["wpe"],
+        head=head,
+        c_attn=stack("c_attn"),
+        attn_proj=stack("attn_proj"),
+        c_fc=stack("c_fc"),
+        mlp_proj=stack("mlp_proj"),
+        norms=a["norms"],
+        ln_f=a["ln_f"],
+        windows=np.array(
+            [config.window(layer) or 0 for layer in range(config.n_layer)], np.int64
+        ),
+        epsilon=np.float32(config.layer_norm_epsilon),
+        n_embd=config.n_embd,
+        n_head=config.n_head,
+        post=config.norm == "post",
+        activation=ACTIVATIONS[config.activation_function],
+    )

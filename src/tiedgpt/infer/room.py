@@ -1,0 +1,27 @@
+"""Whether memory suffices, asked before it is taken."""
+
+from __future__ import annotations
+
+from tiedgpt.errors import NoRoomError
+
+
+def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
+    """Raise `NoRoomError` where fewer bytes are free: `free`, or what the system says is."""
+    free = free_memory() if free is None else free
+    if free is not None and n_bytes > free:
+        raise NoRoomError(
+            f"{what} takes {n_bytes / 1e9:.2f} GB of memory and {free / 1e9:.2f} GB are free: use "
+            "fewer sequences at a time, or shorter ones"
+        )
+
+
+def free_memory() -> int | None:
+    """Return the bytes that a program may still take, or None where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,102 @@
+"""What the engine asks of whatever computes: sequences in slots, read on from where they are.
+
+A `Runner` is a model ready to compute; a `Session` holds what some sequences have read. Ids go in,
+scores come out, and nothing here knows of text, sampling or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model says after some ids of one sequence; n is 1, or every id that was read."""
+
+    logits: NDArray[np.float32]
+    """(n, V): for every token, how likely it is next."""
+    states: NDArray[np.float32] | None = None
+    """(n, D): what the head was given, where it was asked for."""
+
+
+class Session(Protocol):
+    """Sequences in slots: each holds the positions it has read, and goes on from there."""
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's."""
+
+    @property
+    def slots(self) -> int:
+        """How many sequences there is room for."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a slot has room for."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions that are filled, by slot."""
+
+    def read(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        every: bool = False,
+        states: bool = False,
+    ) -> list[Scores]:
+        """Append ids[i] to slot slots[i]; return the scores after the last id of each.
+
+        Any number of ids each, at least one; each slot at most once. With `every`, the scores after
+        every id that was read; with `states`, what the head was given there as well.
+        """
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+
+
+class Runner(Protocol):
+    """A model that is ready to compute."""
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's."""
+
+    def session(self, *, slots: int, capacity: int) -> Session:
+        """Return room for that many sequences of that many positions, all of them empty.
+
+        Raises `NoRoomError`, before memory is taken, where it cannot fit.
+        """
+
+
+def check_read(session: Session, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+    """Raise `UserError` for a read that a session cannot do."""
+    if len(slots) != len(ids) or len(set(slots)) != len(slots):
+        raise UserError(f"{len(ids)} lists of ids for the slots {list(slots)}: one for each")
+    for slot, new in zip(slots, ids, strict=True):
+        check_length(session, slot, len(new), 1)
+        if session.lengths[slot] + len(new) > session.capacity:
+            raise UserError(
+                f"{len(new)} ids after {session.lengths[slot]} in slot {slot}: it has room for "
+                f"{session.capacity}"
+            )
+
+
+def check_length(session: Session, slot: int, length: int, low: int = 0) -> None:
+    """Raise `UserError` where there is no such slot, or it cannot hold that many positions."""
+    if not 0 <= slot < session.slots:
+        raise UserError(f"there is no slot {slot}: there are {session.slots}")
+    if not low <= length <= session.capacity:
+        raise UserError(f"{length} positions: a slot holds {low} to {session.capacity}")

@@ -1,0 +1,197 @@
+"""Sequences in slots, computed by a `GPT` in torch.
+
+A slot is a row of one key/value cache. The rows that are read together are made neighbours, so that
+they are a view of the cache, and shorter ones are padded at their ends: causality keeps what is
+padded from being seen, and it is not counted as read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from tiedgpt.core.cache import KVCache
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.session import Scores, check_length, check_read
+
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the name of a precision; "auto" is what the weights are in."""
+FEW_IDS = 16
+"""Ids up to which a shorter sequence is padded, rather than read alone."""
+MAX_PADDED = 1.25
+"""Longer ones are padded where all take at most this many times what they hold,"""
+MAX_IDS = 4096
+"""and at most this many ids: activations take memory, and nothing is gained beyond."""
+
+
+class TorchRunner:
+    """A `GPT` as it is: its device, its dtype, its modules' modes."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's."""
+        return self.model.config
+
+    def session(self, *, slots: int, capacity: int) -> TorchSession:
+        """Allocate a cache (L, slots, H, capacity, D/H) twice; see `Runner`."""
+        weight, config = self.model.wte.weight, self.config
+        n_bytes = 2 * config.n_layer * slots * capacity * config.n_embd * weight.itemsize
+        what = f"a cache of {slots} sequences of {capacity} tokens"
+        require_memory(n_bytes, what, _free(weight.device))
+        cache = KVCache.allocate(
+            config, batch_size=slots, capacity=capacity, dtype=weight.dtype, device=weight.device
+        )
+        return TorchSession(self.model, cache)
+
+
+class TorchSession:
+    """Slots in a `KVCache`; see `Session`."""
+
+    def __init__(self, model: GPT, cache: KVCache) -> None:
+        self.model = model
+        self.slots = len(cache.lengths)
+        self.capacity = cache.capacity
+        self._cache = cache
+        self._rows = list(range(self.slots))  # the row of each slot
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's."""
+        return self.model.config
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions that are filled, by slot."""
+        return [self._cache.lengths[row] for row in self._rows]
+
+    def read(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        every: bool = False,
+        states: bool = False,
+    ) -> list[Scores]:
+        """Append ids to slots and return scores; see `Session.read`."""
+        check_read(self, slots, ids)
+        if not len(slots):
+            return []
+        scores: dict[int, Scores] = {}
+        with computing(self.model):
+            for group in self._groups(slots, ids):
+                its = [slots[i] for i in group], [ids[i] for i in group]
+                scores |= zip(group, self._read(*its, every, states), strict=True)
+        return [scores[i] for i in range(len(slots))]
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget all but the first positions of a slot; what it has not is not made."""
+        check_length(self, slot, length)
+        row = self._rows[slot]
+        self._cache.lengths[row] = min(length, self._cache.lengths[row])
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+        check_length(self, source, 0)
+        check_length(self, target, 0)
+        with torch.inference_mode():
+            self._cache.copy(self._rows[source], self._rows[target])
+
+    def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Divide what is to be read into what is read at once: steps, and prompts of a length."""
+        counts = [len(new) for new in ids]
+        groups = []
+        few = [i for i, count in enumerate(counts) if count <= FEW_IDS]
+        many = [i for i, count in enumerate(counts) if count > FEW_IDS]
+        for together in filter(None, (few, many)):
+            longest = max(counts[i] for i in together)
+            padded = longest * len(together)
+            little = padded <= min(MAX_PADDED * sum(counts[i] for i in together), MAX_IDS)
+            room = max(self.lengths[slots[i]] for i in together) + longest <= self.capacity
+            if room and (together is few or little):
+                groups.append(together)
+            elif together is few:
+                same = sorted({counts[i] for i in few})
+                groups += [[i for i in few if counts[i] == count] for count in same]
+            else:
+                groups += [[i] for i in many]
+        return groups
+
+    def _read(
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
+    ) -> list[Scores]:
+        """Read rows at once: (B, T) ids -> (B, T, D) states -> logits where they are wanted."""
+        first = self._make_neighbours([self._rows[slot] for slot in slots])
+        order = sorted(range(len(slots)), key=lambda i: self._rows[slots[i]])
+        counts = [len(ids[i]) for i in order]
+        longest = max(counts)
+        part = self._cache.part(first, first + len(order))
+        before = part.lengths
+        padded = [[*ids[i], *[0] * (longest - len(ids[i]))] for i in order]
+        h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
+        ends = [before[row] + count for row, count in enumerate(counts)]
+        self._cache.lengths[first : first + len(order)] = ends
+        if every:
+            wanted = torch.cat([h[row, :count] for row, count in enumerate(counts)])
+        else:
+            wanted = h[torch.arange(len(order)), torch.tensor(counts) - 1]
+        rows = counts if every else [1] * len(counts)
+        logits = self.model.logits(wanted).float().cpu().split(rows)
+        given = wanted.float().cpu().split(rows) if states else [None] * len(rows)
+        scores: list[Scores] = [None] * len(order)  # type: ignore[list-item]
+        for i, its, state in zip(order, logits, given, strict=True):
+            scores[i] = Scores(its.numpy(), None if state is None else state.numpy())
+        return scores
+
+    def _make_neighbours(self, rows: list[int]) -> int:
+        """Exchange rows until those of the slots that are read lie side by side; return the first.
+
+        Nothing moves unless a sequence left or came between: then one row or two.
+        """
+        if max(rows) - min(rows) + 1 == len(rows):
+            return min(rows)
+        wanted = set(rows)
+        gaps = [row for row in range(len(rows)) if row not in wanted]
+        for gap, row in zip(gaps, sorted(row for row in rows if row >= len(rows)), strict=True):
+            _exchange(self._cache, gap, row)
+            a, b = self._rows.index(gap), self._rows.index(row)
+            self._rows[a], self._rows[b] = row, gap
+        return 0
+
+
+def _free(device: torch.device) -> int | None:
+    """Return a GPU's bytes that can be had, those included that torch keeps for reuse."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _exchange(cache: KVCache, a: int, b: int) -> None:
+    """Exchange what two rows hold."""
+    filled = max(cache.lengths[a], cache.lengths[b])
+    for tensor in (cache.keys, cache.values):
+        held = tensor[:, a, :, :filled].clone()
+        tensor[:, a, :, :filled] = tensor[:, b, :, :filled]
+        tensor[:, b, :, :filled] = held
+    cache.lengths[a], cache.lengths[b] = cache.lengths[b], cache.lengths[a]
+
+
+@contextmanager
+def computing(model: GPT) -> Iterator[None]:
+    """Compute without gradients and dropout, and leave every module in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True

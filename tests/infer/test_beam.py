@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.infer.beam import beam_search
+from tiedgpt.infer.sampling import Sampling
+from tiedgpt.infer.torch_session import TorchRunner
+
+PROMPTS = ([5, 9, 60, 31], [1], [33] * 9)
+SETTINGS = [
+    {"num_beams": 2},
+    {"num_beams": 4, "early_stopping": True},
+    {"num_beams": 4, "length_penalty": 2.0},
+    {"num_beams": 3, "length_penalty": -1.0},
+    {"num_beams": 5, "length_penalty": 0.0, "early_stopping": "never"},
+    {"num_beams": 5, "length_penalty": 1.5, "early_stopping": "never"},
+    {"num_beams": 3, "length_penalty": -0.5, "early_stopping": "never"},
+]
+
+
+@pytest.fixture(scope="module", params=[0, 2, 4])
+def twins(request, tmp_path_factory):
+    """A GPT that likes to end its texts, and the same in transformers."""
+    torch.manual_seed(request.param)
+    config = GPTConfig(
+        vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0
+    )
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+        model.wte.weight[0] *= 3
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    return model, transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_beams_are_those_of_transformers(twins, settings):
+    model, theirs = twins
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            expected = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=12,
+                do_sample=False,
+                num_return_sequences=settings["num_beams"],
+                pad_token_id=60,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **settings,
+            )
+        found = beam_search(TorchRunner(model), prompt, max_new_tokens=12, **settings)
+        for hypothesis, row, score in zip(
+            found, expected.sequences, expected.sequences_scores, strict=True
+        ):
+            new = row[len(prompt) :].tolist()
+            if 0 in new:
+                new = new[: new.index(0) + 1]
+            assert hypothesis.ids == new
+            assert hypothesis.score == pytest.approx(float(score), abs=1e-4)
+
+
+def test_a_wider_beam_than_the_vocabulary_finds_every_continuation():
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=4, n_positions=8, n_embd=16, n_layer=1, n_head=2, eos_token_id=None
+    )
+    model = GPT(config).eval()
+    found = beam_search(TorchRunner(model), [1], num_beams=20, max_new_tokens=2)
+    assert sorted(hypothesis.ids for hypothesis in found) == [
+        [a, b] for a in range(4) for b in range(4)
+    ]
+    assert sum(math.exp(2 * hypothesis.score) for hypothesis in found) == pytest.approx(1)
+
+
+def test_rows_without_a_token_and_what_is_ruled_out_are_never_found(twins):
+    def only_even(ids, scores):
+        assert ids[:2] == [7, 9]
+        return np.where(np.arange(len(scores)) % 2, -np.inf, scores)
+
+    found = beam_search(
+        TorchRunner(twins[0]), [7, 9], num_beams=4, max_new_tokens=6, n_tokens=31, adjust=only_even
+    )
+    tokens = {token for hypothesis in found for token in hypothesis.ids}
+    assert tokens <= set(range(0, 31, 2))
+
+
+def test_repetition_is_penalized_as_in_transformers(twins):
+    model, theirs = twins
+    prompt = [5, 9, 60, 31]
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 4, dtype=torch.long),
+            max_new_tokens=12,
+            num_beams=3,
+            repetition_penalty=1.4,
+            do_sample=False,
+            pad_token_id=60,
+        )[0].tolist()
+    sampling = Sampling(temperature=0, repetition_penalty=1.4)
+    best = beam_search(
+        TorchRunner(model),
+        prompt,
+        num_beams=3,
+        max_new_tokens=12,
+        adjust=lambda ids, scores: sampling.scores(scores, ids),
+    )[0]
+    assert prompt + best.ids == expected[: 4 + len(best.ids)]

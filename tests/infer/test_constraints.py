@@ -1,0 +1,257 @@
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import models
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.errors import UserError
+from tiedgpt.infer.beam import beam_search
+from tiedgpt.infer.constraints import Constraint
+from tiedgpt.infer.torch_session import TorchRunner
+from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
+from tiedgpt.text.gpt1 import lower_case_tokenizer
+
+TEXT = '{"name": "the cat", "age": 12, "tags": ["naïve", "café"]} the dog sat on 2026-01-31. '
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 3, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SUMS = r"""
+start: term ("+" term)*
+term: NUMBER | "(" start ")"
+NUMBER: /[0-9]{1,3}/
+"""
+
+
+@pytest.fixture(scope="module", params=["bpe", "characters"])
+def tokenizer(request):
+    return (
+        Tokenizer.train([TEXT * 3], 320)
+        if request.param == "bpe"
+        else Tokenizer.characters([TEXT, "abcdefghijklmnopqrstuvwxyz0123456789+-()\\"])
+    )
+
+
+def runner_for(tokenizer, seed=0, **config):
+    """A random GPT, with rows to spare that stand for no token."""
+    torch.manual_seed(seed)
+    values = {"eos_token_id": tokenizer.eos_token_id, **config}
+    model = GPT(
+        GPTConfig(
+            vocab_size=len(tokenizer) + 13,
+            n_positions=256,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            **values,
+        )
+    ).eval()
+    with torch.no_grad():
+        model.wte.weight.mul_(10)
+    return TorchRunner(model)
+
+
+def constrained(runner, tokenizer, **constraint):
+    return Constraint(**constraint).matcher(tokenizer, runner.config)
+
+
+def sample(runner, tokenizer, matcher, seed, n=250):
+    """Draw from all rows, those without a token too; return the text, None if it has no end."""
+    random = np.random.default_rng(seed)
+    session = runner.session(slots=1, capacity=256)
+    ids = [1, 2]
+    (scores,) = session.read([0], [ids])
+    while len(ids) < n:
+        p = np.exp(matcher(ids, 2, scores.logits[-1]).astype(np.float64))
+        ids.append(int(random.choice(len(p), p=p / p.sum())))
+        if ids[-1] == runner.config.eos_token_id:
+            return tokenizer.decode(ids[2:-1])
+        (scores,) = session.read([0], [ids[-1:]])
+    return None
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"(cat|dog){1,3}",
+        r"\d{4}-\d{2}-\d{2}",
+        r"[a-z]{2,5}( [a-z]{2,5}){0,2}\.",
+        r"na(ï|i)ve|café",
+        r"a(Z|b)c?|Zed",  # the characters at hand have no Z
+        r"(the )?(cat|dog)?",
+        r"[^a]b",
+        r"^[\d/]{3}$",
+        r"(?i:ab)\w? ?",
+        r"",
+    ],
+)
+def test_text_matches_its_regular_expression(tokenizer, regex):
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, regex=regex)
+    texts = [sample(runner, tokenizer, matcher, seed) for seed in range(8)]
+    assert all(text is not None and re.fullmatch(regex, text) for text in texts), texts
+    assert len(set(texts)) > 1 or not regex
+
+
+def test_text_is_valid_under_its_json_schema(tokenizer):
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, json_schema=PERSON)
+    for seed in range(8):
+        person = json.loads(sample(runner, tokenizer, matcher, seed))
+        assert list(person) == ["name", "age", "tags"]
+        assert isinstance(person["name"], str)
+        assert len(person["name"]) <= 8
+        assert type(person["age"]) is int
+        assert 3 <= person["age"] <= 120
+        assert 1 <= len(person["tags"]) <= 3
+        assert set(person["tags"]) <= {"a", "b"}
+
+
+def test_a_schema_may_be_json_text(tokenizer):
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, json_schema='{"type": "boolean"}')
+    assert {sample(runner, tokenizer, matcher, seed) for seed in range(12)} == {"true", "false"}
+
+
+def test_text_follows_its_grammar(tokenizer):
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, grammar=SUMS)
+    texts = [text for seed in range(12) if (text := sample(runner, tokenizer, matcher, seed, 120))]
+    assert len(texts) > 5
+    for text in texts:
+        assert re.fullmatch(r"[0-9+()]+", text)
+        while "(" in text:
+            text, n = re.subn(r"\(([0-9]{1,3}(\+[0-9]{1,3})*)\)", "1", text)
+            assert n
+        assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text)
+
+
+def test_beams_meet_their_constraint(tokenizer):
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, regex="(cat|dog|the){2}[.,]?")
+    found = beam_search(
+        runner,
+        [1, 2],
+        num_beams=4,
+        max_new_tokens=20,
+        adjust=lambda ids, scores: matcher(ids, 2, scores),
+    )
+    texts = [tokenizer.decode(hypothesis.ids[:-1]) for hypothesis in found]
+    assert len(set(texts)) == 4
+    assert all(re.fullmatch("(cat|dog|the){2}[.,]?", text) for text in texts)
+
+
+def test_one_matcher_serves_texts_in_any_order(tokenizer):
+    runner = runner_for(tokenizer)
+    regex = "(cat|dog) [0-9]+"
+    logits = np.zeros(runner.config.vocab_size, np.float32)
+    texts = ["dog 1", "", "cat 22", "cat", "dog 12", "dog 1", "c", "cat 2"]
+    shared = constrained(runner, tokenizer, regex=regex)
+    for text in texts:
+        ids = [1, 2, *tokenizer.encode(text)]
+        alone = constrained(runner, tokenizer, regex=regex)(ids, 2, logits)
+        np.testing.assert_array_equal(shared(ids, 2, logits), alone)
+        assert np.isfinite(alone[tokenizer.eos_token_id]) == bool(re.fullmatch(regex, text))
+
+
+def test_the_model_keeps_its_scores_for_what_is_allowed(tokenizer):
+    runner = runner_for(tokenizer)
+    logits = np.random.default_rng(0).normal(size=runner.config.vocab_size).astype(np.float32)
+    scores = constrained(runner, tokenizer, regex="[a-c]x")([1, 2], 2, logits)
+    kept = np.flatnonzero(np.isfinite(scores)).tolist()
+    assert {tokenizer.decode([token]) for token in kept} == {"a", "b", "c"}
+    np.testing.assert_array_equal(scores[kept], logits[kept])
+
+
+def test_after_a_dead_end_a_matcher_serves_the_next_text():
+    tokenizer = Tokenizer.characters(["abc"])
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, grammar='start: "a" "Z" | "b" "c"')
+    logits = np.zeros(runner.config.vocab_size, np.float32)
+    with pytest.raises(UserError, match="no token of the vocabulary"):
+        matcher(tokenizer.encode("a"), 0, logits)
+    assert np.isfinite(matcher(tokenizer.encode("b"), 0, logits)).sum() == 1
+    with pytest.raises(UserError, match="forbids it"):
+        matcher(tokenizer.encode("cc"), 0, logits)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "(cat"},
+        {"regex": r"(a)\1"},
+        {"regex": "(?=a)b"},
+        {"json_schema": "{"},
+        {"json_schema": "[1]"},
+        {"json_schema": {"type": "horse"}},
+        {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
+        {"grammar": 'start: "a" rest'},
+        {"grammar": ""},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_met_is_refused_at_once(tokenizer, constraint):
+    with pytest.raises(UserError, match=next(iter(constraint))):
+        constrained(runner_for(tokenizer), tokenizer, **constraint)
+
+
+def test_text_that_the_characters_cannot_spell_is_refused():
+    tokenizer = Tokenizer.characters(["abc"])
+    with pytest.raises(UserError, match="regex cannot be met"):
+        constrained(runner_for(tokenizer), tokenizer, regex="abZ")
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, grammar='start: "a" ("Z" | "Y")')
+    with pytest.raises(UserError, match="no token of the vocabulary"):
+        sample(runner, tokenizer, matcher, 0)
+
+
+def test_one_constraint_at_a_time():
+    with pytest.raises(UserError, match="regex and grammar"):
+        Constraint(regex="a", grammar='start: "a"')
+    with pytest.raises(UserError, match="none"):
+        Constraint()
+
+
+def test_a_model_that_ends_no_text_is_refused():
+    tokenizer = Tokenizer.characters(["abc"])
+    with pytest.raises(UserError, match="ends the text"):
+        constrained(runner_for(tokenizer, eos_token_id=None), tokenizer, regex="a")
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    tokenizer = Tokenizer.characters(["abc"])
+    runner = runner_for(tokenizer)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"tiedgpt\[constrain\]"):
+        constrained(runner, tokenizer, regex="a")
+
+
+def test_words_that_swallow_blanks_are_refused():
+    vocabulary = {"<unk>": 0, "a": 1, "a</w>": 2}
+    model = models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    tokenizer = Tokenizer(lower_case_tokenizer(model))
+    with pytest.raises(UserError, match="GPT-1"):
+        constrained(runner_for(tokenizer, eos_token_id=0), tokenizer, regex="a")
+
+
+def test_a_tokenizer_that_puts_a_blank_first_puts_none_into_forced_text():
+    alphabet = {letter: id for id, letter in enumerate(BYTE_ALPHABET)}
+    merged = models.BPE(alphabet | {"do": 256, "Ġdo": 257}, [("d", "o"), ("Ġ", "do")])
+    rust = byte_level_tokenizer(merged, prefix_space=True)
+    rust.add_special_tokens(["<|endoftext|>"])
+    tokenizer = Tokenizer(rust)
+    assert tokenizer.decode(tokenizer.encode("dog")) == " dog"
+    runner = runner_for(tokenizer)
+    matcher = constrained(runner, tokenizer, regex="dog(gy)? do")
+    texts = {sample(runner, tokenizer, matcher, seed) for seed in range(6)}
+    assert texts == {"dog do", "doggy do"}

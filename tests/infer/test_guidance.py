@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.infer.beam import beam_search
+from tiedgpt.infer.guidance import GuidedRunner
+from tiedgpt.infer.torch_session import TorchRunner
+
+PROMPT = [5, 9, 60, 31]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """A GPT, and the same in transformers."""
+    torch.manual_seed(3)
+    model = GPT(
+        GPTConfig(vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    return model, transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
+
+
+def greedy(runner, prompt, n):
+    session = runner.session(slots=1, capacity=len(prompt) + n)
+    scores = session.read([0], [prompt])[0]
+    ids = []
+    for _ in range(n):
+        ids.append(int(scores.logits[-1].argmax()))
+        if ids[-1] == runner.config.eos_token_id:
+            break
+        scores = session.read([0], [ids[-1:]])[0]
+    return ids
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.5, 3.0])
+@pytest.mark.parametrize("negative", [None, [7], [8, 2, 44, 20, 21, 22]], ids=str)
+def test_guided_text_is_that_of_transformers(twins, scale, negative):
+    model, theirs = twins
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([PROMPT]),
+            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+            negative_prompt_ids=None if negative is None else torch.tensor([negative]),
+            guidance_scale=scale,
+            max_new_tokens=16,
+            do_sample=False,
+            pad_token_id=60,
+        )
+    runner = GuidedRunner(
+        TorchRunner(model), n_prompt=len(PROMPT), negative=negative or PROMPT[-1:], scale=scale
+    )
+    assert PROMPT + greedy(runner, PROMPT, 16) == expected[0].tolist()
+
+
+def both_ways(model, new):
+    """log P' after each new token, by the equation, without a session."""
+    negative = [8, 2, 44, 20, 21, 22]
+    with torch.no_grad():
+        own = model(torch.tensor([PROMPT + new]))[0].log_softmax(-1)
+        away = model(torch.tensor([negative + new]))[0].log_softmax(-1)
+    n = len(new) + 1
+    return (away[-n:] + 2.0 * (own[-n:] - away[-n:])).log_softmax(-1).numpy()
+
+
+def log_p(logits):
+    return torch.from_numpy(logits).log_softmax(-1).numpy()
+
+
+def guided(model):
+    return GuidedRunner(
+        TorchRunner(model), n_prompt=4, negative=[8, 2, 44, 20, 21, 22], scale=2.0
+    ).session(slots=3, capacity=20)
+
+
+def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
+    model, _ = twins
+    new = [11, 12, 13]
+    expected = both_ways(model, new)
+    at_once = guided(model)
+    (scores,) = at_once.read([1], [PROMPT + new], every=True, states=True)
+    np.testing.assert_allclose(log_p(scores.logits[3:]), expected, atol=1e-4)
+    assert scores.logits.shape == (7, 61)
+    assert scores.states.shape == (7, 32)
+    in_parts = guided(model)
+    in_parts.read([1], [PROMPT[:2]])
+    in_parts.read([1], [PROMPT[2:3]])
+    (scores,) = in_parts.read([1], [[PROMPT[3], *new[:1]]])
+    np.testing.assert_allclose(log_p(scores.logits[0]), expected[1], atol=1e-4)
+    (scores,) = in_parts.read([1], [new[1:]], every=True)
+    np.testing.assert_allclose(log_p(scores.logits), expected[2:], atol=1e-4)
+
+
+def test_guided_slots_can_be_cut_and_copied(twins):
+    model, _ = twins
+    session = guided(model)
+    session.read([0], [[*PROMPT, 11, 50]])
+    session.copy(0, 2)
+    session.cut(2, 5)
+    assert session.lengths == [6, 0, 5]
+    a, b = session.read([0, 2], [[13], [12]])
+    np.testing.assert_allclose(log_p(a.logits[-1]), both_ways(model, [11, 50, 13])[-1], atol=1e-4)
+    np.testing.assert_allclose(log_p(b.logits[-1]), both_ways(model, [11, 12])[-1], atol=1e-4)
+    session.cut(2, 2)
+    (scores,) = session.read([2], [PROMPT[2:]])
+    np.testing.assert_allclose(log_p(scores.logits[-1]), both_ways(model, [])[-1], atol=1e-4)
+
+
+def test_beams_can_be_guided(twins):
+    model, _ = twins
+    runner = GuidedRunner(
+        TorchRunner(model), n_prompt=4, negative=[8, 2, 44, 20, 21, 22], scale=2.0
+    )
+    best = beam_search(runner, PROMPT, num_beams=3, max_new_tokens=8)[0]
+    rows = both_ways(model, best.ids)
+    expected = [float(rows[at, token]) for at, token in enumerate(best.ids)]
+    assert best.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_longer_negative_prompt_shortens_the_context(twins):
+    runner = TorchRunner(twins[0])
+    assert GuidedRunner(runner, n_prompt=4, negative=[1], scale=2).config.n_positions == 32
+    longer = GuidedRunner(runner, n_prompt=4, negative=[1] * 10, scale=2)
+    assert longer.config.n_positions == 26
+    longer.session(slots=1, capacity=26).read([0], [[1] * 26])
+    for negative in ([], [1] * 33):
+        with pytest.raises(UserError, match="negative_prompt"):
+            GuidedRunner(runner, n_prompt=4, negative=negative, scale=2)

@@ -1,0 +1,96 @@
+"""A session's slots against the model on whole sequences."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer.torch_session import TorchRunner
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4))
+
+
+@pytest.mark.parametrize("windows", [None, (0, 5)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, seed):
+    torch.manual_seed(seed)
+    config = GPTConfig(
+        vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4, attention_windows=windows
+    )
+    model = GPT(config).eval()
+    session = TorchRunner(model).session(slots=4, capacity=40)
+    held = [[] for _ in range(4)]
+    dice = random.Random(seed)
+
+    def some_ids(slot):
+        most = min(dice.choice([1, 3, 20]), 40 - len(held[slot]))
+        return [dice.randrange(97) for _ in range(dice.randint(1, most))]
+
+    for _ in range(120):
+        what = dice.random()
+        if what < 0.2:
+            slot = dice.randrange(4)
+            del held[slot][dice.randint(0, len(held[slot])) :]
+            session.cut(slot, len(held[slot]))
+        elif what < 0.3:
+            source, target = dice.randrange(4), dice.randrange(4)
+            session.copy(source, target)
+            held[target] = list(held[source])
+        else:
+            slots = [s for s in dice.sample(range(4), dice.randint(1, 4)) if len(held[s]) < 40]
+            ids, every = [some_ids(slot) for slot in slots], dice.random() < 0.5
+            for slot, new, got in zip(
+                slots, ids, session.read(slots, ids, every=every, states=True), strict=True
+            ):
+                held[slot] += new
+                n = len(new) if every else 1
+                with torch.no_grad():
+                    h = model.body(torch.tensor([held[slot]]))[0, -n:]
+                    logits = model.logits(h)
+                np.testing.assert_allclose(got.logits, logits.numpy(), atol=1e-5)
+                np.testing.assert_allclose(got.states, h.numpy(), atol=1e-5)
+        assert session.lengths == [len(ids) for ids in held]
+
+
+def test_reading_leaves_every_modules_mode_as_it_was(model):
+    model.train()
+    model.h[0].eval()
+    session = TorchRunner(model).session(slots=1, capacity=8)
+    first = session.read([0], [[1, 2]])[0].logits
+    session.cut(0, 0)
+    np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0].logits)
+    assert model.training and model.h[1].training and not model.h[0].training
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
+    huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
+    model.config = huge
+    with pytest.raises(NoRoomError, match="GB are free"):
+        TorchRunner(model).session(slots=1 << 20, capacity=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ids", "says"),
+    [
+        ([0, 0], [[1], [2]], "one for each"),
+        ([0], [[1], [2]], "one for each"),
+        ([2], [[1]], "no slot 2"),
+        ([0], [[]], "0 positions"),
+        ([0], [[1] * 9], "9 positions"),
+        ([1], [[1] * 4], "after 5 in slot 1"),
+    ],
+)
+def test_impossible_reads_are_refused_and_change_nothing(model, slots, ids, says):
+    session = TorchRunner(model).session(slots=2, capacity=8)
+    session.read([1], [[1] * 5])
+    with pytest.raises(UserError, match=says):
+        session.read(slots, ids)
+    assert session.lengths == [0, 5]
+    assert session.read([], []) == []

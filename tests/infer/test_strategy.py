@@ -1,0 +1,227 @@
+"""The ways to search, as keywords of `Engine.generate` and `Engine.stream`."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.errors import UserError
+from tiedgpt.infer import Engine
+from tiedgpt.infer.beam import beam_search
+
+TEXT = '{"name": "the cat", "age": 12} the dog sat on the mat, 2026-01-31. '
+
+
+@pytest.fixture(scope="module")
+def engine():
+    tokenizer = Tokenizer.train([TEXT * 3], 300)
+    torch.manual_seed(5)
+    config = GPTConfig(
+        vocab_size=len(tokenizer) + 3, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return Engine(model, tokenizer=tokenizer)
+
+
+def text_of(engine, completion):
+    ended = completion.finish_reason == "stop"
+    return engine.tokenizer.decode(completion.ids[:-1] if ended else completion.ids)
+
+
+def streamed(engine, prompt, **options):
+    stream, pieces = engine.stream(prompt, **options), []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return "".join(pieces), end.value
+
+
+def test_the_best_beam_is_the_completion(engine):
+    prompts = ["the cat", "sat", "2026"]
+    completions = engine.generate(prompts, num_beams=3, max_new_tokens=10, length_penalty=0.5)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        best = beam_search(
+            engine.runner,
+            engine.tokenizer.encode(prompt),
+            num_beams=3,
+            max_new_tokens=10,
+            length_penalty=0.5,
+            n_tokens=len(engine.tokenizer),
+        )[0]
+        assert (completion.ids, completion.logprobs) == (best.ids, best.logprobs)
+        assert completion.text == text_of(engine, completion)
+
+
+def test_beams_are_at_least_as_likely_as_greedy_text(engine):
+    greedy = engine.generate("the cat", temperature=0, max_new_tokens=4)
+    beam = engine.generate("the cat", num_beams=8, max_new_tokens=4, length_penalty=0)
+    assert sum(beam.logprobs) >= sum(greedy.logprobs)
+
+
+def test_no_candidates_or_no_penalty_is_greedy(engine):
+    greedy = engine.generate("the cat", temperature=0, max_new_tokens=20)
+    for options in ({"penalty_alpha": 0.0, "top_k": 5}, {"penalty_alpha": 0.6, "top_k": 1}):
+        assert engine.generate("the cat", max_new_tokens=20, **options).ids == greedy.ids
+    assert (
+        engine.generate("the cat", guidance_scale=1.0, temperature=0, max_new_tokens=20) == greedy
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"penalty_alpha": 0.6, "top_k": 4, "stop": "t"},
+        {"guidance_scale": 1.5, "negative_prompt": "the dog sat on", "seed": 1},
+        {"regex": "(cat|dog){1,3}", "seed": 3},
+        {"json_schema": {"type": "object", "properties": {"a": {"type": "null"}}}, "seed": 3},
+    ],
+    ids=str,
+)
+def test_streamed_pieces_are_the_text(engine, options):
+    text, completion = streamed(engine, "the cat", max_new_tokens=20, **options)
+    assert completion == engine.generate("the cat", max_new_tokens=20, **options)
+    assert text == completion.text
+    assert len(completion.logprobs) == len(completion.ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 1},
+        {"temperature": 0},
+        {"num_beams": 3},
+        {"penalty_alpha": 0.5, "top_k": 3},
+        {"best_of": 3, "seed": 2},
+        {"guidance_scale": 2.0, "seed": 2},
+        {"guidance_scale": 2.0, "num_beams": 2, "negative_prompt": [4, 5]},
+        {"speculate": "ngram", "seed": 1},
+    ],
+    ids=str,
+)
+def test_every_search_keeps_to_the_constraint(engine, options):
+    completions = engine.generate(
+        ["the", "cat", "the"], regex="(cat ?|dog,){2,4}", max_new_tokens=40, **options
+    )
+    for completion in completions:
+        assert completion.finish_reason == "stop"
+        assert re.fullmatch("(cat ?|dog,){2,4}", completion.text)
+        assert completion.text == text_of(engine, completion)
+
+
+def test_json_can_be_read(engine):
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 999}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    for completion in engine.generate(["the"] * 4, json_schema=schema, seed=1, max_new_tokens=40):
+        assert type(json.loads(completion.text)["age"]) is int
+
+
+def test_logprobs_under_a_constraint_are_the_models_own(engine):
+    bound = engine.generate("the", regex="(cat|dog)+", seed=1, max_new_tokens=12)
+    prompt = engine.tokenizer.encode("the")
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([prompt + bound.ids]))[0, :, : len(engine.tokenizer)]
+    log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    expected = [float(row[token]) for row, token in zip(log_p, bound.ids, strict=True)]
+    assert bound.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"penalty_alpha": 0.5, "top_k": 3}], ids=str)
+def test_a_full_context_ends_a_search(engine, options):
+    quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
+    completion = engine.generate([7] * 50, max_new_tokens=40, **options, **quiet)
+    assert completion.finish_reason == "context"
+    assert len(completion.ids) == (15 if "num_beams" in options else 14)
+    with pytest.raises(UserError, match="shorten"):
+        engine.generate([7] * 65, **options)
+
+
+def test_negative_prompts_may_be_longer_than_the_context_leaves(engine):
+    quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
+    options = {"guidance_scale": 1.5, "max_new_tokens": 60, "seed": 1, **quiet}
+    completion = engine.generate([7] * 5, negative_prompt=[8] * 20, **options)
+    assert (completion.finish_reason, len(completion.ids)) == ("context", 45)
+    with pytest.raises(UserError, match="negative_prompt has 65 tokens"):
+        engine.generate([7] * 5, negative_prompt=[8] * 65, **options)
+
+
+CONTRADICTIONS = {
+    "num_beams.*temperature": {"num_beams": 2, "temperature": 0.7},
+    "num_beams.*top_p": {"num_beams": 2, "top_p": 0.9},
+    "num_beams.*stop": {"num_beams": 2, "stop": "x"},
+    "num_beams.*context_end": {"num_beams": 2, "context_end": "slide"},
+    "num_beams.*speculate": {"num_beams": 2, "speculate": "ngram"},
+    "num_beams and best_of": {"num_beams": 2, "best_of": 2},
+    "num_beams and penalty_alpha": {"num_beams": 2, "penalty_alpha": 0.6},
+    "penalty_alpha.*temperature": {"penalty_alpha": 0.6, "top_k": 4, "temperature": 1.0},
+    "penalty_alpha needs top_k": {"penalty_alpha": 0.6},
+    "best_of and temperature=0": {"best_of": 2, "temperature": 0},
+    "guidance_scale.*context_end": {"guidance_scale": 2, "context_end": "slide"},
+    "negative_prompt needs a guidance_scale": {"negative_prompt": "x"},
+    "length_penalty is for beam search": {"length_penalty": 2.0},
+    "early_stopping is for beam search": {"early_stopping": True},
+    "regex and grammar": {"regex": "a", "grammar": 'start: "a"'},
+    "num_beams=0": {"num_beams": 0},
+    "best_of=1.5": {"best_of": 1.5},
+    "penalty_alpha=2": {"penalty_alpha": 2, "top_k": 4},
+    "length_penalty=nan": {"length_penalty": float("nan"), "num_beams": 2},
+    "guidance_scale='2'": {"guidance_scale": "2"},
+    "early_stopping='soon'": {"early_stopping": "soon", "num_beams": 2},
+    "regex cannot be met": {"regex": "("},
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_what_contradicts_itself_is_refused_by_both_names(engine, message):
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(UserError, match=message):
+            ask("the cat", **CONTRADICTIONS[message])
+
+
+@pytest.mark.parametrize("name", ["num_beams", "best_of"])
+def test_what_is_known_only_at_its_end_cannot_be_streamed(engine, name):
+    with pytest.raises(UserError, match=f"stream and {name}=2"):
+        engine.stream("the cat", **{name: 2})
+
+
+def test_a_constraint_needs_a_tokenizer(engine):
+    with pytest.raises(UserError, match="need a tokenizer"):
+        Engine(engine.model).generate([1, 2], regex="a")
+
+
+def test_prompts_under_one_constraint_give_together_what_each_gives_alone(engine):
+    prompts = ["the cat", "sat", "2026", "the dog sat on the"]
+    options = {"regex": "[a-z ]{12,20}", "seed": 3, "max_new_tokens": 30}
+    together = engine.generate(prompts, **options)
+    alone = [engine.generate(prompt, **options) for prompt in prompts]
+    assert [completion.ids for completion in together] == [completion.ids for completion in alone]
+    assert len({completion.text for completion in together}) == 4
+
+
+def test_drafts_change_nothing_under_guidance_and_constraints(engine):
+    quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
+    for options in (
+        {"guidance_scale": 1.5, "negative_prompt": "dog", **quiet},
+        {"regex": "((cat|dog) sat, )+"},
+        {"regex": "((cat|dog) sat, )+", "guidance_scale": 1.5},
+    ):
+        prompt = "the cat sat, the cat sat, the"
+        options |= {"max_new_tokens": 30, "temperature": 0}
+        plain = engine.generate(prompt, **options)
+        drafted = engine.generate(prompt, speculate="ngram", **options)
+        assert drafted.ids == plain.ids
+
+
+def test_a_sliding_context_keeps_to_the_constraint(engine):
+    completion = engine.generate(
+        "the cat", regex="((cat|dog),){20,30}", context_end="slide", max_new_tokens=200, seed=1
+    )
+    assert completion.dropped > 0
+    assert re.fullmatch("((cat|dog),){20,30}", completion.text)
