@@ -22,9 +22,10 @@ from tiedgpt.heads import (
     pad,
 )
 from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.exercises import EXERCISES
 from tiedgpt.train.labelled import Labelled, LabelScore, read_examples
-from tiedgpt.train.loop import Ended, Evaluated, Stepped, train
+from tiedgpt.train.loop import train
 from tiedgpt.train.optim import parameter_groups
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step

@@ -10,8 +10,9 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import loop as loop_module
 from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.events import Ended, Evaluated, Skipped, Started, Stepped
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Ended, Evaluated, Skipped, Started, Stepped, train
+from tiedgpt.train.loop import train
 from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.step import train_step
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
@@ -146,9 +147,9 @@ def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new
 
 def not_finite_at(monkeypatch, *steps):
     """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
-    from tiedgpt.train import step as step_module
+    from tiedgpt.train import objective as objective_module
 
-    of_batches, losses = LanguageModelling.batches, step_module.loss_terms
+    of_batches, losses = LanguageModelling.batches, objective_module.loss_terms
     now = [0]
 
     def batches(task, plan):
@@ -160,7 +161,7 @@ def not_finite_at(monkeypatch, *steps):
         return (loss * float("nan") if now[0] in steps and model.training else loss,)
 
     monkeypatch.setattr(LanguageModelling, "batches", batches)
-    monkeypatch.setattr(step_module, "loss_terms", poisoned)
+    monkeypatch.setattr(objective_module, "loss_terms", poisoned)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(new_run, config, plan, monkeypatch):
@@ -224,12 +225,12 @@ def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatc
     step = loop_module.train_step
     calls = []
 
-    def poisoned(model, optimizers, batch, plan):
+    def poisoned(model, optimizers, batch, plan, world):
         calls.append(1)
         if len(calls) == 3:
             with torch.no_grad():
                 model.ln_f.weight[0] = float("nan")
-        return step(model, optimizers, batch, plan)
+        return step(model, optimizers, batch, plan, world)
 
     monkeypatch.setattr(loop_module, "train_step", poisoned)
     with pytest.raises(
@@ -362,8 +363,8 @@ def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monk
     step = loop_module.train_step
     calls = []
 
-    def breaking(model, optimizers, batch, plan):
-        result = step(model, optimizers, batch, plan)
+    def breaking(model, optimizers, batch, plan, world):
+        result = step(model, optimizers, batch, plan, world)
         calls.append(1)
         if len(calls) == 2:
             with torch.no_grad():

@@ -4,10 +4,11 @@ import pytest
 
 from tests.train.conftest import CPU
 from tiedgpt import GPTConfig
-from tiedgpt.errors import NoRoomError
+from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.train import planning
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.memory import needed
+from tiedgpt.train.memory import needed, parse_bytes
+from tiedgpt.train.options import TrainOptions
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
 
@@ -54,3 +55,44 @@ def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(
     assert planning.make_plan(asked, task, CPU).micro_batch == 16
     with pytest.raises(NoRoomError, match="32 sequences at a time"):
         planning.make_plan(dataclasses.replace(asked, micro_batch=32), task, CPU)
+
+
+def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed(
+    new_run, config, options, monkeypatch
+):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    monkeypatch.setattr(planning, "taken", lambda device: 250_000_000)
+    asked = dataclasses.replace(options, batch_size=64)
+
+    def total(micro, recompute):
+        shape = {"batch_size": 64, "micro_batch": micro, "row_tokens": 16, "optimizer": "muon"}
+        return needed(config, dtype="bf16", recompute=recompute, **shape).total
+
+    def planned(room, **more):
+        memory = f"{(250_000_000 + room) / 1e6:.6f}MB"
+        plan = planning.make_plan(dataclasses.replace(asked, memory=memory, **more), task, CPU)
+        said = planning.memory_line(plan, config, 16, CPU)
+        return plan.micro_batch, plan.recompute, said
+
+    assert planned(10**9)[:2] == (64, "off")
+    assert planned((total(16, "off") + total(32, "off")) // 2)[:2] == (16, "off")
+    few = (total(1, "blocks") + total(1, "off")) // 2
+    micro, recompute, said = planned(few)
+    assert (micro, recompute) == (1, "blocks")
+    assert "of 0.25 GB: 1 sequences at a time, blocks computed again in backward" in said
+    with pytest.raises(NoRoomError, match=r"GB of --memory 0\.25.*GB left beside the program"):
+        planned(few, recompute="off")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2", 2e9), ("1.5", 1.5e9), ("2GB", 2e9), ("800 mb", 8e8), (".5g", 5e8)]
+)
+def test_a_budget_is_read_as_people_write_it(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "2 GiBs", "much", "nan"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="--memory"):
+        TrainOptions(memory=text)

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from tiedgpt import GPT
-from tiedgpt.train.optim import learning_rate, optimizers, parameter_groups
+from tiedgpt.train.optim import optimizers, parameter_groups
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -34,15 +34,6 @@ def test_frozen_parameters_are_left_out(tiny):
     groups = parameter_groups(tiny, matrices="adamw", weight_decay=0.1)
     names = [group.name for group in groups]
     assert not any(name.startswith("W") for name in names)
-
-
-def test_the_rate_rises_to_its_peak_and_falls_to_nothing():
-    rates = [learning_rate(step, peak=1.0, warmup=10, steps=100) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(1 / 90)
-    assert learning_rate(0, peak=1.0, warmup=0, steps=1) == 1.0
 
 
 def test_a_step_moves_the_shared_matrix_once(tiny, ids):

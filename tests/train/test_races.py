@@ -9,8 +9,9 @@ from tests.train.conftest import CPU
 from tests.train.trials import Command, metrics
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.events import Stepped
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Stepped, train
+from tiedgpt.train.loop import train
 
 ARGUMENTS = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.train.conftest import CPU
+from tiedgpt.cli.find_rate import show
 from tiedgpt.errors import UserError
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.rates import BELOW_LOWEST, HIGHEST, LOWEST, Sweep, sweep
@@ -57,3 +58,10 @@ def test_a_loss_that_is_not_finite_from_the_beginning_is_an_error(task, plan, mo
 
 def test_the_suggestion_has_two_digits():
     assert Sweep([1e-3, 0.0385, 0.1], [3.0, 1.0, 2.0], [3.0, 1.0, 2.0]).suggestion == 0.013
+
+
+def test_what_suits_wider_models_is_told_with_its_rule(plan, capsys):
+    found = Sweep([1e-3, 0.03, 0.1], [3.0, 1.0, 2.0], [3.0, 1.0, 2.0])
+    show(found, plan, 128, given=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "wider 0.0071 at 256, 0.005 at 512 (width^-0.5, the rule for muon)" in said

@@ -9,12 +9,14 @@ from tiedgpt.train.rehearsal import Compared, rehearse
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_and_resumed_run_is_proven_equal_to_an_unbroken_one(
+def test_a_killed_and_resumed_run_is_proven_equal_to_an_unbroken_one_whatever_changes_in_it(
     options, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tiedgpt.train.rehearsal.PROCESSES", SERVER)  # spawned ones start slowly
     said = []
-    found = rehearse(dataclasses.replace(options, dropout=0.1), tmp_path / "run", said.append)
+    on_the_way = {"untie_at": 0.5, "batch_warmup": 0.5, "length_warmup": 0.5, "schedule": "wsd"}
+    asked = dataclasses.replace(options, dropout=0.1, context=64, **on_the_way)
+    found = rehearse(asked, tmp_path / "run", said.append)
     assert found.equal
     assert set(found.unbroken) == {
         "model.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl",

@@ -9,8 +9,9 @@ import pytest
 
 from tests.train.conftest import CPU
 from tiedgpt.errors import UserError
+from tiedgpt.train.events import Ended
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Ended, train
+from tiedgpt.train.loop import train
 from tiedgpt.train.tracking import TRACKERS, Tracking, open_tracker, parts
 
 

@@ -29,11 +29,12 @@ class Arguments:
     dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
     """The file to write. A directory for transformers, and for ONNX where it does not end in .onnx:
     then config and tokenizer are put there, too."""
-    to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc"] = "auto"
-    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin; auto: by the
-    ending of DEST, .gguf, .onnx, .pt or .bin, else transformers."""
-    precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0"] = "auto"
-    """auto: the model's own, where the format has it."""
+    to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
+    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, a directory
+    packed for our own CPU kernels; auto: by the ending of DEST, .gguf, .onnx, .pt or .bin, else
+    transformers."""
+    precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0", "int8", "int4"] = "auto"
+    """auto: the model's own, where the format has it; packed: int8."""
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
     n_head: int | None = None
@@ -76,8 +77,9 @@ def _termination_as_interrupt() -> Iterator[None]:
 def _run(given: Arguments) -> int:
     import torch
 
-    from tiedgpt.weights.convert import convert, format_of, require_place
+    from tiedgpt.weights.convert import convert
     from tiedgpt.weights.load import load
+    from tiedgpt.weights.targets import format_of, require_place
 
     supplied = {
         name: value
@@ -88,7 +90,9 @@ def _run(given: Arguments) -> int:
     require_place(Path(given.dest), to, overwrite=given.overwrite)
     with bar("reading") as progress:
         # wte's type would hold for all; where a file mixes types, what is finer must not be lost
-        dtype = torch.float32 if given.precision in ("fp32", "q8_0") else None
+        finer = given.precision in ("fp32", "q8_0", "int8", "int4")
+        finer = finer or (to == "packed" and given.precision == "auto")
+        dtype = torch.float32 if finer else None
         loaded = load(
             given.source, resolve=given.resolve, dtype=dtype, progress=progress, **supplied
         )

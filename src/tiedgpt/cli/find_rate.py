@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.train.options import TrainOptions
 
 if TYPE_CHECKING:
+    from tiedgpt.train.plan import Plan
     from tiedgpt.train.rates import Sweep
 
 ROWS = 12
@@ -47,17 +49,18 @@ def find_rate(options: TrainOptions) -> int:
         plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
         progress.update(bar, description="trying rates")
         found = sweep(task, plan, device, progress=update)
-    show(found, plan_rate=plan.lr, given=options.lr is not None)
+    show(found, plan, task.config.n_embd, given=options.lr is not None)
     return EXIT_OK
 
 
-def show(found: Sweep, *, plan_rate: float, given: bool) -> None:
-    """Draw the losses over the rates, and say what to try and by which rule."""
+def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
+    """Draw the losses over the rates; say what to try here and at other widths, by which rules."""
     from rich.console import Console
 
     from tiedgpt.plots.panel import Line, Panel
     from tiedgpt.plots.terminal import draw
     from tiedgpt.train.rates import BELOW_LOWEST, HIGHEST, STEPS
+    from tiedgpt.train.schedule import WIDTH_EXPONENTS, transferred_rate
 
     console = Console(highlight=False)
     most = found.losses[0] + 0.25 * (found.losses[0] - min(found.smoothed))
@@ -69,11 +72,15 @@ def show(found: Sweep, *, plan_rate: float, given: bool) -> None:
         if found.rates[-1] < HIGHEST and len(found.rates) < STEPS
         else ""
     )
+    transferred = partial(transferred_rate, found.suggestion, width=width, rule=plan.optimizer)
+    wider = [f"{transferred(to=to):.2g} at {to:,}" for to in (2 * width, 4 * width)]
     console.print(
         f"lowest    {min(found.smoothed):.3f} at a rate of {found.lowest:.2g} "
         f"(the first was {found.losses[0]:.3f}){ended}\n"
         f"try       --lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss "
         "was lowest; a long run may want less\n"
-        f"{'given' if given else 'default':<9} {plan_rate:g}",
+        f"{'given' if given else 'default':<9} {plan.lr:g}\n"
+        f"wider     {', '.join(wider)} (width^-{WIDTH_EXPONENTS[plan.optimizer]:g}, the rule for "
+        f"{plan.optimizer})",
         soft_wrap=True,
     )

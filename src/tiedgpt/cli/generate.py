@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -54,8 +55,11 @@ class Arguments:
     """End before this string; may be given several times."""
     context_end: Literal["stop", "slide"] = "stop"
     """When the context is full: stop, or slide on, dropping the start."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: the model's own."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """auto: the model's own; int8 and int4 on CPUs."""
+    backend: Literal["auto", "torch", "kernels"] = "auto"
+    """What computes: torch, or our own kernels for CPUs; auto: kernels for what is packed, int8,
+    int4, and on a CPU for 5 million parameters or more."""
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
     n_head: int | None = None
@@ -91,6 +95,7 @@ def run(arguments: list[str]) -> int:
     engine = Engine(
         source,
         given.precision,
+        backend=given.backend,
         tokenizer=None if given.tokenizer is None else Tokenizer.from_pretrained(given.tokenizer),
         resolve=given.resolve,
         **supplied,
@@ -118,12 +123,13 @@ def run(arguments: list[str]) -> int:
         **given.search.keywords(),
     )
     human = given.format == "human"
-    if given.search.shown_at_its_end:
-        completion = engine.generate(prompt, **options)
-        if human:
-            print(prompt + completion.text)
-    else:
-        completion = _streamed(engine, prompt, options, show=human)
+    with _telling_of_compilation(engine):
+        if given.search.shown_at_its_end:
+            completion = engine.generate(prompt, **options)
+            if human:
+                print(prompt + completion.text)
+        else:
+            completion = _streamed(engine, prompt, options, show=human)
     if not human:
         import json
         from dataclasses import asdict
@@ -140,6 +146,16 @@ def run(arguments: list[str]) -> int:
             f"the context slid: the first {completion.dropped} tokens were dropped", file=sys.stderr
         )
     return EXIT_OK
+
+
+def _telling_of_compilation(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Say so on stderr where the user waits for kernels to be compiled."""
+    if engine.backend != "kernels":
+        return contextlib.nullcontext()
+    from tiedgpt.infer.compiling import telling_of_compilation
+
+    text = "(compiling kernels for this CPU, which takes some ten seconds; they are kept)"
+    return telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True))
 
 
 def _streamed(engine: Engine, prompt: str, options: dict[str, Any], *, show: bool) -> Completion:

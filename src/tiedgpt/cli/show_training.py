@@ -20,11 +20,14 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
 from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.infer import Engine
+from tiedgpt.train.compiling import decide
+from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
 from tiedgpt.train.labelled import Labelled, LabelScore
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import Ended, Evaluated, Event, Skipped, Started, Stepped
 from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import memory_line
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.weights.names import TIEDGPT, model_type_of
 
@@ -45,10 +48,10 @@ class PatientConsole(Console):
 class Display:
     """Progress on stderr, results on stdout."""
 
-    def __init__(self, out: Path, command: str) -> None:
+    def __init__(self, out: Path, command: str, *, silent: bool = False) -> None:
         self.out = out
         self.command = command
-        self.err = PatientConsole(stderr=True, highlight=False)
+        self.err = PatientConsole(stderr=True, highlight=False, quiet=silent)
         self._progress: Progress | None = None
         self._smooth: float | None = None
         self._unit = ""
@@ -70,17 +73,23 @@ class Display:
         options: TrainOptions,
         plan: Plan,
         task: LanguageModelling | Labelled,
-        device: torch.device,
+        world: World,
         notes: list[str],
     ) -> None:
         """Show what was chosen."""
         for note in notes:
             self.say(note)
         config, self._unit = task.config, task.unit
-        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        parts = math.ceil(plan.batch_size / plan.micro_batch)
+        device = world.device
+        where = device.type if world.size > 1 else str(device)
+        if device.type == "cpu":
+            where += f", {torch.get_num_threads()} threads"
+        if world.size > 1:
+            where += f", in {world.size} processes"
+        parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
-        epochs = plan.steps * plan.batch_size * task.row_units / max(1, units(task))
+        seen = plan.growth(task.row_units).units_before(plan.steps)
+        epochs = seen / max(1, units(task))
         self.say(
             f"{self._data(options, task)}\n"
             f"model     {options.start or options.size}: {config.n_layer} blocks of width "
@@ -88,11 +97,18 @@ class Display:
             f"          {self._head(task)}\n"
             f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
-            f"peak rate {plan.lr:g}, products in {plan.dtype} on {device}{threads}\n"
+            f"peak rate {plan.lr:g} ({plan.schedule}), "
+            f"products in {plan.dtype} on {where}\n{_changes(plan)}"
             f"          validated every {plan.eval_every} steps on about "
             f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
             "on all"
         )
+        if plan.memory is not None:
+            self.say(f"memory    {memory_line(plan, config, task.row_tokens, world.device)}")
+        elif plan.recompute == "blocks":
+            self.say("memory    blocks are computed again in backward")
+        if (lacks := decide(options.compile, world.device)[1]) is not None:
+            self.say(lacks)
 
     def _data(self, options: TrainOptions, task: LanguageModelling | Labelled) -> str:
         """Return what is trained on, in two lines."""
@@ -152,6 +168,8 @@ class Display:
                 )
                 self._skipped = f"  {event.skipped_in_all:,} skipped"
                 self._progress.update(self._task, completed=event.step)
+            case Untied():
+                self.say(f"step {event.step:>6,}  untied: a head begins as W's copy")
             case Ended():
                 for note in event.notes:
                     self.say(note)
@@ -186,14 +204,14 @@ class Display:
             return
         assert isinstance(ended.score, Score)
         prompt = "" if options.data else "Return a new"
-        self._samples(out, directory, task.config, prompt)
+        config = self._samples(out, directory, prompt)
         out.print(
             f"validation loss {ended.score.nats:.4f} nats a token, "
             f"{ended.score.bits_per_byte:.4f} bits per byte ({ended.score.tokens:,} tokens)"
         )
-        out.print(parameters(task.config))
+        out.print(parameters(config))
         how = f' --prompt "{prompt}"' if prompt else ""
-        theirs = model_type_of(task.config) is not TIEDGPT
+        theirs = model_type_of(config) is not TIEDGPT
         loads = ", which transformers loads too" if theirs else ""
         out.print(
             f"saved in {directory.model}{loads}\n\nnext:\n"
@@ -203,11 +221,10 @@ class Display:
             f"  {program()} train your.txt --size small --minutes 10"
         )
 
-    def _samples(
-        self, out: Console, directory: RunDirectory, config: GPTConfig, prompt: str
-    ) -> None:
-        """Show two texts that the model wrote."""
+    def _samples(self, out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
+        """Show two texts that the model wrote; return its config."""
         engine = Engine(directory.model)
+        config = engine.model.config
         for number, begin in enumerate(("", prompt)):
             start = [config.bos_token_id or 0]
             text = engine.generate(
@@ -221,6 +238,7 @@ class Display:
             out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
             out.print(escape(begin + text.rstrip()))
         out.rule()
+        return config
 
     def _bar(self, last_column: str) -> Progress:
         return Progress(
@@ -233,6 +251,14 @@ class Display:
             TimeRemainingColumn(),
             console=self.err,
         )
+
+
+def _changes(plan: Plan) -> str:
+    """Return a line of what is otherwise in a run's first steps, or from one of them on; or ""."""
+    growing = {"batches": plan.batch_warmup, "rows": plan.length_warmup}
+    said = [f"{what} grow for {steps:,} steps" for what, steps in growing.items() if steps]
+    said += [f"untied after {plan.untie_at:,} steps"] if plan.untie_at is not None else []
+    return f"          {', '.join(said)}\n" if said else ""
 
 
 def parameters(config: GPTConfig) -> str:

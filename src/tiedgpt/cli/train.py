@@ -6,22 +6,28 @@ import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.program import program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.tracking import TrackerName
 
 if TYPE_CHECKING:
+    from tiedgpt.train.parallel import Parallel, World
+    from tiedgpt.train.plan import Plan
+    from tiedgpt.train.prepare import Prepared
     from tiedgpt.train.run_directory import RunDirectory
+
+PROCESSES = "TORCHELASTIC_RUN_ID"
+"""What torchrun sets in the environment of the processes that it starts."""
 
 ABOUT = """Train a GPT on your text, or --start from one that was trained already.
 
@@ -53,6 +59,9 @@ class Arguments(TrainOptions):
     verify_resume: bool = False
     """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
 
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """Under torchrun: ddp, the default, has the model in each process; fsdp shares it out."""
+
     def __post_init__(self) -> None:
         """Leave the checks to `TrainOptions`, whose errors are one line."""
 
@@ -64,8 +73,11 @@ class Arguments(TrainOptions):
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    given = parse(Arguments, "train", with_recipes(arguments), ABOUT)
-    options = given.options()
+    with once_for_all():
+        given = parse(Arguments, "train", with_recipes(arguments), ABOUT)
+        options = given.options()
+        if PROCESSES in os.environ or given.parallel is not None:
+            require_processes(given)
     out = Path(given.out) if given.out else default_out(options)
     command = f"{program()} train {shlex.join(arguments)}".rstrip()
     if given.verify_resume:
@@ -80,7 +92,7 @@ def run(arguments: list[str]) -> int:
         from tiedgpt.cli.compare import compare
 
         return compare(given, command)
-    return train_run(options, out, command, track=given.track)
+    return train_run(options, out, command, track=given.track, parallel=given.parallel)
 
 
 def train_run(
@@ -89,6 +101,7 @@ def train_run(
     command: str,
     *,
     track: TrackerName | None = None,
+    parallel: Parallel | None = None,
     before_data: Callable[[RunDirectory], None] | None = None,
     show_end: bool = True,
 ) -> int:
@@ -96,22 +109,43 @@ def train_run(
 
     `before_data` is called before a fresh run's data are prepared, and may put them there.
     """
+    from tiedgpt.train.parallel import joined
+    from tiedgpt.train.planning import training_device
+
+    with joined(parallel, training_device()) as world:
+        return _train_in(
+            world, options, out, command, track=track, before_data=before_data, show_end=show_end
+        )
+
+
+def _train_in(
+    world: World,
+    options: TrainOptions,
+    out: Path,
+    command: str,
+    *,
+    track: TrackerName | None,
+    before_data: Callable[[RunDirectory], None] | None,
+    show_end: bool,
+) -> int:
     from tiedgpt.cli.show_training import Display
+    from tiedgpt.train.events import Ended
     from tiedgpt.train.forking import fork_options
-    from tiedgpt.train.loop import Ended, train
+    from tiedgpt.train.loop import train
     from tiedgpt.train.plan import record, recorded
-    from tiedgpt.train.planning import make_plan, training_device
+    from tiedgpt.train.planning import make_plan
     from tiedgpt.train.prepare import open_sources, prepare
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.tracking import Tracking, open_tracker
 
-    tracker = open_tracker(track) if track is not None else None
     directory = RunDirectory(out)
-    display = Display(out, command=command)
+    display = Display(out, command=command, silent=not world.leads)
     for what, source in (("tokenizer", options.tokenizer), ("model", options.start)):
         if source not in (None, "bpe", "char") and not Path(source).exists():
             display.say(f"{what} {source}: looked for on the Hugging Face hub")
-    with directory.locked():
+
+    def ready() -> Ready | None:
+        """Prepare the data, or find what was prepared; None where the run is finished."""
         tables = directory.read_record()
         if tables and (differences := options.differences(tables.get("options", {}))):
             raise UserError(
@@ -119,27 +153,36 @@ def train_run(
                 f"options to go on, or another --out, with --fork {out} to begin where it stands"
             )
         sources = open_sources(options) if options.data or not tables else None
-        digest = sources.digest() if sources and options.data else None
-        if tables and digest != tables.get("text", {}).get("sha256"):
+        digest = sources.digest() if sources and options.data and world.leads else None
+        if tables and world.leads and digest != tables.get("text", {}).get("sha256"):
             raise UserError(
                 f"the text is another than when {out} began: give another --out, or the same text"
             )
         config, plan = recorded(tables) if tables else (None, None)
         if tables and directory.finished():
             display.say(f"{out} finished already; generate from it, or train in another --out")
-            return EXIT_OK
+            return None
         asked = options if options.fork is None else fork_options(options, tables)
         if before_data is not None and not tables:
             before_data(directory)
         with display.encoding() as progress:
             sources = sources or open_sources(options)
             prepared = prepare(directory, asked, sources, config, progress)
-        task, device = prepared.task, training_device()
+        return Ready(asked, prepared, plan, digest)
+
+    with directory.locked() if world.leads else contextlib.nullcontext():
+        tracker = open_tracker(track) if track is not None and world.leads else None
+        found = world.after_first(ready)
+        if found is None:
+            return EXIT_OK
+        prepared, plan = found.prepared, found.plan
+        task, device = prepared.task, world.device
         if plan is None:
             display.say("measuring this machine")
-            plan = make_plan(asked, task, device)
-            directory.write_record(record(options, task.config, plan, prepared.counted, digest))
-        display.plan(options, plan, task, device, prepared.notes)
+            plan = make_plan(found.asked, task, device, world=world)
+            tables = record(options, task.config, plan, prepared.counted, found.digest)
+            world.lead(lambda: directory.write_record(tables))
+        display.plan(options, plan, task, world, prepared.notes)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(stop_on_signals())
             stack.enter_context(display.training(plan))
@@ -157,6 +200,7 @@ def train_run(
                 fork=fork,
                 stop_requested=stop.requested,
                 track=tracking.log if tracking is not None else None,
+                world=world,
             ):
                 display.event(event)
                 if isinstance(event, Ended):
@@ -164,9 +208,45 @@ def train_run(
         if not ended.finished:
             display.interrupted(ended, plan)
             return EXIT_INTERRUPTED
-        if show_end:
+        if show_end and world.leads:
             display.finished(directory, options, task, ended)
     return EXIT_OK
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a run needs before its first step, or before it goes on."""
+
+    asked: TrainOptions
+    """The options; a fork's with what it has from the run that it begins from."""
+    prepared: Prepared
+    plan: Plan | None
+    """Of a run that goes on."""
+    digest: str | None
+
+
+@contextlib.contextmanager
+def once_for_all() -> Iterator[None]:
+    """Let the first of several processes alone say what is wrong with a command."""
+    if os.environ.get("RANK", "0") == "0" or PROCESSES not in os.environ:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            try:
+                yield
+            except TiedGPTError as error:
+                raise SystemExit(error.exit_code) from None
+
+
+def require_processes(given: Arguments) -> None:
+    """Raise `UserError` for what does not go with how many processes were started."""
+    from tiedgpt.train.parallel import launched, require_launch
+
+    require_launch(given.parallel)
+    for name in ("verify_resume", "find_lr", "compare"):
+        if launched() and getattr(given, name):
+            raise UserError(f"--{name.replace('_', '-')} is for one process: leave out torchrun")
 
 
 def with_recipes(arguments: list[str]) -> list[str]:

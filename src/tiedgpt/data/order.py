@@ -59,8 +59,11 @@ class Batches:
 
     def batch(self, step: int) -> Batch:
         """Return inputs and targets of a step >= 0, both int64 (B, T)."""
-        first = step * self.batch_size
-        places = (divmod(row, self.n_windows) for row in range(first, first + self.batch_size))
+        return self.rows(step * self.batch_size, self.batch_size)
+
+    def rows(self, first: int, count: int) -> Batch:
+        """Return `count` rows from row `first` of all epochs, (count, T)."""
+        places = (divmod(row, self.n_windows) for row in range(first, first + count))
         return _read(self.tokens, [int(self._order(e)[i]) for e, i in places], self.n_positions)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

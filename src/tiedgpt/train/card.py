@@ -28,11 +28,13 @@ PIPELINES = {
     "choose": "multiple-choice", "answer": "question-answering",
 }  # fmt: skip
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
-PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype")
+PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
 EVALUATIONS_SHOWN = 12
 DERIVED = ("eval_every", "eval_batches", "save_every")
 """Numbers of the plan that change no weight."""
+UNUSED_AT_0 = ("cooldown", "batch_warmup", "length_warmup")
+"""Numbers of steps, of what a plan need not have."""
 
 
 def write_card(run: RunDirectory, model: Model, last: Mapping[str, Any] | None) -> None:
@@ -56,10 +58,10 @@ def write_card(run: RunDirectory, model: Model, last: Mapping[str, Any] | None) 
 
 def model_card(found: History, tables: Mapping[str, Any], model: Model) -> str:
     """Return the card of a run with these metrics and this record."""
-    config = body_of(model).config
+    config, untied_at = body_of(model).config, tables["training"].get("untie_at")
     parts = (
         _front(tables["options"], config),
-        f"# {found.name}\n\n{OUR_CARD}\n\n{_what(model, config)}",
+        f"# {found.name}\n\n{OUR_CARD}\n\n{_what(model, config, untied_at)}",
         f"## Data\n\n{_table(_data(tables, model))}",
         f"## Result\n\n{_result(found, tables)}",
         f"## Training\n\n{_table(_training(found, tables))}\n\nThe same again:\n\n"
@@ -102,7 +104,7 @@ def _front(options: Mapping[str, Any], config: GPTConfig) -> str:
     return "\n".join(("---", *lines, "---"))
 
 
-def _what(model: Model, config: GPTConfig) -> str:
+def _what(model: Model, config: GPTConfig, untied_at: int | None) -> str:
     gpt = body_of(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     shape = f"{config.vocab_size:,} x {config.n_embd}"
@@ -112,6 +114,11 @@ def _what(model: Model, config: GPTConfig) -> str:
         tie = (
             f"**Tied**: one matrix of {shape} reads tokens and predicts them, and is counted once; "
             f"with a head of its own the model would have {count + gpt.wte.weight.numel():,}"
+        )
+    elif untied_at is not None:
+        tie = (
+            f"**Untied** after {untied_at:,} steps: one matrix of {shape} read tokens and "
+            "predicted them; since then it only reads, and another, at first its copy, predicts"
         )
     else:
         tie = f"**Untied**: a matrix of {shape} reads tokens and another predicts them"
@@ -184,6 +191,7 @@ def _training(found: History, tables: Mapping[str, Any]) -> dict[str, str]:
     if found.skipped:
         rows["skipped"] = f"{found.skipped:,} steps, whose loss or gradient was not finite"
     skip = {"steps", "batch_size", *DERIVED}
+    skip |= {name for name in UNUSED_AT_0 if not plan.get(name)}
     rows |= {k.replace("_", " "): f"{v}" for k, v in plan.items() if k not in skip}
     if (norm := found.last("machine_memory_bytes")) is not None:
         rows["peak memory"] = f"{norm / 1e9:.2f} GB"

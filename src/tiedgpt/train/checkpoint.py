@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
+from tiedgpt.train.parallel import World
+from tiedgpt.train.sharding import laid_out_like
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile, Stored, write_safetensors
 
 KEPT = 2
@@ -37,32 +39,53 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     spared: int | None = None,
+    world: World | None = None,
 ) -> Path:
     """Write the state after `step` steps under `directory`; return its path.
 
     `state` is plain data that must come back; torch's random stream is added to it. Older ones are
-    deleted, other than the newest before it and that of the step `spared`.
+    deleted, other than the newest before it and that of the step `spared`. In a `world` of several
+    processes all must call this, and the first writes.
     """
+    world = world or World(torch.device("cpu"))
     parameters = dict(model.named_parameters())
     moments = {
-        f"{name}/{key}": Stored(value if value.ndim else value.reshape(1))
+        f"{name}/{key}": value
         for name, parameter in parameters.items()
         for optimizer in optimizers
         if parameter in optimizer.state
         for key, value in optimizer.state[parameter].items()
     }
-    random = {f"random/{name}": Stored(value) for name, value in _random_state(model).items()}
-    sizes = [s.tensor.numel() * s.tensor.element_size() for s in moments.values()]
-    require_room(
-        directory, sum(sizes) + sum(p.numel() * p.element_size() for p in model.parameters())
-    )
+    tensors = world.gather(parameters), world.gather(moments)
+    random = _random_state(model)
+
+    def write() -> Path:
+        return _write(directory, step, *tensors, random, state, spared)
+
+    return world.lead(write)
+
+
+def _write(
+    directory: Path,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    random: Mapping[str, Tensor],
+    state: dict[str, Any],
+    spared: int | None,
+) -> Path:
+    sizes = [t.numel() * t.element_size() for t in (*parameters.values(), *moments.values())]
+    require_room(directory, sum(sizes))
+    held = {name: value if value.ndim else value.reshape(1) for name, value in moments.items()}
+    held |= {f"random/{name}": value for name, value in random.items()}
     path = _path(directory, step)
     set_aside(path)
     with replacing(path) as temporary:
         temporary.mkdir()
         weights = {name: Stored(parameter) for name, parameter in parameters.items()}
         write_safetensors(temporary / "model.safetensors", weights, {"format": "tiedgpt"})
-        write_safetensors(temporary / "optimizer.safetensors", moments | random, {})
+        kept = {name: Stored(value) for name, value in held.items()}
+        write_safetensors(temporary / "optimizer.safetensors", kept, {})
         write_json(temporary / "state.json", state | {"step": step})
         write_json(temporary / "manifest.json", _manifest(temporary))
     _point_to(path)
@@ -92,17 +115,21 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def load_newest(
-    directory: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    directory: Path,
+    model: nn.Module,
+    optimizers_at: Callable[[int], Sequence[torch.optim.Optimizer]],
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
-    A damaged one is passed over, told of in the notes, and kept under another name.
+    A damaged one is passed over, told of in the notes, and kept under another name. Before one is
+    loaded, `optimizers_at` is told after how many steps it was written, and returns the optimizers;
+    it may change the model's parameters.
     """
     damaged: list[tuple[Path, Exception]] = []
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
-            state = _load(path, model, optimizers)
+            state = _load(path, model, optimizers_at(step_of(path)))
         except (TiedGPTError, OSError) as error:
             damaged.append((path, error))
             continue
@@ -127,6 +154,11 @@ def load_weights(directory: Path, step: int, model: nn.Module) -> None:
     path = _path(directory, step)
     verify(path)
     _load_weights(path, model)
+
+
+def verify_step(directory: Path, step: int) -> None:
+    """Raise `CorruptInputError` where a step's checkpoint is damaged."""
+    verify(_path(directory, step))
 
 
 def verify(path: Path) -> None:
@@ -156,7 +188,7 @@ def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             found = moments.get(names[parameter], {})
             if found and ("momentum_buffer" in found) == by_momentum:
-                optimizer.state[parameter] = _on(parameter.device, found)
+                optimizer.state[parameter] = _like(parameter, found)
                 taken += 1
     return taken
 
@@ -172,7 +204,7 @@ def _load(
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if names[parameter] in moments:
-                optimizer.state[parameter] = _on(parameter.device, moments[names[parameter]])
+                optimizer.state[parameter] = _like(parameter, moments[names[parameter]])
     return state
 
 
@@ -190,8 +222,8 @@ def _read_moments(path: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _on(device: torch.device, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.to(device) for key, value in found.items()}
+def _like(parameter: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: laid_out_like(value, parameter) for key, value in found.items()}
 
 
 def _load_weights(path: Path, model: nn.Module) -> None:
@@ -201,7 +233,7 @@ def _load_weights(path: Path, model: nn.Module) -> None:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights.read(name))
+            parameter.copy_(laid_out_like(weights.read(name), parameter))
 
 
 def _point_to(path: Path) -> None:

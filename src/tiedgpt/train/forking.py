@@ -59,7 +59,7 @@ class Forked:
                 f"--fork {self.run.path} is of --task {there.get('task', fresh.task)}: to put "
                 f"another head on its body, give --start {self.run.model}"
             )
-        for name in ("size", "vocab_size", "tokenizer"):
+        for name in ("size", "width", "vocab_size", "tokenizer"):
             given, default = getattr(options, name), getattr(fresh, name)
             if given not in (default, there.get(name, default)):
                 raise UserError(
@@ -76,6 +76,7 @@ class Forked:
         return replace(
             options,
             size=there.get("size", fresh.size),
+            width=None,
             vocab_size=None,
             tokenizer=fresh.tokenizer,
             context=context,
@@ -91,12 +92,14 @@ class Forked:
         return {"fork": there | {"context": options.context}}
 
     def config(self, dropout: float | None) -> GPTConfig:
-        """Return its config, with this dropout everywhere unless None."""
+        """Return its newest model's config, with this dropout everywhere unless None."""
+        newest = step_of(checkpoints(self.run.checkpoints)[-1])
+        config = self.config_there
+        if self.plan_there.untied(newest):
+            config = replace(config, tie_word_embeddings=False)
         if dropout is None:
-            return self.config_there
-        return replace(
-            self.config_there, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout
-        )
+            return config
+        return replace(config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout)
 
     def tokenizer(self) -> Tokenizer:
         """Return its tokenizer."""

@@ -106,9 +106,15 @@ def history(name: str, text: str) -> History:
     unit = next((unit for unit in UNITS if unit in columns), UNITS[0])
     counted, speeds = columns.get(unit, {}), columns.get(unit + PER_SECOND, {})
     steps = sorted(step for step in counted if speeds.get(step, 0) > 0)
-    spent = (counted[step] / step / speeds[step] for step in steps)
+    spent = (_units_in(step, counted) / speeds[step] for step in steps)
     seconds = dict(zip(steps, accumulate(spent), strict=True))
     return History(name, unit, columns, final, samples, skipped, finished, seconds)
+
+
+def _units_in(step: int, counted: dict[int, float]) -> float:
+    """Return the units of a step; where the line before it is lost, the mean of those so far."""
+    before = counted.get(step - 1)
+    return counted[step] / step if before is None else counted[step] - before
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

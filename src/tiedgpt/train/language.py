@@ -73,10 +73,20 @@ class LanguageModelling:
             self.start.put_into(body_of(model))
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return (ids, targets), each (B, T), of each step."""
-        return Batches(
-            self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
-        ).batch
+        """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""
+        growth, whole = (
+            plan.growth(self.context),
+            Batches(
+                self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
+            ),
+        )
+
+        def batch(step: int) -> Arrays:
+            rows, length = growth.shape(step)
+            ids, targets = whole.rows(growth.rows_before(step), rows)
+            return ids[:, -length:], targets[:, -length:]  # the end always has a target
+
+        return batch
 
     def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
         """Score validation text; all of it, up to two million tokens."""

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 50 << 20
+"""Of logits, as `core/loss.py` has it."""
 
 KEPT = {"fp32": (32, 8), "bf16": (28, 4)}
 """Bytes that a block keeps of a position for its gradient: a unit of width, a unit of the MLP."""
 DROPPED = (16, 18)
 """More with dropout: bytes a unit of width, and bytes a pair of positions in a head."""
+STATE = 4
+"""Bytes a unit of width of the residual stream, which is what a recomputed block keeps."""
+LATER = 90_000_000
+"""Bytes of what torch imports when optimizers are made, and of its kernels' own buffers."""
+M_MMAP_THRESHOLD = -3
+"""Of <malloc.h>."""
+UNITS = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in "2" (GB), "2GB", "800MB" or "1.5 g"; `UserError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise UserError(f"--memory {text}: give gigabytes, as 2 or 1.5, or a size, as 800MB")
+    return size
+
+
+def taken(device: torch.device) -> int:
+    """Return the bytes of the program itself, of what a budget on a device counts."""
+    if device.type != "cpu":
+        return 0
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") + LATER
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def return_memory_at_once() -> None:
+    """Let glibc give back freed tensors of a megabyte and more at once, where it is the C library.
+
+    By itself it raises that limit to 32 MB as a program frees large blocks, and keeps what is
+    below in holes: a step with recomputed blocks then took twice the memory that it used.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes that training takes at its peak; the loss's logits and the allocator take more."""
+    """Bytes that training takes at its peak; the allocator may take more."""
 
     weights: int
     gradients: int
     moments: int
     activations: int
-    """Of the sequences that are computed at a time."""
+    """Of the sequences that are computed at a time, beyond the gradients that take their place."""
+    loss: int
+    """Logits of a chunk, and the gradients that the loss has ready before backward."""
     batch: int
     """Ids and targets of a step, as read and as moved to the device."""
 
@@ -32,7 +84,7 @@ class Needed:
     @property
     def passing(self) -> int:
         """What a batch adds."""
-        return self.activations + self.batch
+        return self.activations + self.loss + self.batch
 
     @property
     def total(self) -> int:
@@ -48,26 +100,39 @@ def needed(
     row_tokens: int,
     dtype: str,
     device: str = "cpu",
+    recompute: str = "off",
+    optimizer: str = "adamw",
 ) -> Needed:
-    """Estimate the peak; `dtype` is that of the products.
+    """Estimate the peak; `dtype` is that of the products, `optimizer` that of blocks' matrices.
 
     Attention with dropout holds its T x T matrices on a CPU; a GPU's kernels do not.
 
-    The constants are what the blocks' layers save for their gradients, checked against measured
-    peaks: within a fifth at widths of 384 and above.
+    The constants are what the blocks' layers save for their gradients. Checked against measured
+    peaks at widths of 384 and 768, with `LATER` and freed memory given back: from 8 % too little to
+    a quarter too much, the latter with dropout.
     """
-    parameters = 4 * config.parameter_count()
-    of_width, of_inner = KEPT["fp32" if dtype == "fp32" else "bf16"]
+    parameters = config.parameter_count()
+    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
+    wide, of_width, of_inner = dtype == "fp32", *KEPT["fp32" if dtype == "fp32" else "bf16"]
+    rows = micro_batch * row_tokens
     position = of_width * config.n_embd + of_inner * config.inner_dim
     if config.attn_pdrop or config.resid_pdrop:
         masks, pairs = DROPPED
         position += masks * config.n_embd
         if config.attn_pdrop and device == "cpu":
             position += pairs * config.n_head * row_tokens
+    blocks = position * config.n_layer
+    if recompute == "blocks":
+        blocks = STATE * config.n_embd * config.n_layer + position + of_inner * config.inner_dim
+    matrix = 4 * config.vocab_size * config.n_embd
+    logits = min(CHUNK_BYTES, rows * config.vocab_size * (4 if wide else 2))
+    kept = rows * blocks
+    in_parts = micro_batch < batch_size  # W's gradient of a part, beside the sum of those before
     return Needed(
-        weights=parameters,
-        gradients=parameters,
-        moments=2 * parameters,
-        activations=position * micro_batch * row_tokens * config.n_layer,
+        weights=4 * parameters,
+        gradients=4 * parameters,
+        moments=8 * parameters - (4 * in_matrices if optimizer == "muon" else 0),
+        activations=kept if in_parts else max(0, kept - 4 * in_matrices),
+        loss=logits + STATE * config.n_embd * rows + (matrix if in_parts else 0),
         batch=4 * 8 * batch_size * row_tokens,
     )

@@ -12,9 +12,11 @@ would leave gradients unsynchronised without a word, and mix shards with whole t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from tiedgpt.train.task import Model
+from tiedgpt.train.task import Model, counts, loss_terms
 
 
 class Objective(nn.Module):
@@ -24,10 +26,17 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *batch: Tensor) -> Tensor:
+    def forward(self, *batch: Tensor, whole: Sequence[Tensor] | None = None) -> Tensor:
         """Return the loss, (), in nats, of what `model.loss` takes: of a GPT ids and targets.
 
-        Over several processes the mean of their gradients is that of the whole batch if each
-        counts as many targets; else scale each loss by its count over the mean count.
+        With `whole`, a batch of which this one is a part, it is what the part adds to the loss of
+        that: each mean times the part's share of its targets. Over several processes the mean of
+        their gradients is that of the whole batch if each loss is times their number.
         """
-        return self.model.loss(*batch)
+        if whole is None:
+            return self.model.loss(*batch)
+        terms = loss_terms(self.model, batch)
+        shares = (n / m for n, m in zip(counts(terms, batch), counts(terms, whole), strict=True))
+        loss = sum(mean * share for mean, share in zip(terms, shares, strict=True))
+        assert isinstance(loss, Tensor)
+        return loss

@@ -1,4 +1,4 @@
-"""The optimizer's groups, in which every parameter stands exactly once, and the learning rate.
+"""The optimizer's groups, in which every parameter stands exactly once.
 
 The matrix that reads and predicts is a group of its own: it is an embedding and a projection at
 once, so whatever is decided about it is decided here, by name, and shown.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiedgpt.train.options import Rule
+from tiedgpt.train.schedule import Rule
 from tiedgpt.train.task import Model, body_of, predicts_tokens
 
 BETAS = (0.9, 0.95)
@@ -88,13 +88,3 @@ def optimizers(groups: list[Group], *, lr: float) -> list[torch.optim.Optimizer]
             )
         )
     return made
-
-
-def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Return step's rate: linear warm-up to `peak`, then linear decay to 0 after the last step.
-
-    Decay to zero: Bergsma et al. 2025, "Straight to Zero" (arXiv 2502.15938).
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (steps - step) / max(1, steps - warmup)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.train.memory import parse_bytes
+from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ SIZES: dict[str, Size] = {
 DEFAULT_SIZE = "mini"
 MAX_VOCABULARY = 1 << 16
 DEFAULT_MINUTES = 3.0
+DEFAULT_COOLDOWN = 0.4
+"""Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
 DEFAULT_EPOCHS = 3
 """Over labelled examples; as Radford et al. 2018, section 4.1."""
 LABELLED_BATCH = 32
@@ -72,7 +76,6 @@ START_BATCH = 8
 START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
-Rule = Literal["adamw", "muon"]
 
 
 def _flag(name: str) -> str:
@@ -97,6 +100,8 @@ class TrainOptions:
     """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
     size: str = DEFAULT_SIZE
     """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
+    width: int | None = None
+    """Of the states, instead of the size's own: more or fewer heads, and the rate that suits."""
     minutes: float | None = None
     """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
@@ -124,7 +129,17 @@ class TrainOptions:
     lr: float | None = None
     """Peak learning rate."""
     warmup: float = 0.05
-    """Share of the steps in which the rate rises to its peak; then it falls linearly to 0."""
+    """Share of the steps in which the rate rises to its peak; then it goes by the schedule."""
+    schedule: Schedule = "linear"
+    """Of the rate: linear falls to 0, wsd stays and then falls to 0, cosine falls to a tenth."""
+    cooldown: float = DEFAULT_COOLDOWN
+    """Share of the steps in which the rate of wsd falls."""
+    batch_warmup: float = 0.0
+    """Share of the steps in which batches grow, from an eighth; the rate is not rescaled."""
+    length_warmup: float = 0.0
+    """Share of the steps in which rows grow, from an eighth of the context; the rest is cut."""
+    untie_at: float | None = None
+    """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
     weight_decay: float = 0.1
     """Of the blocks' matrices; the shared matrix, norms and biases have none."""
     grad_clip: float = 1.0
@@ -141,6 +156,12 @@ class TrainOptions:
     """Products and norms add biases; nanoGPT trains without."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
+    memory: str | None = None
+    """Most that training may take: 2 (GB), 800MB; decides how many sequences go at a time."""
+    recompute: Literal["auto", "off", "blocks"] = "auto"
+    """Compute blocks again in backward instead of keeping them; auto: where --memory needs it."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the blocks; auto: on a GPU. Not the same bits as without."""
 
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
@@ -155,6 +176,7 @@ class TrainOptions:
         if self.start is not None:
             for name, given in (
                 ("size", self.size != DEFAULT_SIZE),
+                ("width", self.width is not None),
                 ("vocab_size", self.vocab_size is not None),
                 ("tokenizer", self.tokenizer == "char"),
                 ("window", self.window is not None),
@@ -184,14 +206,40 @@ class TrainOptions:
             raise UserError(
                 f"--vocab-size {self.vocab_size} is above {MAX_VOCABULARY:,}, the ids of 16 bits"
             )
-        if not 0 <= self.warmup <= 1:
-            raise UserError(f"--warmup {self.warmup} is not a share from 0 to 1")
+        self._require_shares()
+        if self.memory is not None:
+            parse_bytes(self.memory)
+        if self.width is not None and (self.width < 1 or self.width % self._head_width()):
+            raise UserError(
+                f"--width {self.width}: the heads of --size {self.size} are "
+                f"{self._head_width()} wide, and a width is a multiple of that"
+            )
         if not 0 <= self.weight_decay < math.inf:
             raise UserError(f"--weight-decay {self.weight_decay} is negative or infinite")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UserError(f"--dropout {self.dropout} is not a probability in [0, 1)")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is not a whole number from 0 to 2^63 - 1")
+
+    def _require_shares(self) -> None:
+        """Raise `UserError` for shares of the steps that cannot be, or not together."""
+        for name in ("warmup", "cooldown", "batch_warmup", "length_warmup"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{_flag(name)} {getattr(self, name)} is not a share from 0 to 1")
+        if self.schedule != "wsd" and self.cooldown != DEFAULT_COOLDOWN:
+            raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
+        if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
+            raise UserError(
+                f"--warmup {self.warmup} and --cooldown {self.cooldown} are more than all steps"
+            )
+        if self.untie_at is not None and not 0 < self.untie_at < 1:
+            raise UserError(f"--untie-at {self.untie_at} is not a share between 0 and 1")
+        for name in ("batch_warmup", "length_warmup", "untie_at"):
+            if self.task != "lm" and getattr(self, name):
+                raise UserError(f"{_flag(name)} {getattr(self, name)} is for --task lm")
+
+    def _head_width(self) -> int:
+        return SIZES[self.size].n_embd // SIZES[self.size].n_head
 
     def default_batch_size(self) -> int:
         """Return the rows of a step where none are asked for."""
@@ -201,7 +249,10 @@ class TrainOptions:
 
     def default_rate(self, config: GPTConfig) -> float:
         """Return the peak rate where none is asked for."""
-        return SIZES[self.size].lr if self.start is None else START_RATE / config.n_embd
+        if self.start is not None:
+            return START_RATE / config.n_embd
+        size = SIZES[self.size]
+        return transferred_rate(size.lr, width=size.n_embd, to=config.n_embd, rule=self.rule())
 
     def rule(self) -> Rule:
         """Return the optimizer of the blocks' matrices."""
@@ -213,12 +264,13 @@ class TrainOptions:
         """Return the config of the size that was asked for, on this vocabulary."""
         size = SIZES[self.size]
         dropout = size.dropout if self.dropout is None else self.dropout
+        heads = size.n_head if self.width is None else self.width // self._head_width()
         return GPTConfig(
             vocab_size=vocab_size,
             n_positions=self.context or size.n_positions,
-            n_embd=size.n_embd,
+            n_embd=self.width or size.n_embd,
             n_layer=size.n_layer,
-            n_head=size.n_head,
+            n_head=heads,
             bias=self.bias,
             attention_windows=None if self.window is None else (0, self.window),
             norm=PRESETS.get(self.size, {}).get("norm", "pre"),

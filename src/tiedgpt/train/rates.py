@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,7 +77,7 @@ def _sweep(
     task.begin(model)
     groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
     rules = optimizers(groups, lr=LOWEST)
-    batch_of = task.batches(plan)
+    batch_of = task.batches(replace(plan, batch_warmup=0, length_warmup=0))
     found = Sweep([], [], [])
     total = weight = 0.0
     for step in range(steps):

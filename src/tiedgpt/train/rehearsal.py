@@ -22,8 +22,9 @@ import torch
 
 from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import Stepped
 from tiedgpt.train.forking import fork_options
-from tiedgpt.train.loop import Stepped, train
+from tiedgpt.train.loop import train
 from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan, record, recorded
@@ -37,6 +38,8 @@ KILLED_AFTER = 5
 """Past a checkpoint, so that steps are done twice."""
 SAVE_EVERY = 2
 EVAL_EVERY = 3
+UNTIED_AT = 3
+"""Before a checkpoint that is resumed from."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,15 @@ def _plan(options: TrainOptions, path: Path) -> Plan:
         replace(asked, minutes=None, steps=STEPS + 1), prepared.task, training_device()
     )
     plan = replace(
-        plan, warmup=2, save_every=SAVE_EVERY, eval_every=EVAL_EVERY, eval_batches=1, patience=None
+        plan,
+        warmup=2,
+        save_every=SAVE_EVERY,
+        eval_every=EVAL_EVERY,
+        eval_batches=1,
+        patience=None,
+        batch_warmup=STEPS if asked.batch_warmup else 0,
+        length_warmup=STEPS if asked.length_warmup else 0,
+        untie_at=None if plan.untie_at is None else UNTIED_AT,
     )
     run.write_record(record(options, prepared.task.config, plan, prepared.counted))
     return plan

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tiedgpt.errors import DivergedError
+from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.task import Arrays, Model, body_of, counts, loss_terms, on_device
+from tiedgpt.train.task import Arrays, Model, body_of, on_device
 
 
 @dataclass(frozen=True)
@@ -24,26 +25,33 @@ class StepResult:
 
 
 def train_step(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], batch: Arrays, plan: Plan
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Arrays,
+    plan: Plan,
+    world: World | None = None,
 ) -> StepResult:
     """Update the model on a batch; see `task.py` for what that is.
+
+    Where the model was placed in a `world` of several processes, each computes its share.
 
     Raises `DivergedError`, and leaves the weights as they were, where loss or gradient are not
     finite.
     """
     device = body_of(model).wte.weight.device
+    world = world or World(device)
+    objective = world.objective(model)
     whole = on_device(batch, device)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
-    for part in zip(*(torch.split(array, plan.micro_batch) for array in whole), strict=True):
-        with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-            terms = loss_terms(model, part)
-            shares = (n / m for n, m in zip(counts(terms, part), counts(terms, whole), strict=True))
-            part_loss = sum(mean * share for mean, share in zip(terms, shares, strict=True))
-        assert isinstance(part_loss, torch.Tensor)
-        part_loss.backward()
+    for part in world.parts(whole, plan.micro_batch):
+        with world.summing(part):
+            with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
+                part_loss = objective(*part.rows, whole=whole) * part.weight
+            part_loss.backward()
         loss += part_loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), plan.grad_clip)
+    loss = world.sum(loss) / world.size
+    norm = world.clip(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))
     if not np.isfinite([result.loss, result.grad_norm]).all():
         model.zero_grad(set_to_none=True)

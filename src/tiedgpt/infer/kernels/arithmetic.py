@@ -5,7 +5,6 @@ uint16) for bf16, and int8 for int8 and int4, with a scale for each 64 numbers a
 each 32.
 """
 
-# ruff: noqa: D103
 from __future__ import annotations
 
 import math
@@ -17,9 +16,20 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from tiedgpt.infer.kernels.simd import (
-    LANES, bits_of_float, call, f32, folded, i8, i32, larger, load, nearest, pointer, power_of_two,
-    splat, store, vector,
+    LANES,
+    call,
+    f32,
+    folded,
+    i8,
+    i32,
+    larger,
+    load,
+    pointer,
+    splat,
+    store,
+    vector,
 )  # fmt: skip
+from tiedgpt.infer.kernels.vectors import bits_of_float, nearest, power_of_two
 
 GELU_NEW, GELU, RELU, SILU = range(4)
 ACTIVATIONS = {"gelu_new": GELU_NEW, "gelu": GELU, "relu": RELU, "silu": SILU}

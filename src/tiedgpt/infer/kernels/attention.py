@@ -5,7 +5,6 @@ keys; values lie by position (C, D/H). Both are float32, bf16 (as uint16), or in
 each position.
 """
 
-# ruff: noqa: D103
 from __future__ import annotations
 
 import math
@@ -16,10 +15,19 @@ from numba import njit, types
 from numba.extending import overload
 
 from tiedgpt.infer.kernels.arithmetic import to_bf16
-from tiedgpt.infer.kernels.simd import (
-    add16, exp16, filled16, largest16, load16, max16, scale16, shift16, store16, total16,
+from tiedgpt.infer.kernels.attention_tiles import mix1, mix4, score1, score4
+from tiedgpt.infer.kernels.vectors import (
+    add16,
+    exp16,
+    filled16,
+    largest16,
+    load16,
+    max16,
+    scale16,
+    shift16,
+    store16,
+    total16,
 )  # fmt: skip
-from tiedgpt.infer.kernels.tiles import mix1, mix4, score1, score4
 
 LANES = 16
 SPAN = 64

@@ -6,22 +6,19 @@ residual stream, as in `core/model.py`, of which this is the transcription:
     h_0 = U W_e + W_p;    h += attention(norm(h));    h += MLP(norm(h));    scores = norm(h_L) W_e^T
 """
 
-# ruff: noqa: D103
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
 
 from tiedgpt.infer.kernels.arithmetic import normalise, prepare
 from tiedgpt.infer.kernels.attention import TOGETHER, attend, keep, keep_value
 from tiedgpt.infer.kernels.product import activated_product, product
 from tiedgpt.infer.kernels.queue import LINE, add, finish, read, take
-from tiedgpt.infer.kernels.simd import float_of_bits
+from tiedgpt.infer.kernels.rows import read_row
 
-PANEL = 64
 PHASES_A_LAYER, PHASES_BESIDE = 8, 4
 PLAIN, NORM, KEEP = range(3)
 """What is read: h, norm(h), or norm(h) that takes the place of h."""
@@ -101,48 +98,6 @@ class Call(NamedTuple):
     """Tokens whose scores are asked for."""
 
 
-def read_row(weights: Any, scales: Any, token: int, width: int, out: Any) -> None:
-    """Write the row of a token, in float32: the face of W that reads."""
-
-
-@overload(read_row, inline="always")
-def _read_row(weights, scales, token, width, out):
-    if weights.dtype == types.float32:
-
-        def plain(weights, scales, token, width, out):
-            panel, row = token // PANEL, token % PANEL
-            for k in range(width):
-                out[k] = weights[panel, k, row]
-
-        return plain
-    if weights.dtype == types.uint16:
-
-        def pairs(weights, scales, token, width, out):
-            panel, row = token // PANEL, token % PANEL
-            for k in range(width):
-                out[k] = float_of_bits(np.int32(weights[panel, k // 2, row, k % 2]) << 16)
-
-        return pairs
-    if scales.ndim == 3:
-
-        def nibbles(weights, scales, token, width, out):
-            panel, row = token // PANEL, token % PANEL
-            for k in range(width):
-                both = np.int32(weights[panel, k // 8, row, k % 4])
-                whole = (both >> 4 if k % 8 >= 4 else both & 15) - 8
-                scale = float_of_bits(np.int32(scales[panel, k // 32, row]) << 16)
-                out[k] = np.float32(whole) * scale
-
-        return nibbles
-
-    def whole_bytes(weights, scales, token, width, out):
-        panel, row = token // PANEL, token % PANEL
-        for k in range(width):
-            out[k] = np.float32(np.int32(weights[panel, k // 4, row, k % 4]) - 128) * scales[panel, row]
-
-    return whole_bytes
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def forward(control, gate, step, model, buffers, cache, call):
     """Take part in a step; return when it is done, or at once if it already is.
@@ -160,7 +115,7 @@ def forward(control, gate, step, model, buffers, cache, call):
 
 @njit(error_model="numpy")
 def _embed(control, phase, model, buffers, call):
-    """h_0 = U W_e + W_p."""
+    """Set h_0 = U W_e + W_p."""
     n, width, mine = len(call.ids), model.n_embd, 0
     while True:
         m = take(control, phase, n)
@@ -182,7 +137,8 @@ def _layer(control, phase, layer, model, buffers, cache, call):
     norms = model.norms
     if post:
         before = norms[layer - 1, 1] if layer else norms[0, 1]
-        phase = _normed(control, phase, model, buffers, before, n, int(KEEP) if layer else int(PLAIN))
+        doing = int(KEEP) if layer else int(PLAIN)
+        phase = _normed(control, phase, model, buffers, before, n, doing)
     else:
         phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
     w = model.c_attn
@@ -280,7 +236,7 @@ def _attention(control, phase, layer, model, buffers, cache, call):
 
 @njit(error_model="numpy")
 def _score(control, phase, model, buffers, call):
-    """scores = norm(h_L) W_e^T, of the tokens that are wanted: the face of W that predicts."""
+    """Set scores = norm(h_L) W_e^T, of the tokens that are wanted: the face of W that predicts."""
     n, padded, mine = len(call.wanted), buffers.h.shape[1], 0
     layers = model.windows.shape[0]
     while True:

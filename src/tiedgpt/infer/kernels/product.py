@@ -1,6 +1,5 @@
 """Products of packed matrices with a few vectors or many, in chunks that threads share."""
 
-# ruff: noqa: D103
 from __future__ import annotations
 
 from typing import Any
@@ -67,9 +66,7 @@ def panels_at_once(weights):
 
 
 @njit(error_model="numpy")
-def product(
-    control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, out
-):
+def product(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, out):
     """Write W x + bias of n vectors to out (n, rows), or add it to what is there."""
     panels, step = weights.shape[0], panels_at_once(weights)
     chunks = -(-panels // step)
@@ -84,9 +81,7 @@ def product(
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             first = 0
             while first < n:
-                done = multiply(
-                    weights, scales, panel, x, x_scales, x_sums, first, n, width, sums
-                )
+                done = multiply(weights, scales, panel, x, x_scales, x_sums, first, n, width, sums)
                 for m in range(done):
                     target, offset = out[first + m, rows], bias[rows]
                     if added:
@@ -118,9 +113,7 @@ def activated_product(
             at = panel * PANEL
             first = 0
             while first < n:
-                done = multiply(
-                    weights, scales, panel, x, x_scales, x_sums, first, n, width, sums
-                )
+                done = multiply(weights, scales, panel, x, x_scales, x_sums, first, n, width, sums)
                 for m in range(done):
                     for row in range(PANEL):
                         sums[m, row] += bias[at + row]

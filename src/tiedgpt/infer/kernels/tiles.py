@@ -1,8 +1,9 @@
 """A product's heart: 64 rows of weights times 1 to 6 vectors, for each form of weights.
 
-Weights lie in panels of 64 rows (`weights/packed/panels.py`): at each step along a row the 64 rows' next
-numbers lie side by side, so that each lane of a register adds up its own row and nothing is summed
-across lanes. A row's sum is thus the same for any number of vectors and of threads.
+Weights lie in panels of 64 rows (`weights/packed/panels.py`): at each step along a row the 64 rows'
+next numbers lie side by side, so that each lane of a register adds up its own row and nothing is
+summed across lanes. A row's sum is thus the same for any number of vectors and of threads. Keys and
+values of the cache lie in the same way, and attention's two products are made alike.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tiedgpt.infer.kernels.simd import (
-    LANES, constant, dot8, dot16, f32, fma, i8, i16, i32, load, pointer, splat, store, vector, widened,
+    LANES,
+    constant,
+    dot8,
+    dot16,
+    f32,
+    fma,
+    i8,
+    i16,
+    i32,
+    load,
+    pointer,
+    splat,
+    store,
+    vector,
 )  # fmt: skip
 
 PANEL = 64
@@ -39,11 +53,11 @@ def _tile(n: int) -> Callable[..., None]:
             w, s, panel, x, xs, xsum, first, width, out = arguments
             kinds = signature.args
             at = {
-                "w": pointer(context, builder, kinds[0], w, _zero()),
-                "s": pointer(context, builder, kinds[1], s, _zero()),
+                "w": pointer(context, builder, kinds[0], w, zero()),
+                "s": pointer(context, builder, kinds[1], s, zero()),
                 "x": pointer(context, builder, kinds[3], x, builder.mul(first, width)),
-                "xs": pointer(context, builder, kinds[4], xs, _zero()),
-                "xsum": pointer(context, builder, kinds[5], xsum, _zero()),
+                "xs": pointer(context, builder, kinds[4], xs, zero()),
+                "xsum": pointer(context, builder, kinds[5], xsum, zero()),
             }
             form = form_of(kinds[0], kinds[1])
             sums = FORMS[form](builder, at, panel, first, width, n)
@@ -70,16 +84,17 @@ def form_of(weights: Any, scales: Any) -> str:
     return "int4" if scales.ndim == 3 else "int8"
 
 
-def _zero() -> Any:
+def zero() -> Any:
+    """Return 0 as an offset."""
     return ir.Constant(ir.IntType(64), 0)
-
 
 
 def _variables(builder: Any, n: int, kind: Any) -> list[list[Any]]:
     return [[cgutils.alloca_once(builder, kind) for _ in range(PARTS)] for _ in range(n)]
 
 
-def _cleared(builder: Any, n: int) -> list[list[Any]]:
+def cleared(builder: Any, n: int) -> list[list[Any]]:
+    """Return places for the sums of n vectors with 4 x 16 rows, set to 0."""
     sums = _variables(builder, n, vector(f32))
     for row in sums:
         for slot in row:
@@ -87,13 +102,14 @@ def _cleared(builder: Any, n: int) -> list[list[Any]]:
     return sums
 
 
-def _loaded(builder: Any, slots: list[list[Any]]) -> list[list[Any]]:
+def loaded(builder: Any, slots: list[list[Any]]) -> list[list[Any]]:
+    """Return what stands in those places."""
     return [[builder.load(slot) for slot in row] for row in slots]
 
 
 def _plain(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """float32 weights (P, K, 64) and vectors (n, K)."""
-    sums = _cleared(builder, n)
+    sums = cleared(builder, n)
     base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, width.type(PANEL)))])
     with cgutils.for_range(builder, width) as loop:
         k = loop.index
@@ -105,12 +121,12 @@ def _plain(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
             for part in range(PARTS):
                 slot = sums[m][part]
                 builder.store(fma(builder, w[part], x, builder.load(slot)), slot)
-    return _loaded(builder, sums)
+    return loaded(builder, sums)
 
 
 def _pairs(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """bf16 weights (P, K/2, 64, 2) and vectors (n, K), all as uint16."""
-    sums = _cleared(builder, n)
+    sums = cleared(builder, n)
     half = builder.lshr(width, width.type(1))
     base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, width.type(PANEL)))])
     words = builder.bitcast(at["x"], i32.as_pointer())
@@ -124,12 +140,12 @@ def _pairs(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
             for part in range(PARTS):
                 slot = sums[m][part]
                 builder.store(dot16(builder, builder.load(slot), w[part], x), slot)
-    return _loaded(builder, sums)
+    return loaded(builder, sums)
 
 
 def _bytes(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """int8 weights + 128 (P, K/4, 64, 4), int8 vectors (n, K) with a scale for each 64."""
-    sums, whole = _cleared(builder, n), _variables(builder, n, vector(i32))
+    sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
     kind = width.type
     groups = builder.lshr(width, kind(6))
     base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, kind(PANEL)))])
@@ -150,8 +166,7 @@ def _bytes(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
             k = builder.add(builder.mul(g, kind(GROUP // 4)), inner.index)
             row = builder.gep(base, [builder.mul(k, kind(4 * PANEL))])
             w = [
-                load(builder, builder.gep(row, [kind(4 * LANES * p)]), i8, 64)
-                for p in range(PARTS)
+                load(builder, builder.gep(row, [kind(4 * LANES * p)]), i8, 64) for p in range(PARTS)
             ]
             for m in range(n):
                 place = builder.add(builder.mul(quarter, kind(m)), k)
@@ -166,12 +181,12 @@ def _bytes(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
                 product = builder.sitofp(builder.load(whole[m][part]), vector(f32))
                 slot = sums[m][part]
                 builder.store(fma(builder, product, scale, builder.load(slot)), slot)
-    return _loaded(builder, sums)
+    return loaded(builder, sums)
 
 
 def _nibbles(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """4-bit weights + 8 (P, K/8, 64, 4), with a bf16 scale for each 32; vectors as for int8."""
-    sums, whole = _cleared(builder, n), _variables(builder, n, vector(i32))
+    sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
     kind = width.type
     groups = builder.lshr(width, kind(5))
     base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, kind(PANEL // 2)))])
@@ -215,88 +230,8 @@ def _nibbles(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: An
                 product = builder.fmul(product, scale)
                 slot = sums[m][part]
                 builder.store(fma(builder, product, x_scale, builder.load(slot)), slot)
-    return _loaded(builder, sums)
+    return loaded(builder, sums)
 
 
 FORMS = {"fp32": _plain, "bf16": _pairs, "int8": _bytes, "int4": _nibbles}
 tile1, tile2, tile4, tile6 = _tile(1), _tile(2), _tile(4), _tile(6)
-
-
-def _score(n: int) -> Callable[..., None]:
-    """Make the scores of 64 keys, which lie in blocks of 16, for n queries."""
-
-    @intrinsic
-    def score(typing, queries, start, stride, size, keys, span, padded, p, p_stride):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            q, start, stride, size, keys, span, padded, p, p_stride = arguments
-            kinds, kind = signature.args, start.type
-            sums = _cleared(builder, n)
-            q_at = pointer(context, builder, kinds[0], q, start)
-            base = pointer(context, builder, kinds[4], keys, builder.mul(span, padded))
-            block = builder.mul(padded, kind(LANES))
-            with cgutils.for_range(builder, size) as loop:
-                d = loop.index
-                row = builder.gep(base, [builder.mul(d, kind(LANES))])
-                k = [
-                    widened(
-                        builder, builder.gep(row, [builder.mul(block, kind(b))]), kinds[4].dtype
-                    )
-                    for b in range(PARTS)
-                ]
-                for m in range(n):
-                    place = builder.add(builder.mul(stride, kind(m)), d)
-                    x = splat(builder, builder.load(builder.gep(q_at, [place])))
-                    for b in range(PARTS):
-                        slot = sums[m][b]
-                        builder.store(fma(builder, k[b], x, builder.load(slot)), slot)
-            for m, row in enumerate(_loaded(builder, sums)):
-                at = builder.add(builder.mul(p_stride, kind(m)), span)
-                for b in range(PARTS):
-                    place = builder.add(at, kind(b * LANES))
-                    store(builder, row[b], pointer(context, builder, kinds[7], p, place))
-            return context.get_dummy_value()
-
-        intp = types.intp
-        return types.void(queries, intp, intp, intp, keys, intp, intp, p, intp), emit
-
-    return score
-
-
-def _mix(n: int) -> Callable[..., None]:
-    """Make the sums of values weighed by p, of n queries, 64 dimensions from `part`."""
-
-    @intrinsic
-    def mix(typing, p, p_stride, first, end, values, part, padded, out):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            p, p_stride, first, end, values, part, padded, out = arguments
-            kinds, kind = signature.args, first.type
-            sums = _cleared(builder, n)
-            base = pointer(context, builder, kinds[4], values, part)
-            weights = pointer(context, builder, kinds[0], p, _zero())
-            with cgutils.for_range(builder, end, start=first) as loop:
-                t = loop.index
-                row = builder.gep(base, [builder.mul(t, padded)])
-                v = [
-                    widened(builder, builder.gep(row, [kind(LANES * b)]), kinds[4].dtype)
-                    for b in range(PARTS)
-                ]
-                for m in range(n):
-                    place = builder.add(builder.mul(p_stride, kind(m)), t)
-                    x = splat(builder, builder.load(builder.gep(weights, [place])))
-                    for b in range(PARTS):
-                        slot = sums[m][b]
-                        builder.store(fma(builder, v[b], x, builder.load(slot)), slot)
-            for m, row in enumerate(_loaded(builder, sums)):
-                for b in range(PARTS):
-                    place = builder.add(builder.mul(padded, kind(m)), builder.add(part, kind(LANES * b)))
-                    store(builder, row[b], pointer(context, builder, kinds[7], out, place))
-            return context.get_dummy_value()
-
-        intp = types.intp
-        return types.void(p, intp, intp, intp, values, intp, intp, out), emit
-
-    return mix
-
-
-score1, score4 = _score(1), _score(4)
-mix1, mix4 = _mix(1), _mix(4)

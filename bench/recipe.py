@@ -1,0 +1,278 @@
+"""Tokens and time to a loss: the default recipe against AdamW with cosine decay, tuned.
+
+    python bench/recipe.py [--size tiny] [--epochs 4] [--seeds 0 1 2] [--rates 1e-3 2e-3 4e-3 8e-3]
+
+Both train the same model by the same loop, on the documentation inside this Python, with the same
+batches and warm-up. The peer is AdamW (betas 0.9 and 0.95, decay 0.1) whose rate falls along a
+cosine to a tenth; its rate is the best of `--rates` by the final validation loss of the first seed,
+and where that is the lowest or the highest of them, the search goes on beyond it. Ours is what
+`tiedgpt train` does when nothing is asked for, at its default rate. It has a horizon, too, its rate
+falls to 0: so it is trained anew for each of `--shares` of the peer's steps, and the smallest share
+whose final loss is at most the peer's is what it needs.
+
+Final losses are on all validation text; curves on the first of it, always the same. Seconds are
+those spent in steps, evaluations left out; and as a machine's speed changes over minutes, the ratio
+of a step's times is also measured by steps in turn. A JSON line for each run, then one for the
+whole, are added to bench/results/recipe-DATE.jsonl, and curves drawn beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiedgpt.errors import DivergedError
+from tiedgpt.plots.figure import save_figure
+from tiedgpt.plots.panel import Line, Panel, usual_most
+from tiedgpt.plots.training import reached
+from tiedgpt.train.events import Ended, Evaluated, Stepped
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import make_plan, training_device
+from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.step import train_step
+
+MOST_EPOCHS = 4
+POINTS = 20
+CURVE_TOKENS = 16_384
+FURTHER_RATES = 3
+"""Rates tried beyond the lowest or the highest that were given."""
+
+
+@dataclass
+class Run:
+    """A training and what came of it."""
+
+    recipe: str
+    seed: int
+    lr: float
+    share: float
+    """Of the peer's steps."""
+    steps: int
+    tokens: int = 0
+    seconds: float = 0.0
+    final: float = math.inf
+    """Nats a token on all validation text; infinite where training diverged."""
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """Tokens, seconds, nats on the first validation text."""
+
+    def places(self, axis: int) -> tuple[list[float], list[float]]:
+        """Return the curve over tokens (0) or seconds (1)."""
+        return [point[axis] for point in self.curve], [point[2] for point in self.curve]
+
+    def line(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return vars(self) | {"final": self.final if math.isfinite(self.final) else None}
+
+
+def recipe(rule: str, schedule: str, base: Plan, *, lr: float, seed: int, share: float) -> Plan:
+    steps = max(1, round(share * base.steps))
+    return replace(
+        base, optimizer=rule, schedule=schedule, lr=lr, seed=seed, steps=steps,
+        warmup=round(base.warmup * steps / base.steps),
+        eval_every=max(1, steps // POINTS), save_every=steps,
+    )  # fmt: skip
+
+
+peer = partial(recipe, "adamw", "cosine", share=1.0)
+ours = partial(recipe, "muon", "linear")
+
+
+def trained(task: LanguageModelling, plan: Plan, share: float, scratch: str) -> Run:
+    """Train by the loop of `tiedgpt train`, in a directory that is thrown away."""
+    made = Run(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
+    with tempfile.TemporaryDirectory(dir=scratch) as place:
+        try:
+            for event in train(RunDirectory(Path(place)), task, plan, training_device()):
+                match event:
+                    case Stepped():
+                        made.seconds += (event.units - made.tokens) / event.units_per_second
+                        made.tokens = event.units
+                    case Evaluated():
+                        made.curve.append((made.tokens, made.seconds, event.score.nats))
+                    case Ended():
+                        made.final = event.score.nats
+                        lines = (Path(place) / "metrics.jsonl").read_text().splitlines()
+                        part = json.loads(lines[-1])["part_val_loss"]
+                        made.curve.append((made.tokens, made.seconds, part))
+        except DivergedError as error:
+            say(f"diverged: {error}")
+    say(
+        f"{made.recipe:<14} seed {made.seed} rate {made.lr:<7.2g} share {share:g}: "
+        f"{made.final:.4f} nats after {made.tokens:,} tokens in {made.seconds:.0f} s"
+    )
+    return made
+
+
+def tuned(task: LanguageModelling, base: Plan, rates: list[float], seed: int, scratch: str):
+    """Return a peer's runs, the best first; a best at the edge is looked beyond."""
+    runs = [trained(task, peer(base, lr=lr, seed=seed), 1.0, scratch) for lr in sorted(rates)]
+    for _ in range(FURTHER_RATES):
+        best = min(runs, key=lambda run: run.final)
+        if best is runs[-1]:
+            runs.append(trained(task, peer(base, lr=2 * best.lr, seed=seed), 1.0, scratch))
+        elif best is runs[0]:
+            runs.insert(0, trained(task, peer(base, lr=best.lr / 2, seed=seed), 1.0, scratch))
+        else:
+            break
+    return sorted(runs, key=lambda run: run.final)
+
+
+def in_turn(task: LanguageModelling, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of steps that the recipes do one after the other."""
+    batch_of = task.batches(next(iter(plans.values())))
+    steppers = {}
+    for name, plan in plans.items():
+        torch.manual_seed(0)
+        model = task.build().to(training_device()).train()
+        groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
+        rules = optimizers(groups, lr=1e-5)
+        steppers[name] = partial(train_step, model, rules, plan=plan)
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for number in range(rounds + 2):
+        for name, step in steppers.items():
+            began = time.perf_counter()
+            step(batch_of(number))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: times[2:] for name, times in seconds.items()}
+
+
+def compared(theirs: Run, runs: list[Run]) -> dict[str, Any]:
+    """Return what ours needed to be as good as the peer, of one seed."""
+    enough = [run for run in runs if run.final <= theirs.final]
+    found: dict[str, Any] = {
+        "seed": theirs.seed,
+        "peer's final loss": round(theirs.final, 4),
+        "ours by share": {f"{run.share:g}": round(run.final, 4) for run in runs},
+        "smallest share of tokens": None,
+    }
+    if enough:
+        least = min(enough, key=lambda run: run.share)
+        tokens, seconds = (reached(least.places(axis), theirs.curve[-1][2]) for axis in (0, 1))
+        found |= {
+            "smallest share of tokens": least.share,
+            "share of seconds": round(least.seconds / theirs.seconds, 3),
+            "its curve is there at a share of tokens": tokens and round(tokens / theirs.tokens, 3),
+            "and of seconds": seconds and round(seconds / theirs.seconds, 3),
+        }
+    return found
+
+
+def draw(path: Path, size: str, runs: list[tuple[str, Run]]) -> None:
+    """Draw the curves of one seed, over tokens and over seconds."""
+    panels = []
+    for axis, label in enumerate(("tokens", "seconds in steps")):
+        lines = tuple(Line(n, *run.places(axis), i, True) for i, (n, run) in enumerate(runs))
+        panels.append(Panel("validation loss, nats", label, lines, most=usual_most(lines, 0.9)))
+    save_figure(panels, path, f"{size}: the default recipe, and AdamW with cosine decay, tuned")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="tiny", choices=["tiny", "mini"])
+    parser.add_argument("--epochs", type=float, default=MOST_EPOCHS, help="of the peer, at most 4")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 1.6e-2])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.5, 0.6])
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
+    given = parser.parse_args()
+    if not 0 < given.epochs <= MOST_EPOCHS:
+        parser.error(f"--epochs {given.epochs} is not above 0 and at most {MOST_EPOCHS}")
+    device = training_device()
+    with tempfile.TemporaryDirectory() as scratch:
+        options = TrainOptions(size=given.size, steps=1)
+        run = RunDirectory(Path(scratch) / "data")
+        task = prepare(run, options, open_sources(options)).task
+        assert isinstance(task, LanguageModelling)
+        row_tokens = (options.batch_size or SIZES[given.size].batch_size) * task.context
+        steps = max(POINTS, int(given.epochs * task.encoded.train.tokens / row_tokens))
+        base = make_plan(replace(options, steps=steps), task, device)
+        rows = -(-CURVE_TOKENS // task.context)
+        base = replace(base, eval_batches=-(-rows // base.micro_batch))
+        default = SIZES[given.size].lr
+        plans = {
+            "ours": ours(base, lr=default, seed=0, share=1.0),
+            "peer": peer(base, lr=given.rates[0], seed=0),
+        }
+        times = in_turn(task, plans, 30)
+        step = {name: statistics.median(seconds) for name, seconds in times.items()}
+        peers = len(given.rates) + len(given.seeds) - 1
+        whole = peers * step["peer"] + len(given.seeds) * sum(given.shares) * step["ours"]
+        tokens_per_second = {name: round(row_tokens / seconds) for name, seconds in step.items()}
+        say(
+            f"{given.size}: {steps:,} steps of {row_tokens:,} tokens, {tokens_per_second} tokens/s;"
+            f" all in all about {1.1 * whole * steps / 60:.0f} minutes"
+        )
+        if given.estimate:
+            return
+        given.results.mkdir(exist_ok=True)
+        path = given.results / f"recipe-{time.strftime('%Y-%m-%d')}.jsonl"
+        same = {"size": given.size, "date": time.strftime("%Y-%m-%d")}
+
+        def note(line: dict[str, Any]) -> None:
+            with path.open("a") as file:
+                file.write(json.dumps(same | line) + "\n")
+
+        peers_of_first = tuned(task, base, given.rates, given.seeds[0], scratch)
+        for each in peers_of_first:
+            note(each.line())
+        per_seed, drawn = [], None
+        for seed in given.seeds:
+            theirs = peers_of_first[0]
+            if seed != given.seeds[0]:
+                theirs = trained(task, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
+                note(theirs.line())
+            runs = []
+            for share in sorted(given.shares):
+                plan = ours(base, lr=default, seed=seed, share=share)
+                runs.append(trained(task, plan, share, scratch))
+                note(runs[-1].line())
+            per_seed.append(compared(theirs, runs))
+            drawn = drawn or [
+                (f"AdamW, cosine, {theirs.lr:g}", theirs),
+                *((f"ours, {run.share:g} of the steps", run) for run in runs),
+            ]
+    draw(path.with_name(f"{path.stem}-{given.size}.png"), given.size, drawn or [])
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "torch": torch.__version__,
+        "model": f"{given.size}, {task.config.parameter_count():,} parameters, {base.dtype}",
+        "tokens of the peer": steps * row_tokens,
+        "epochs of the peer": round(steps * row_tokens / task.encoded.train.tokens, 2),
+        "peer's rates": {f"{run.lr:g}": round(run.final, 4) for run in peers_of_first},
+        "our rate": default,
+        "time of a step, ours to the peer's (median, in turn)": round(
+            statistics.median(a / b for a, b in zip(times["ours"], times["peer"], strict=True)), 3
+        ),
+        "seeds": per_seed,
+    }
+    note(result)
+    print(json.dumps(same | result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What happens in a training run, as `loop.train` yields it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from tiedgpt.train.optim import Group
+from tiedgpt.train.task import Model, Score
+
+
+@dataclass(frozen=True)
+class Started:
+    """The model stands; `step` steps were done by earlier calls."""
+
+    model: Model
+    groups: list[Group]
+    step: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step was done: its number counts from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    units: int
+    """Tokens, or examples, trained on so far."""
+    units_per_second: float
+    measured: dict[str, float] = field(default_factory=dict)
+    """What `measures.py` found, in the steps that it watches."""
+
+    def metrics(self, unit: str) -> dict[str, float]:
+        """Return it as it stands in metrics.jsonl."""
+        line = asdict(self)
+        units, speed = line.pop("units"), line.pop("units_per_second")
+        measured = line.pop("measured")
+        return line | {unit: units, f"{unit}_per_second": speed} | measured
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step left weights and optimizer as they were: its loss or gradient was not finite."""
+
+    step: int
+    why: str
+    skipped_in_all: int
+
+
+@dataclass(frozen=True)
+class Untied:
+    """W only reads from now on; a head of its own, its copy, predicts."""
+
+    step: int
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The model was scored on what is held out, and showed what it does."""
+
+    step: int
+    score: Score
+    sample: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """No more steps: all are done, or it was asked to stop and the state was saved."""
+
+    step: int
+    finished: bool
+    score: Score | None
+    """Of the weights in model/."""
+    notes: list[str] = field(default_factory=list)
+
+
+Event = Started | Stepped | Skipped | Untied | Evaluated | Ended

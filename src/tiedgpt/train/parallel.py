@@ -1,0 +1,297 @@
+"""One run on several processes: which rows are whose, what is summed, and who writes.
+
+torchrun starts the processes; each has the whole batch of a step and computes its share of the
+rows, so that the steps are those of one process, to rounding. Rank 0 leads: it alone measures,
+evaluates and writes, and the others do what it found. `World` is one process, in which all of this
+is nothing; `Replicas` (DDP) hold the model each, `Shards` (`sharding.py`, FSDP2) hold it together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tiedgpt.errors import DivergedError, TiedGPTError, UserError
+from tiedgpt.train.objective import Objective
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.task import Model, Task
+
+T = TypeVar("T")
+Parallel = Literal["ddp", "fsdp"]
+LAUNCHED = "TORCHELASTIC_RUN_ID"
+"""What torchrun sets in the environment of the processes that it starts."""
+PATIENCE = timedelta(days=1)
+"""How long a process waits for the others; one that has ended is noticed at once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that a process computes at a time."""
+
+    rows: tuple[Tensor, ...]
+    weight: float
+    """Of their loss in what gradients are taken of."""
+    last: bool
+    """Whether the step's gradients are whole with it."""
+
+
+class World:
+    """One process: all rows are its own, it writes, and nothing is exchanged."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that evaluates and writes."""
+        return self.rank == 0
+
+    def place(self, model: Model) -> Model:
+        """Bring a model to where it is trained; before optimizers are made of its parameters."""
+        return model.to(self.device)
+
+    def objective(self, model: Model) -> nn.Module:
+        """Return the `Objective` of a model that was placed here, as it is to be called."""
+        return Objective(model)
+
+    def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Return optimizers that can work on the parameters as they lie here."""
+        return rules
+
+    def reseed(self, seed: int, step: int) -> None:
+        """Give processes beside the first a random stream of their own, for what is dropped."""
+
+    def parts(self, batch: Sequence[Tensor], micro_batch: int) -> list[Part]:
+        """Return this process's share of a batch, at most `micro_batch` rows at a time.
+
+        All processes have equally many parts, as their exchanges need it: one that has too few
+        rows computes another one's again, and counts it as nothing.
+        """
+        n_rows = len(batch[0])
+        start, end = (n_rows * rank // self.size for rank in (self.rank, self.rank + 1))
+        starts = range(start, end, micro_batch)
+        n_parts = -(-self.share(n_rows) // micro_batch)
+        own = [(slice(at, min(at + micro_batch, end)), float(self.size)) for at in starts]
+        own += [(slice(0, 1), 0.0)] * (n_parts - len(own))
+        return [
+            Part(tuple(array[rows] for array in batch), weight, number == n_parts)
+            for number, (rows, weight) in enumerate(own, start=1)
+        ]
+
+    def share(self, n: int) -> int:
+        """Return how many of n rows a process has at the most."""
+        return -(-n // self.size)
+
+    def require_work(self, plan: Plan) -> None:
+        """Raise `UserError` for a plan that these processes cannot share."""
+        if plan.batch_size < self.size:
+            raise UserError(
+                f"a batch of {plan.batch_size} rows for {self.size} processes: start fewer, or "
+                "train with a larger --batch-size"
+            )
+
+    def summing(self, part: Part) -> AbstractContextManager[Any]:
+        """Have forward and backward inside add to the gradients, exchanged once a step."""
+        return nullcontext()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes."""
+        return tensor
+
+    def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+        """Scale the gradients to a norm of at most `limit`; return the norm, (), before that."""
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process."""
+        return flag
+
+    def lead(self, act: Callable[[], T]) -> T:
+        """Return what `act` returned in the first process, which alone runs it.
+
+        Where it raises, the others end, without a word and with the exit code of the error.
+        """
+        return act()
+
+    def after_first(self, make: Callable[[], T]) -> T:
+        """Make something in each process, in the others when the first is done with it."""
+        return make()
+
+    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+        """Return what `act` returned of the model with all its weights, in the first process."""
+        return self.lead(lambda: act(model))
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return whole tensors, in the first process; the others have a part in it."""
+        return tensors
+
+
+class Replicas(World):
+    """Several processes with the whole model each; gradients are averaged (DDP)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._objective: Any = None
+        self._parameters: list[nn.Parameter] = []
+        self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
+
+    def place(self, model: Model) -> Model:
+        """Bring it to this process's device, and let go of the one before."""
+        self.let_go()
+        return super().place(model)
+
+    def objective(self, model: Model) -> nn.Module:
+        """Return the `Objective` in DDP, anew where the model has other parameters than before."""
+        parameters = list(model.parameters())
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            from torch.nn.parallel import DistributedDataParallel
+
+            self._objective = DistributedDataParallel(Objective(model))
+            self._parameters = parameters
+        return self._objective
+
+    def reseed(self, seed: int, step: int) -> None:
+        """Seed by (seed, rank, step), so that a run that goes on drops what it would have."""
+        if not self.leads:
+            torch.manual_seed(hash((seed, self.rank, step)))
+
+    def summing(self, part: Part) -> AbstractContextManager[Any]:
+        """Exchange gradients in the last part only."""
+        return nullcontext() if part.last else self._objective.no_sync()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up in all processes."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Ask all processes."""
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def lead(self, act: Callable[[], T]) -> T:
+        """Run it in the first process and tell the others."""
+        told: list[Any] = [None, None]
+        if not self.leads:
+            dist.broadcast_object_list(told, device=torch.device("cpu"))
+            found, exit_code = told
+            if exit_code is not None:
+                self.part()
+                raise SystemExit(exit_code)
+            return found
+        try:
+            told[0] = act()
+        except Exception as error:
+            told = [None, getattr(error, "exit_code", 1)]
+            raise
+        finally:
+            dist.broadcast_object_list(told, device=torch.device("cpu"))
+        return told[0]
+
+    def after_first(self, make: Callable[[], T]) -> T:
+        """Make it in the first process, then in the others."""
+        made: list[T] = []
+        self.lead(lambda: made.append(make()))
+        return made[0] if self.leads else make()
+
+    def part(self) -> None:
+        """Let the first process have the last word: torchrun ends all when one has ended."""
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            dist.broadcast(self._word, 0)
+
+    def let_go(self) -> None:
+        """Free what holds on to the connections: freed last, they would wait for their threads.
+
+        Those may be waiting for Python, which that wait would block.
+        """
+        self._objective, self._parameters = None, []
+        gc.collect()
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process beside others."""
+    return LAUNCHED in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def require_launch(parallel: Parallel | None) -> None:
+    """Raise `UserError` for what cannot be run in parallel as this process was started."""
+    if LAUNCHED not in os.environ and parallel is not None:
+        raise UserError(
+            f"--parallel {parallel} is for several processes: torchrun --nproc-per-node N -m "
+            "tiedgpt train ..."
+        )
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if launched() and 0 < gpus < here:
+        raise UserError(
+            f"{here} processes and {gpus} GPUs: each needs one; give --nproc-per-node {gpus}, or "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+
+
+@contextlib.contextmanager
+def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
+    """Meet the other processes that torchrun has started, if it has, and leave with them.
+
+    Where the run fails in all of them, the first says so and the others end without a word.
+    """
+    if not launched():
+        yield World(device)
+        return
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    from tiedgpt.train.sharding import Shards
+
+    world = Shards(device) if parallel == "fsdp" else Replicas(device)
+    try:
+        with _said_once(world):
+            yield world
+        world.part()
+        world.let_go()
+        dist.destroy_process_group()
+    except BaseException as error:
+        found: BaseException | None = error
+        while found is not None:
+            traceback.clear_frames(found.__traceback__)
+            found = found.__context__
+        world.let_go()
+        raise
+
+
+@contextlib.contextmanager
+def _said_once(world: Replicas) -> Iterator[None]:
+    """Where a run fails in all processes, let the first say so and the others end with it."""
+    try:
+        yield
+    except DivergedError as error:  # which all have found
+        if world.leads:
+            raise
+        world.part()
+        raise SystemExit(error.exit_code) from None
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        if not world.leads:
+            raise SystemExit(TiedGPTError.exit_code) from None
+        raise TiedGPTError(
+            "another process of this run has ended; the same command goes on from the last "
+            "checkpoint"
+        ) from None

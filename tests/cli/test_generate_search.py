@@ -1,0 +1,92 @@
+"""`tiedgpt generate` with searches and forms."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.infer import Engine
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}}
+SCHEMA |= {"required": ["age"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    tokenizer = Tokenizer.train(['{"name": "the cat", "age": 12} the dog sat. ' * 3], 300)
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("model")
+    GPT(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def shown(capsys, directory, *flags):
+    arguments = ["generate", directory, "--prompt", "the", "--max-new-tokens", "30", *flags]
+    assert main(arguments) == 0
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--num-beams", "3"], {"num_beams": 3}),
+        (
+            ["--num-beams", "3", "--early-stopping", "never", "--length-penalty", "2"],
+            {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
+        ),
+        (["--penalty-alpha", "0.6", "--top-k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
+        (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1, "temperature": 0.8}),
+        (
+            ["--guidance-scale", "2", "--negative-prompt", "dog", "--temperature", "0"],
+            {"guidance_scale": 2.0, "negative_prompt": "dog", "temperature": 0},
+        ),
+    ],
+    ids=str,
+)
+def test_flags_mean_what_the_keywords_mean(directory, capsys, flags, options):
+    expected = Engine(directory).generate("the", max_new_tokens=30, **options)
+    assert (
+        json.loads(shown(capsys, directory, *flags, "--format", "json").out)["ids"] == expected.ids
+    )
+    assert shown(capsys, directory, *flags).out == f"the{expected.text}\n"
+
+
+def test_forms_are_kept(directory, capsys, tmp_path):
+    out, _ = shown(capsys, directory, "--regex", "(cat|dog){2}")
+    assert re.fullmatch("the(cat|dog){2}\n", out)
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    for schema in (json.dumps(SCHEMA), str(tmp_path / "schema.json")):
+        out, _ = shown(capsys, directory, "--json-schema", schema, "--num-beams", "2")
+        assert json.loads(out.removeprefix("the"))["age"] <= 99
+    (tmp_path / "ab.lark").write_text('start: "a" start "b" | "."')
+    out, _ = shown(capsys, directory, "--grammar", str(tmp_path / "ab.lark"), "--seed", "1")
+    a, b = out.removeprefix("the").strip().split(".")
+    assert (set(a) | {"a"}, set(b) | {"b"}, len(a)) == ({"a"}, {"b"}, len(b))
+
+
+def test_a_form_that_was_cut_off_is_told(directory, capsys):
+    out, err = shown(capsys, directory, "--regex", "(cat){40}")
+    assert out.startswith("thecatcat")
+    assert "cut off" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-beams", "3", "--temperature", "0.5"], "num_beams=3 and temperature=0.5"),
+        (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),
+        (["--grammar", "nowhere.lark"], "--grammar nowhere.lark"),
+        (["--regex", "("], "regex cannot be met"),
+    ],
+)
+def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
+    assert main(["generate", directory, "--prompt", "the", *flags]) == 1
+    assert message in capsys.readouterr().err

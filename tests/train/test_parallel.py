@@ -1,0 +1,327 @@
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.conftest import CPU
+from tests.train.trials import SERVER, left, metrics
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.train import run as train_command
+from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
+from tiedgpt.heads import SequenceClassifier
+from tiedgpt.text import Tokenizer
+from tiedgpt.train import objective as objective_module
+from tiedgpt.train.events import Ended, Stepped
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.parallel import World, joined, launched
+from tiedgpt.train.plan import Plan, recorded
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sharding import Shards
+from tiedgpt.train.step import train_step
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+
+PLAN = Plan(
+    steps=6, batch_size=5, micro_batch=1, optimizer="adamw", lr=1e-3, warmup=1, weight_decay=0.1,
+    grad_clip=0.1, dtype="fp32", seed=3, eval_every=4, eval_batches=2, save_every=2,
+)  # fmt: skip
+SHAPE = {
+    **{"vocab_size": 31, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    **{"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+}
+
+
+def as_process(rank, size, port, work, arguments):
+    """Be one of several processes that torchrun would have started."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    sys.exit(work(*arguments))
+
+
+def together(work, *arguments, size=2, act=lambda processes: None):
+    """Do work in several processes; return their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        SERVER.Process(target=as_process, args=(rank, size, port, work, arguments))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    act(processes)
+    for process in processes:
+        process.join(100)
+    return [process.exitcode for process in processes]
+
+
+def five_rows():
+    """Rows of which some have few targets."""
+    ids = np.random.default_rng(0).integers(0, 31, (5, 9))
+    targets = ids[:, 1:].copy()
+    targets[0, :6] = targets[3, 2:] = -100
+    return ids[:, :-1], targets
+
+
+def language_model():
+    return GPT(GPTConfig(**SHAPE, bias=False)), five_rows()
+
+
+def classifier():
+    model = SequenceClassifier(GPT(GPTConfig(**SHAPE, bias=False)), labels=["a", "b", "c"])
+    lengths, labels = np.array([8, 3, 5, 8, 1]), np.array([0, 1, 2, 1, 0])
+    return model, (five_rows()[0], lengths, labels)
+
+
+def three_steps(world, make):
+    """Return losses, norms, the first step's gradients and the weights after three steps."""
+    torch.manual_seed(7)
+    model, batch = make()
+    model = world.place(model)
+    rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
+    results, gradients = [], {}
+    for step in range(3):
+        results.append(train_step(model, rules, batch, PLAN, world))
+        if step == 0:
+            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+            gradients = dict(world.gather(found))
+    weights = {n: p.detach() for n, p in world.gather(dict(model.named_parameters())).items()}
+    losses, norms = ([getattr(r, name) for r in results] for name in ("loss", "grad_norm"))
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def exchanges(world):
+    """Return how often DDP exchanges gradients in a step of three parts."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    count = []
+    model, batch = language_model()
+    world.place(model)
+    world.objective(model).register_comm_hook(
+        None, lambda state, bucket: (count.append(1), allreduce_hook(None, bucket))[1]
+    )
+    train_step(model, [], batch, PLAN, world)
+    train_step(model, [], batch, PLAN, world)
+    return len(count)
+
+
+def skipped(world):
+    """Return whether weights stay where the loss is not finite in the last process alone."""
+    torch.manual_seed(7)
+    model, batch = language_model()
+    world.place(model)
+    rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    terms = objective_module.loss_terms
+    if not world.leads:
+        objective_module.loss_terms = lambda *a: tuple(t * float("nan") for t in terms(*a))
+    try:
+        train_step(model, rules, batch, PLAN, world)
+    except DivergedError:
+        same = (bool((before[name] == p).all()) for name, p in model.named_parameters())
+        return all([*same])
+    finally:
+        objective_module.loss_terms = terms
+    return False
+
+
+def muon(world):
+    """Return matrices after Muon on parts, and after Muon on the same matrices whole."""
+    found = []
+    for place in (world, World(CPU)):
+        torch.manual_seed(7)
+        model = place.place(GPT(GPTConfig(**SHAPE)))
+        groups = parameter_groups(model, matrices="muon", weight_decay=0.1)
+        rules = place.optimizers(optimizers(groups, lr=1e-2))
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * 0.5 + 0.01
+            for rule in rules:
+                rule.step()
+        found.append(dict(place.gather(dict(model.named_parameters()))))
+    return [{name: p.detach() for name, p in weights.items()} for weights in found]
+
+
+def do_steps(path):
+    with joined("ddp", CPU) as replicas:
+        found = {}
+        for kind, world in (("ddp", replicas), ("fsdp", Shards(CPU))):
+            found[f"{kind} lm"] = three_steps(world, language_model)
+            found[f"{kind} classify"] = three_steps(world, classifier)
+            found[f"{kind} skipped"] = skipped(world)
+            if kind == "ddp":
+                found["exchanges"] = exchanges(world)
+            else:
+                found["muon"] = muon(world)
+            world.let_go()
+        torch.save(found, f"{path}-{replicas.rank}")
+    return 0
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
+    path = tmp_path_factory.mktemp("steps") / "found"
+    assert together(do_steps, path) == [0, 0]
+    return torch.load(f"{path}-0"), torch.load(f"{path}-1")
+
+
+@pytest.mark.parametrize("make", [language_model, classifier])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_with_uneven_shares_in_parts_step_as_one_process(stepped, kind, make):
+    here = three_steps(World(CPU), make)
+    what = "lm" if make is language_model else "classify"
+    there = stepped[0][f"{kind} {what}"]
+    torch.testing.assert_close(there["losses"], here["losses"], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(there["norms"], here["norms"], atol=1e-6, rtol=1e-6)
+    assert there["losses"] == stepped[1][f"{kind} {what}"]["losses"]  # agreed, bit for bit
+    for name in here["weights"]:
+        for part in ("gradients", "weights"):
+            torch.testing.assert_close(
+                there[part][name], here[part][name], atol=1e-6, rtol=0, msg=f"{part} of {name}"
+            )
+
+
+def test_gradients_are_exchanged_once_a_step(stepped):
+    assert stepped[0]["exchanges"] == 2  # in two steps of three parts each
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_skip_a_step_that_is_not_finite_in_one(stepped, kind):
+    assert [found[f"{kind} skipped"] for found in stepped] == [True, True]
+
+
+def test_muon_on_parts_updates_each_matrix_as_a_whole(stepped):
+    parts, whole = stepped[0]["muon"]
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def go_on(path, kind, stop_after):
+    """Train the run at `path` up to a step, in however many processes there are."""
+    run = RunDirectory(path)
+    with joined(kind, CPU) as world:
+        config, plan = recorded(run.read_record())
+        task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
+        done = [0]
+        events = train(
+            run, task, plan, CPU, world=world, stop_requested=lambda: done[0] == stop_after
+        )
+        for event in events:
+            if isinstance(event, Stepped):
+                done[0] = event.step
+        assert isinstance(event, Ended)
+    return 0 if event.finished else EXIT_INTERRUPTED
+
+
+def planned(ready, name, **changes):
+    """Copy the run that is ready, with another plan."""
+    path = shutil.copytree(ready, ready.with_name(name))
+    run = RunDirectory(path)
+    tables = run.read_record()
+    config, plan = recorded(tables)
+    if not changes.pop("dropout", True):
+        config = dataclasses.replace(config, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    run.write_record(tables | record_of(tables, config, dataclasses.replace(plan, **changes)))
+    return path
+
+
+def record_of(tables, config, plan):
+    return {"model": vars(config), "training": vars(plan)}
+
+
+def newest_weights(path):
+    file = SafetensorsFile.open(
+        sorted((path / "checkpoints").glob("step-*"))[-1] / "model.safetensors"
+    )
+    return {name: file.read(name) for name in file.entries}
+
+
+def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
+    plain = {"dropout": False, "batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
+    one, fewer, more = (planned(ready, name, **plain) for name in ("one", "fewer", "more"))
+    assert go_on(one, None, None) == 0
+    assert together(go_on, fewer, "fsdp", 3) == [EXIT_INTERRUPTED] * 2
+    assert go_on(fewer, None, None) == 0
+    assert go_on(more, None, 3) == EXIT_INTERRUPTED
+    assert together(go_on, more, "ddp", None) == [0, 0]
+    for path in (fewer, more):
+        for here, there in zip(metrics(one), metrics(path), strict=True):
+            assert here["step"] == there["step"]
+            if "loss" in here:
+                assert there["loss"] == pytest.approx(here["loss"], abs=2e-6)
+            if "val_loss" in here:
+                assert there["val_loss"] == pytest.approx(here["val_loss"], abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
+    whole, parts = planned(ready, "all"), planned(ready, "parts")
+    assert together(go_on, whole, kind, None) == [0, 0]
+    assert together(go_on, parts, kind, 3) == [EXIT_INTERRUPTED] * 2
+    assert together(go_on, parts, kind, None) == [0, 0]
+    assert left(whole) == left(parts)
+
+
+def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_file):
+    assert not launched()
+    with pytest.raises(UserError, match="torchrun --nproc-per-node"):
+        train_command([str(text_file), "--parallel", "fsdp", "--out", str(tmp_path / "run")])
+    world = World(CPU)
+    world.size = 6
+    with pytest.raises(UserError, match="a batch of 5 rows for 6 processes"):
+        world.require_work(PLAN)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--find-lr is for one process"):
+        train_command([str(text_file), "--find-lr"])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:  # the first process says it
+        train_command([str(text_file), "--size", "huge"])
+    assert ended.value.code == 1
+
+
+def torchrun(*arguments):
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tiedgpt", "train")
+    return subprocess.Popen(
+        [sys.executable, *command, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_under_torchrun_speaks_once_stops_on_a_signal_and_goes_on(tmp_path, text_file):
+    run = tmp_path / "run"
+    options = (
+        *(text_file, "--out", run, "--size", "tiny", "--tokenizer", "char", "--context", "16"),
+        *("--steps", "400", "--batch-size", "3", "--dtype", "fp32", "--parallel", "fsdp"),
+    )
+    process = torchrun(*options)
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert said.count("stopped and saved after step") == 1
+    assert not RunDirectory(run).finished()
+    out, said = torchrun(*options).communicate(timeout=200)
+    assert said.count("going on after step") == 1 and out.count("validation loss") == 1
+    assert RunDirectory(run).finished()
+    process = torchrun(text_file, "--out", tmp_path / "none", "--batch-size", "1", "--steps", "2")
+    _, said = process.communicate(timeout=60)
+    assert said.count("a batch of 1 rows for 2 processes") == 1
+    assert "RuntimeError" not in said and not Path(tmp_path / "none").exists()

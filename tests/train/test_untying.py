@@ -1,0 +1,193 @@
+"""A model that is tied at first, and gets a head of its own on the way."""
+
+import dataclasses
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.conftest import CPU
+from tests.train.trials import metrics
+from tiedgpt import GPT
+from tiedgpt.cli.main import main
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.train import Arguments
+from tiedgpt.errors import UserError
+from tiedgpt.train.card import command
+from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import Stepped, Untied
+from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.loop import train
+from tiedgpt.train.planning import make_plan
+from tiedgpt.train.step import train_step
+from tiedgpt.train.untying import arranged, untie_in_training
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+
+
+@pytest.fixture
+def untying(plan):
+    """Untied after three of six steps, which lies between two checkpoints."""
+    return dataclasses.replace(plan, untie_at=3)
+
+
+@pytest.fixture
+def task(new_run, config):
+    run, tokenizer = new_run("text")
+    return LanguageModelling(run, config, tokenizer)
+
+
+def go(run, task, plan, stop_after=None):
+    stop, events = [False], []
+    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
+        events.append(event)
+        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
+    return events
+
+
+def tensors(run):
+    return sorted(
+        SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors").names()
+    )
+
+
+def sums(run):
+    return json.loads((checkpoints(run.checkpoints)[-1] / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, rule):
+    plan = dataclasses.replace(untying, optimizer=rule)
+    model = task.build().train()
+    _, rules = arranged(model, plan, 0)
+    batch_of = task.batches(plan)
+    for step in range(3):
+        train_step(model, rules, batch_of(step), plan)
+    ids = torch.from_numpy(batch_of(3)[0])
+    held = {name: p for name, p in model.named_parameters()}
+    before = {n: dict(r.state[p]) for n, p in held.items() for r in rules if p in r.state}
+    tied = model(ids)
+    groups, made = untie_in_training(model, rules, plan)
+    assert torch.equal(model(ids), tied)
+    assert model.head.weight is not model.wte.weight and not model.config.tie_word_embeddings
+    after = {n: r.state[p] for n, p in model.named_parameters() for r in made if p in r.state}
+    assert set(after) == {*before, "head.weight"}
+    for name, state in after.items():
+        there = before["wte.weight" if name == "head.weight" else name]
+        assert set(state) == set(there)
+        assert all(torch.equal(state[key], there[key]) for key in there), name
+    assert int(after["head.weight"]["step"]) == 3
+    one, other = after["head.weight"]["exp_avg"], after["wte.weight"]["exp_avg"]
+    assert one.data_ptr() != other.data_ptr()
+    names = [str(group) for group in groups]
+    assert names[0].startswith("W, which reads:") and names[1].startswith("head:")
+
+
+def test_before_the_switch_all_is_as_in_a_tied_run_and_so_is_the_loss_after_it(
+    new_run, task, plan, untying
+):
+    tied, untied = new_run("tied")[0], new_run("untied")[0]
+    go(tied, task, plan)
+    events = go(untied, task, untying)
+    assert [event.step for event in events if isinstance(event, Untied)] == [3]
+    losses = [[m["loss"] for m in metrics(run.path) if "loss" in m] for run in (tied, untied)]
+    assert losses[0][:4] == losses[1][:4] and losses[0][5] != losses[1][5]
+    (line,) = (line for line in metrics(untied.path) if "untied" in line)
+    assert line["step"] == 4
+
+
+@pytest.mark.parametrize("stops", [[1], [2], [3], [4], [3, 4, 5]])
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_stopped_before_at_or_after_the_switch_it_ends_as_if_it_never_had(
+    new_run, config, task, untying, stops, rule
+):
+    plan = dataclasses.replace(untying, optimizer=rule)
+    config = dataclasses.replace(config, embd_pdrop=0.1)
+    task.config = config
+    whole, parts = new_run("whole")[0], new_run("parts")[0]
+    go(whole, task, plan)
+    for stop in stops:
+        assert go(parts, task, plan, stop)[-1].step == stop
+        published = GPT.from_pretrained(parts.model)
+        assert (published.head is None) == (stop <= 3) == published.config.tie_word_embeddings
+    torch.manual_seed(99)
+    go(parts, task, plan)
+    assert sums(whole) == sums(parts) and metrics(whole.path) == metrics(parts.path)
+
+
+def test_the_published_model_is_untied_and_says_so(new_run, task, untying):
+    run = new_run()[0]
+    go(run, task, untying)
+    assert json.loads((run.model / "config.json").read_text())["tie_word_embeddings"] is False
+    model = GPT.from_pretrained(run.model)
+    assert model.head is not None and not torch.equal(model.head.weight, model.wte.weight)
+
+
+def test_a_damaged_untied_checkpoint_is_passed_over_for_a_tied_one(new_run, task, untying):
+    whole, run = new_run("whole")[0], new_run()[0]
+    go(whole, task, untying)
+    go(run, task, untying, stop_after=4)
+    newest = checkpoints(run.checkpoints)[-1] / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    events = go(run, task, untying)
+    assert events[0].step == 2 and "damaged" in events[0].notes[0]
+    assert sums(run) == sums(whole) and metrics(run.path) == metrics(whole.path)
+
+
+def test_the_best_weights_may_be_tied_ones(new_run, task, untying, monkeypatch):
+    losses = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    evaluate = task.evaluate
+
+    def worse(model, plan, n_batches=None):
+        score = evaluate(model, plan, n_batches)
+        return score if n_batches is None else dataclasses.replace(score, nats=next(losses))
+
+    monkeypatch.setattr(task, "evaluate", worse)
+    run = new_run()[0]
+    plan = dataclasses.replace(untying, eval_every=1, patience=4)
+    go(run, task, plan)
+    assert GPT.from_pretrained(run.model).head is None
+    other = new_run("other")[0]
+    losses = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    go(other, task, dataclasses.replace(plan, patience=None))
+    assert GPT.from_pretrained(other.model).head is not None
+    assert GPT.from_pretrained(other.best).head is None
+
+
+def test_an_untied_model_cannot_be_untied(new_run, config, options):
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, dataclasses.replace(config, tie_word_embeddings=False), tokenizer)
+    with pytest.raises(UserError, match="a head of its own already"):
+        make_plan(dataclasses.replace(options, untie_at=0.5), task, CPU)
+
+
+def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_path, capsys):
+    asked = ["--size", "tiny", "--tokenizer", "char", "--context", "32", "--steps", "10"]
+    asked += ["--untie-at", "0.4", "--schedule", "wsd", "--cooldown", "0.3", "--batch-size", "4"]
+    asked += ["--batch-warmup", "0.5", "--length-warmup", "0.2", "--width", "64"]
+    out = tmp_path / "run"
+    assert main(["train", str(text_file), *asked, "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "untied after 4 steps" in said.err and "step      4  untied: a head" in said.err
+    assert "reads and another predicts" in said.out
+    record = tomllib.loads((out / "run.toml").read_text())
+    assert record["training"]["untie_at"] == 4 and record["options"]["untie_at"] == 0.4
+    card = (out / "model" / "README.md").read_text()
+    assert "**Untied** after 4 steps" in card and "| cooldown | 3 |" in card
+    again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
+    for name in ("untie_at", "schedule", "cooldown", "batch_warmup", "length_warmup", "width"):
+        assert getattr(again, name) == record["options"][name], name
+
+
+def test_a_fork_of_an_untied_run_is_untied(text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = ["--size", "tiny", "--tokenizer", "char", "--context", "16", "--steps", "4"]
+    assert main(["train", str(text_file), *shape, "--untie-at", "0.5", "--out", "one"]) == 0
+    fork = ["train", str(text_file), "--fork", "one", "--steps", "2"]
+    assert main([*fork, "--out", "two"]) == 0
+    record = tomllib.loads(Path("two/run.toml").read_text())
+    assert record["model"]["tie_word_embeddings"] is False
+    assert GPT.from_pretrained("two/model").head is not None
+    assert main([*fork, "--untie-at", "0.5", "--out", "three"]) == 1
