@@ -8,7 +8,7 @@ from tiedgpt.infer.torch_session import TorchRunner
 
 
 def contrastive_by_the_equation(model, ids, *, top_k, alpha, n, adjust=None):
-    """Su et al. 2022, equation 5, each candidate read from the start, without a cache."""
+    """The rule of Su et al. 2022, each candidate read from the start, without a cache."""
     ids = list(ids)
     for _ in range(n):
         with torch.no_grad():

@@ -223,7 +223,7 @@ class Display:
 
     def _samples(self, out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
         """Show two texts that the model wrote; return its config."""
-        engine = Engine(directory.model)
+        engine = Engine(directory.model, backend="torch")
         config = engine.model.config
         for number, begin in enumerate(("", prompt)):
             start = [config.bos_token_id or 0]

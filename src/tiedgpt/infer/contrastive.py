@@ -1,6 +1,6 @@
 """Contrastive search: of the likeliest tokens, the one least like what came before.
 
-Su et al. 2022, "A Contrastive Framework for Neural Text Generation" (arXiv 2202.06417), eq. 5:
+Su et al. 2022, "A Contrastive Framework for Neural Text Generation" (arXiv 2202.06417):
 
     x_t = argmax over v in the k likeliest of (1 - alpha) P(v | x_<t) - alpha max_j s(h_v, h_x_j)
 

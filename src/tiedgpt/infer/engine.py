@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 class Engine:
     """Generates with a model and, for text, its tokenizer.
 
-    `precision`: "auto" is the model's own; "fp32", "bf16" and "fp16" convert (a model that was
-    given is copied, not changed). A source is put on the GPU where there is one; `resolve` and
-    `config` (such as n_head) say what its file does not, as in `GPT.from_pretrained`.
+    `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert (a
+    model that was given is copied, not changed). A source is put on the GPU where there is one;
+    `resolve` and `config` (such as n_head) say what its file does not, as in `GPT.from_pretrained`.
+
+    `backend`: "torch", or "kernels", our own for CPUs, over weights packed for them; they compute
+    int8 and int4, too, and take some ten seconds to be compiled the first time. "auto" takes them
+    for packed directories, for int8 and int4, and on a CPU for a source of 5 million parameters or
+    more; torch else.
     """
 
     def __init__(
@@ -39,12 +44,18 @@ class Engine:
         model_or_source: GPT | str | os.PathLike[str],
         precision: str = "auto",
         *,
+        backend: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         resolve: str | None = None,
         **config: Any,
     ) -> None:
         opened = runner_for(
-            model_or_source, precision, tokenizer=tokenizer, resolve=resolve, **config
+            model_or_source,
+            precision,
+            backend=backend,
+            tokenizer=tokenizer,
+            resolve=resolve,
+            **config,
         )
         self.runner = opened.runner
         self.tokenizer = opened.tokenizer
@@ -57,6 +68,11 @@ class Engine:
         if model is None:
             raise UserError(f"{type(self.runner).__name__} has no torch model")
         return cast("GPT", model)
+
+    @property
+    def backend(self) -> str:
+        """What computes: "torch" or "kernels"."""
+        return "torch" if hasattr(self.runner, "model") else "kernels"
 
     @overload
     def generate(  # type: ignore[overload-overlap]

@@ -1,6 +1,6 @@
 """Classifier-free guidance: away from how another prompt, the negative one, would go on.
 
-Sanchez et al. 2023, "Stay on topic with Classifier-Free Guidance" (arXiv 2306.17806), eq. 7:
+Sanchez et al. 2023, "Stay on topic with Classifier-Free Guidance" (arXiv 2306.17806):
 
     log P'(x | prompt) = log P(x | negative) + scale (log P(x | prompt) - log P(x | negative))
 

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.packed.file import find_packed
+from tiedgpt.weights.packed.panels import Form
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+QUANTIZED = ("int8", "int4")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", *QUANTIZED)
+BACKENDS = ("auto", "torch", "kernels")
+LARGE = 5_000_000
+"""Parameters from which a model is worth waiting for its kernels to be compiled, once a machine."""
+FORM_OF: dict[str, Form] = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp32",
+}
+"""What holds weights of a type exactly."""
 MAX_PADDING = 1024
 """Rows that a vocabulary is padded by, at the most, to a round number."""
 
@@ -35,28 +48,39 @@ def runner_for(
     model_or_source: GPT | str | os.PathLike[str],
     precision: str = "auto",
     *,
+    backend: str = "auto",
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     resolve: str | None = None,
     **config: Any,
 ) -> Opened:
     """Return what computes a model; see `Engine` for the arguments and for what is raised."""
-    if precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
+    _check_choices(precision, backend)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
     notes: tuple[str, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
-        runner, notes = _from_source(model_or_source, precision, resolve=resolve, **config)
+        runner, notes = _from_source(model_or_source, precision, backend, resolve=resolve, **config)
         tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
     else:
-        runner = _from_model(model_or_source, precision)
+        runner = _from_model(model_or_source, precision, backend)
     return Opened(runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size))
 
 
-def _from_model(model: GPT, precision: str) -> Runner:
-    """Return a runner of a model, copied where its precision is another."""
+def _check_choices(precision: str, backend: str) -> None:
+    if precision not in PRECISIONS:
+        raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
+    if backend not in BACKENDS:
+        raise UserError(f"backend={backend!r} is none of {', '.join(BACKENDS)}")
+    if backend == "torch" and precision in QUANTIZED:
+        raise UserError(f"torch does not compute {precision}: backend='kernels' does, on the CPU")
+    if backend == "kernels" and precision == "fp16":
+        raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
+
+
+def _from_model(model: GPT, precision: str, backend: str) -> Runner:
+    """Return a runner of a model, or of a copy where precision or backend ask for one."""
     import copy
 
     from tiedgpt.core.model import GPT
@@ -64,6 +88,9 @@ def _from_model(model: GPT, precision: str) -> Runner:
 
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
+    if backend == "kernels" or precision in QUANTIZED:
+        _require_cpu(model.wte.weight.is_cuda, precision, backend)
+        return _packed(model, _form(model, precision))
     dtype = DTYPES[precision]
     if dtype not in (None, model.wte.weight.dtype):
         model = copy.deepcopy(model).to(dtype)
@@ -71,17 +98,80 @@ def _from_model(model: GPT, precision: str) -> Runner:
 
 
 def _from_source(
-    source: str | os.PathLike[str], precision: str, *, resolve: str | None, **config: Any
+    source: str | os.PathLike[str],
+    precision: str,
+    backend: str,
+    *,
+    resolve: str | None,
+    **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return a runner of what is loaded, on the GPU where there is one, and notes."""
+    packed = find_packed(source)
+    if packed is not None and backend != "torch":
+        if resolve is not None or config:
+            raise UserError(f"{packed} says all itself: resolve and config are for other sources")
+        return _from_packed(packed, precision), ()
     import torch
 
     from tiedgpt.infer.torch_session import DTYPES, TorchRunner
     from tiedgpt.weights.load import load
 
-    loaded = load(source, dtype=DTYPES[precision], resolve=resolve, **config)
-    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    if precision in QUANTIZED:
+        _require_cpu(gpu, precision, backend)
+    loaded = load(source, dtype=DTYPES.get(precision), resolve=resolve, **config)
+    chosen = backend == "auto" and not gpu and _is_for_kernels(loaded.model, precision)
+    if chosen or backend == "kernels":
+        return _packed(loaded.model, _form(loaded.model, precision)), loaded.notes
+    loaded.model.to("cuda" if gpu else "cpu")
     return TorchRunner(loaded.model), loaded.notes
+
+
+def _from_packed(directory: Path, precision: str) -> Runner:
+    """Return a runner of a packed directory, which is mapped, not read."""
+    from tiedgpt.infer.packed_session import PackedRunner
+    from tiedgpt.weights.packed.file import open_packed
+
+    model = open_packed(directory)
+    if precision not in ("auto", model.precision):
+        raise UserError(
+            f"{directory} is packed in {model.precision}, not {precision}: pack the model that it "
+            f"was made of with --precision {precision}"
+        )
+    return PackedRunner(model)
+
+
+def _require_cpu(gpu: bool, precision: str, backend: str) -> None:
+    if gpu and backend == "auto":
+        raise UserError(
+            f"{precision} is computed on CPUs only: take bf16 on the GPU, or backend='kernels' "
+            "(--backend kernels) for the CPU"
+        )
+
+
+def _is_for_kernels(model: GPT, precision: str) -> bool:
+    """Whether kernels compute a model on a CPU where nobody says what shall."""
+    from tiedgpt.weights.packed.gpt import is_plain
+
+    if precision in QUANTIZED:
+        return True
+    if precision == "fp16" or str(model.wte.weight.dtype) not in FORM_OF:
+        return False
+    return model.config.parameter_count() >= LARGE and is_plain(model)
+
+
+def _form(model: GPT, precision: str) -> Form:
+    """Return the form of weights for a precision; of "auto", the one that holds the model's own."""
+    if precision == "auto":
+        return FORM_OF.get(str(model.wte.weight.dtype), "fp32")
+    return cast(Form, precision)
+
+
+def _packed(model: GPT, form: Form) -> Runner:
+    from tiedgpt.infer.packed_session import PackedRunner
+    from tiedgpt.weights.packed.gpt import pack_gpt
+
+    return PackedRunner(pack_gpt(model, form))
 
 
 def _compared(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:

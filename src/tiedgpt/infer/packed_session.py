@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.errors import NoRoomError
+from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.kernels.arithmetic import ACTIVATIONS
 from tiedgpt.infer.kernels.crew import Crew, default_threads
 from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
-from tiedgpt.infer.session import Scores
+from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.session import Scores, check_length, check_read
 from tiedgpt.weights.packed.model import PackedModel
 from tiedgpt.weights.packed.panels import padded
 
@@ -26,14 +28,21 @@ class PackedRunner:
     """A packed model, ready to read."""
 
     def __init__(self, model: PackedModel, *, threads: int | None = None) -> None:
-        self.model = model
-        self.config = model.config
         self.threads = default_threads() if threads is None else threads
+        if self.threads < 1:
+            raise UserError(f"threads={threads} is no number of threads")
+        self.packed = model
+        self.config = model.config
         self._weights = _weights(model)
 
     def session(self, *, slots: int, capacity: int) -> PackedSession:
-        """Allocate room for `slots` sequences of up to `capacity` positions each."""
-        return PackedSession(self.model, self._weights, slots, capacity, self.threads)
+        """Allocate room for `slots` sequences of up to `capacity` positions; see `Runner`."""
+        if slots < 1 or not 1 <= capacity <= self.config.n_positions:
+            raise UserError(
+                f"{slots} slots of {capacity} positions: at least one of 1 to "
+                f"{self.config.n_positions} is possible"
+            )
+        return PackedSession(self.packed, self._weights, slots, capacity, self.threads)
 
 
 class PackedSession:
@@ -42,24 +51,11 @@ class PackedSession:
     def __init__(
         self, model: PackedModel, weights: Weights, slots: int, capacity: int, threads: int
     ) -> None:
+        self._cache = _cache(model, slots, capacity)
         self.config, self.slots, self.capacity = model.config, slots, capacity
         self.lengths = [0] * slots
         self._weights = weights
-        config, room = model.config, padded(capacity)
-        size = padded(config.head_dim)
-        heads = (config.n_layer, slots, config.n_head)
-        dtype = CACHE_DTYPES[model.precision]
-        try:
-            scaled = (*heads, room if dtype == np.int8 else 0)
-            self._cache = Cache(
-                np.zeros((*heads, room // LANES, size, LANES), dtype),
-                np.zeros((*heads, room, size), dtype),
-                np.zeros(scaled, np.float32),
-                np.zeros(scaled, np.float32),
-            )
-        except MemoryError:
-            raise NoRoomError(f"{slots} slots of {capacity} positions do not fit") from None
-        self._crew = Crew(config.n_layer, threads)
+        self._crew = Crew(model.config.n_layer, threads)
         self._form = np.dtype({"fp32": np.float32, "bf16": np.uint16}.get(model.precision, np.int8))
         self._buffers: Buffers | None = None
 
@@ -72,39 +68,37 @@ class PackedSession:
         states: bool = False,
     ) -> list[Scores]:
         """Append ids to slots; see `session.Session.read`."""
-        found: list[list[tuple[NDArray[Any], NDArray[Any]]]] = [[] for _ in slots]
+        check_read(self, slots, ids)
+        self._check_ids(ids)
+        parts: list[list[Scores]] = [[] for _ in slots]
         rest = [list(some) for some in ids]
+        v, d = self.config.vocab_size, self.config.n_embd
         while any(rest):
             call, owners = self._next_call(slots, rest, every)
             buffers = self._room(len(call.ids), max(1, len(call.wanted)))
             self._crew.run(self._weights, buffers, self._cache, call)
-            for row, owner in enumerate(owners):
-                found[owner].append((buffers.scores[row], buffers.states[row]))
-            if owners:
-                self._buffers = self._buffers and self._keep(found, owners)
-        v, d = self.config.vocab_size, self.config.n_embd
-        return [
-            Scores(
-                np.stack([scores[:v] for scores, _ in rows]),
-                np.stack([state[:d] for _, state in rows]) if states else None,
-            )
-            for rows in found
-        ]
+            for owner, first, end in owners:
+                given = buffers.states[first:end, :d].copy() if states else None
+                parts[owner].append(Scores(buffers.scores[first:end, :v].copy(), given))
+        return [_joined(each) for each in parts]
 
-    def _keep(self, found: Any, owners: Any) -> Any:
-        for rows in found:
-            rows[:] = [(s.copy(), h.copy()) for s, h in rows]
-        return self._buffers
+    def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
+        """Raise `UserError` for what is no row of W: kernels check nothing."""
+        for new in ids:
+            for wrong in (min(new), max(new)):
+                if not 0 <= wrong < self.config.vocab_size:
+                    raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
     def _next_call(
         self, slots: Sequence[int], rest: list[list[int]], every: bool
-    ) -> tuple[Call, list[int]]:
+    ) -> tuple[Call, list[tuple[int, int, int]]]:
+        """Take what is read at once; return also whose scores are in which rows."""
         tokens: list[int] = []
         where: list[int] = []
         positions: list[int] = []
         runs: list[tuple[int, int]] = []
         wanted: list[int] = []
-        owners: list[int] = []
+        owners: list[tuple[int, int, int]] = []
         for number, slot in enumerate(slots):
             some = rest[number][: AT_ONCE - len(tokens)]
             if not some:
@@ -116,12 +110,13 @@ class PackedSession:
             positions += range(length, length + len(some))
             runs.append((begin, len(tokens)))
             self.lengths[slot] = length + len(some)
+            before = len(wanted)
             if every:
                 wanted += range(begin, len(tokens))
-                owners += [number] * len(some)
             elif not rest[number]:
                 wanted.append(len(tokens) - 1)
-                owners.append(number)
+            if len(wanted) > before:
+                owners.append((number, before, len(wanted)))
         arrays = (tokens, where, positions, runs, wanted)
         return Call(*(np.array(values, np.int64) for values in arrays)), owners
 
@@ -130,6 +125,8 @@ class PackedSession:
         old = self._buffers
         if old is not None and len(old.h) >= tokens and len(old.scores) >= wanted:
             return old
+        if old is not None:
+            tokens, wanted = max(tokens, len(old.h)), max(wanted, len(old.scores))
         config, form = self.config, self._form
         k, inner = padded(config.n_embd), padded(config.inner_dim)
         f32 = np.float32
@@ -150,11 +147,14 @@ class PackedSession:
         return self._buffers
 
     def cut(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot."""
-        self.lengths[slot] = length
+        """Forget all but the first `length` positions of a slot; what it has not is not made."""
+        check_length(self, slot, length)
+        self.lengths[slot] = min(length, self.lengths[slot])
 
     def copy(self, source: int, target: int) -> None:
         """Let `target` hold what `source` holds."""
+        check_length(self, source, 0)
+        check_length(self, target, 0)
         n = padded(self.lengths[source])
         c = self._cache
         c.keys[:, target, :, : n // LANES] = c.keys[:, source, :, : n // LANES]
@@ -163,9 +163,45 @@ class PackedSession:
         self.lengths[target] = self.lengths[source]
 
 
+def _joined(parts: list[Scores]) -> Scores:
+    if len(parts) == 1:
+        return parts[0]
+    given = [part.states for part in parts if part.states is not None]
+    logits = np.concatenate([part.logits for part in parts])
+    return Scores(logits, np.concatenate(given) if given else None)
+
+
+def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
+    """Allocate keys, values and their scales; raise `NoRoomError` before, where they do not fit."""
+    config, room = model.config, padded(capacity)
+    size, dtype = padded(config.head_dim), np.dtype(CACHE_DTYPES[model.precision])
+    heads = (config.n_layer, slots, config.n_head)
+    scaled = (*heads, room if dtype == np.int8 else 0)
+    n_bytes = 2 * math.prod(heads) * room * size * dtype.itemsize + 8 * math.prod(scaled)
+    what = f"a cache of {slots} sequences of {capacity} tokens"
+    require_memory(n_bytes, what)
+    try:
+        return Cache(
+            np.zeros((*heads, room // LANES, size, LANES), dtype),
+            np.zeros((*heads, room, size), dtype),
+            np.zeros(scaled, np.float32),
+            np.zeros(scaled, np.float32),
+        )
+    except MemoryError:
+        raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def _weights(model: PackedModel) -> Weights:
-    config, a = model.config, model.arrays
-    none = np.zeros(padded(config.vocab_size), np.float32)
+    """Return a model's arrays as kernels take them, read-only: one type, and one compilation."""
+    config = model.config
+    a = {name: _read_only(array) for name, array in model.arrays.items()}
+    none = _read_only(np.zeros(padded(config.vocab_size), np.float32))
     wte = Matrix(a["wte.weights"], a["wte.scales"], none)
     tied = config.tie_word_embeddings
     head = wte if tied else Matrix(a["head.weights"], a["head.scales"], a["head.bias"])
@@ -183,9 +219,7 @@ def _weights(model: PackedModel) -> Weights:
         mlp_proj=stack("mlp_proj"),
         norms=a["norms"],
         ln_f=a["ln_f"],
-        windows=np.array(
-            [config.window(layer) or 0 for layer in range(config.n_layer)], np.int64
-        ),
+        windows=np.array([config.window(layer) or 0 for layer in range(config.n_layer)], np.int64),
         epsilon=np.float32(config.layer_norm_epsilon),
         n_embd=config.n_embd,
         n_head=config.n_head,

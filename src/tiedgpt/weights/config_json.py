@@ -13,7 +13,7 @@ from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.names import GPT2, MODEL_TYPES, TIEDGPT, ModelType, model_type_of
+from tiedgpt.weights.names import GPT2, MODEL_TYPES, PACKED, TIEDGPT, ModelType, model_type_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -83,7 +83,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def _fields_of(model_type: ModelType) -> tuple[str, ...]:
     """Return the fields that its config.json can hold; transformers' classes ignore `bias`."""
-    if model_type is TIEDGPT:
+    if model_type in (TIEDGPT, PACKED):
         return FIELDS
     return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
 
@@ -114,12 +114,15 @@ def drop_foreign_ids(fields: dict[str, Any]) -> None:
         )
 
 
-def config_json(config: GPTConfig, foreign: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def config_json(
+    config: GPTConfig, foreign: Mapping[str, Any], dtype: str, model_type: ModelType | None = None
+) -> dict[str, Any]:
     """Return the config.json under which transformers builds the same model.
 
-    What no class of transformers computes is described under our own `model_type`.
+    What no class of transformers computes is described under our own `model_type`, as is what
+    `model_type` names.
     """
-    model_type = model_type_of(config)
+    model_type = model_type or model_type_of(config)
     values = {
         name: value for name, value in asdict(config).items() if name in _fields_of(model_type)
     }

@@ -29,51 +29,11 @@ from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT
 from tiedgpt.weights.opening import open_inventory
 from tiedgpt.weights.save import save_model, write_description
 from tiedgpt.weights.stored import Inventory, by_storage
+from tiedgpt.weights.targets import DTYPES, TARGETS, TOLERANCES, Target, choose, require_place
 
-TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2}
-"""Root mean square of the logits' differences over that of the logits, by the precision written."""
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PRECISION_OF = {dtype: name for name, dtype in DTYPES.items()}
 HEADERS_AND_VOCABULARY = 16 << 20
 """Bytes beside tensors that a file of a small model may well have."""
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
-
-
-@dataclass(frozen=True)
-class Target:
-    """A format that can be written."""
-
-    precisions: tuple[str, ...]
-    suffix: str = ""
-    """Of a file; "": a directory is written."""
-    bundled: str = ""
-    """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
-    holds_tokenizer: bool = False
-    options: tuple[str, ...] = ()
-
-    def is_directory(self, path: Path) -> bool:
-        """Whether a directory is written at `path`."""
-        return not self.suffix or (bool(self.bundled) and path.suffix != self.suffix)
-
-
-TARGETS = {
-    "transformers": Target(
-        ("fp32", "fp16", "bf16"),
-        holds_tokenizer=True,
-    ),
-    "gguf": Target(
-        ("fp32", "fp16", "bf16", "q8_0"),
-        suffix=".gguf", holds_tokenizer=True, options=("duplicate_head", "approximate_gelu"),
-    ),
-    "onnx": Target(
-        ("fp32", "fp16", "bf16"),
-        suffix=".onnx", bundled="model.onnx",
-    ),
-    "nanogpt": Target(
-        ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
-    ),
-    "llmc": Target(("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,7 +74,7 @@ def convert(
     `UserError`, before anything is written, for what the format cannot express or where `path` is
     taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
     """
-    target, precision = _target(to, precision, loaded.model)
+    target, precision = choose(to, precision, loaded.model.wte.weight.dtype)
     require_place(path, to, overwrite=overwrite)
     for name in options:
         if name not in target.options:
@@ -152,41 +112,6 @@ def _sweep(path: Path) -> None:
             continue
 
 
-def _target(to: str, precision: str | None, model: GPT) -> tuple[Target, str]:
-    if to not in TARGETS:
-        raise UserError(f"{to!r} is no format that is written here; there are {', '.join(TARGETS)}")
-    target = TARGETS[to]
-    if precision is None:
-        own = PRECISION_OF.get(model.wte.weight.dtype, "fp32")
-        precision = own if own in target.precisions else "fp32"
-    if precision not in target.precisions:
-        raise UserError(
-            f"{to} is not written in {precision!r} here; there are {', '.join(target.precisions)}"
-        )
-    return target, precision
-
-
-def format_of(path: Path) -> str:
-    """Return the format that the name of a file or directory stands for."""
-    return next((to for to, t in TARGETS.items() if t.suffix == path.suffix), "transformers")
-
-
-def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
-    """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
-    if path.name in ("", ".."):
-        raise UserError(f"{path} names nothing new: give DEST a name")
-    with writing(path):
-        directory, there = TARGETS[to].is_directory(path), path.exists()
-        if directory and there and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} is there already: give a directory that is new or empty")
-        if not directory and path.is_dir():
-            raise UserError(f"{path} is a directory: give the name of a file")
-        if not directory and there and not path.is_file():
-            raise UserError(f"{path} is no file that could be replaced: give another name")
-        if not directory and there and not overwrite:
-            raise UserError(f"{path} is there already: give another name, or --overwrite")
-
-
 def _write(
     model: GPT,
     path: Path,
@@ -196,20 +121,21 @@ def _write(
     progress: Progress | None,
     options: dict[str, Any],
 ) -> None:
+    target, place = TARGETS[to], path
+    directory = target.is_directory(path)
+    if directory and target.bundled:
+        write_description(model, path, DTYPES[precision])
+        place = path / target.bundled
     if to == "transformers":
         save_model(model, path, DTYPES[precision])
-    elif TARGETS[to].is_directory(path):
-        write_description(model, path, DTYPES[precision])
-    if TARGETS[to].is_directory(path) and tokenizer is not None:
+    else:
+        writer: Callable[..., None] = getattr(
+            import_module(f"tiedgpt.weights.writers.{to}"), f"write_{to}"
+        )
+        inside = None if directory else tokenizer
+        writer(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
+    if directory and tokenizer is not None:
         tokenizer.save_pretrained(path)
-    if to == "transformers":
-        return
-    if TARGETS[to].is_directory(path):
-        path, tokenizer = path / TARGETS[to].bundled, None
-    writer: Callable[..., None] = getattr(
-        import_module(f"tiedgpt.weights.writers.{to}"), f"write_{to}"
-    )
-    writer(model, path, tokenizer=tokenizer, precision=precision, progress=progress, **options)
 
 
 def _move(hidden: Path, path: Path, overwrite: bool) -> None:

@@ -20,7 +20,7 @@ from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIALECTS = ("openai", "gguf", "onnx", "llmc", "keras", "nanogpt", "transformers")
+DIALECTS = ("openai", "gguf", "onnx", "llmc", "keras", "packed", "nanogpt", "transformers")
 """In the order in which they are asked; the last takes what is left."""
 
 

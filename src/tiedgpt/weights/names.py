@@ -62,7 +62,9 @@ TIEDGPT = ModelType(
     norm=None,
 )
 """Ours, for what transformers has no class for: it refuses the name and computes nothing wrong."""
-MODEL_TYPES = {model_type.name: model_type for model_type in (GPT2, GPT1, TIEDGPT)}
+PACKED = replace(TIEDGPT, name="tiedgpt-packed", architecture="TiedGPTPackedLMHeadModel")
+"""Ours as well, packed for CPU kernels (`packed/file.py`)."""
+MODEL_TYPES = {model_type.name: model_type for model_type in (GPT2, GPT1, TIEDGPT, PACKED)}
 
 
 def model_type_of(config: GPTConfig) -> ModelType:

@@ -1,8 +1,9 @@
 """Any checkpoint as an inventory of its tensors: recognised by content, headers only.
 
 SOURCE: a file of safetensors, torch.save, GGUF, ONNX, Keras or llm.c; a sharded index; a TensorFlow
-or numpy checkpoint; a directory with one of these; a run directory, which stands for the model in
-it; or a hub name. What config.json beside the weights claims is taken along.
+or numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
+directory, which stands for the model in it; or a hub name. What config.json beside the weights
+claims is taken along.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
 from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.packed.file import FORMAT
+from tiedgpt.weights.packed.inventory import open_packed_inventory
 from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
 
 PATTERNS = (
@@ -33,6 +36,7 @@ WEIGHT_NAMES = (
     "onnx/model.onnx",
     "model.weights.h5",
     "model.weights.json",
+    "packed.safetensors",
 )
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".onnx", ".keras")
@@ -174,6 +178,8 @@ def _is_tensorflow_index(path: Path) -> bool:
 
 def _open_safetensors(path: Path) -> Inventory:
     file = SafetensorsFile.open(path)
+    if file.metadata.get("format") == FORMAT:
+        return open_packed_inventory(path)
     tensors = {}
     for name, entry in file.entries.items():
         columns = entry.shape[-1] if entry.shape else 1

@@ -24,6 +24,8 @@ Read = Callable[[int, int, int, int], Native]
 
 FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 BLOCK_BYTES = 8 << 20
+PANEL_TYPES = ("fp32 panels", "bf16 panels", "int8 panels", "int4 panels")
+"""Matrices packed for CPU kernels (`packed/panels.py`); their readers give float32."""
 Q8_BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
 
 
@@ -122,7 +124,7 @@ class StoredTensor:
     @property
     def is_decodable(self) -> bool:
         """Whether its elements can be had as numbers, not only as bytes."""
-        return self.read is not None and (self.dtype in FLOATS or self.dtype == "Q8_0")
+        return self.read is not None and self.dtype in (*FLOATS, *PANEL_TYPES, "Q8_0")
 
     def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
         """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
@@ -208,6 +210,8 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
             return numbers.reshape(len(native), -1)
         if dtype in FLOATS:
             return native.view(f"<f{FLOATS[dtype]}")
+        if dtype in PANEL_TYPES:
+            return native.view("<f4")
     raise UserError(f"tensors of {dtype} are not decoded here")
 
 

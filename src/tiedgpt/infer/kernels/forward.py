@@ -8,6 +8,8 @@ residual stream, as in `core/model.py`, of which this is the transcription:
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,21 +98,6 @@ class Call(NamedTuple):
     """(n, 2): first and last + 1 token of each sequence."""
     wanted: Any
     """Tokens whose scores are asked for."""
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def forward(control, gate, step, model, buffers, cache, call):
-    """Take part in a step; return when it is done, or at once if it already is.
-
-    gate counts the step that is being worked on, and who is inside.
-    """
-    add(gate, INSIDE, 1)
-    if read(gate, STEP) == step:
-        phase = _embed(control, 0, model, buffers, call)
-        for layer in range(model.windows.shape[0]):
-            phase = _layer(control, phase, layer, model, buffers, cache, call)
-        _score(control, phase, model, buffers, call)
-    add(gate, INSIDE, -1)
 
 
 @njit(error_model="numpy")
@@ -261,4 +248,36 @@ def phases(n_layer: int) -> int:
     return PHASES_A_LAYER * n_layer + PHASES_BESIDE
 
 
-__all__ = ["LINE", "Buffers", "Cache", "Call", "Matrix", "Weights", "forward", "phases"]
+
+
+def _compiled(kernels: int):
+    """Return `forward`, compiled at its first call and kept on disk.
+
+    Numba asks only whether this file has changed since; the digest of all kernels' files, which the
+    function encloses, has it ask for them all.
+    """
+
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def forward(control, gate, step, model, buffers, cache, call):
+        add(gate, INSIDE, 1)
+        if read(gate, STEP) == step and kernels:
+            phase = _embed(control, 0, model, buffers, call)
+            for layer in range(model.windows.shape[0]):
+                phase = _layer(control, phase, layer, model, buffers, cache, call)
+            _score(control, phase, model, buffers, call)
+        add(gate, INSIDE, -1)
+
+    return forward
+
+
+def _digest() -> int:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return 1 + zlib.crc32(b"".join(file.read_bytes() for file in files))
+
+
+forward = _compiled(_digest())
+"""Take part in a step (control, gate, its number, Weights, Buffers, Cache, Call), on any thread.
+
+Returns when the step is done, or at once if it already is: `gate` counts the step that is being
+worked on, and who is inside.
+"""

@@ -219,9 +219,15 @@ class Stored:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Writable], metadata: Mapping[str, str]
+    path: Path,
+    tensors: Mapping[str, Writable],
+    metadata: Mapping[str, str],
+    *,
+    alignment: int = 8,
 ) -> None:
     """Write tensors in the order given; besides them, a block of bytes is in memory at a time.
+
+    The first begins at a multiple of `alignment` bytes, a multiple of 8.
 
     `path` is written in place: give a temporary one (`files.replacing`).
     """
@@ -235,7 +241,7 @@ def write_safetensors(
         }
         at += tensor.n_bytes
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-(8 + len(raw)) % alignment)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         for tensor in tensors.values():

@@ -101,6 +101,16 @@ def is_packed(path: Path) -> bool:
     return (path / FILE).is_file()
 
 
+def find_packed(source: str | os.PathLike[str]) -> Path | None:
+    """Return the packed directory that a source names, itself or by its file; None: it does not."""
+    try:
+        path = Path(source).expanduser()
+        path = path.parent if path.name == FILE else path
+        return path if is_packed(path) else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL in it
+        return None
+
+
 def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     """Open a packed directory: its arrays are read-only views of the file, read when they are used.
 

@@ -1,0 +1,60 @@
+"""Tiny models of every architecture, and what their packed weights stand for."""
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.weights.packed.model import NAMES, PackedModel, head_form, sizes
+from tiedgpt.weights.packed.panels import Panels, unpack
+
+TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
+ARCHITECTURES = {
+    "GPT-2": {},
+    "banded": {"attention_windows": (0, 5), "n_layer": 3},
+    "without biases": {"bias": False},
+    "exact gelu": {"activation_function": "gelu"},
+    "relu": {"activation_function": "relu"},
+    "silu": {"activation_function": "silu"},
+    "GPT-1": {"norm": "post"},
+    "GPT-1 without biases, banded": {"norm": "post", "bias": False, "attention_windows": (3,)},
+    "untied": {"tie_word_embeddings": False},
+    "odd sizes": {"n_embd": 69, "n_head": 3, "n_inner": 130, "vocab_size": 131, "n_layer": 1},
+    "heads of 80": {"n_embd": 160, "n_head": 2, "n_layer": 1},
+}
+
+
+def made(**changes) -> GPT:
+    """A model whose weights are large enough that mistakes show."""
+    torch.manual_seed(7)
+    model = GPT(GPTConfig(**(TINY | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.15)
+    return model
+
+
+def stood_for(model: GPT, packed: PackedModel) -> GPT:
+    """The model whose matrices are what the panels stand for."""
+    state = model.state_dict()
+    config, arrays, shared = packed.config, packed.arrays, head_form(packed.precision)
+
+    def put(name, weights, scales, rows, width):
+        state[f"{name}.weight"] = torch.from_numpy(unpack(Panels(weights, scales, rows, width)))
+
+    assert shared in ("fp32", "bf16", "int8")
+    for name in ("wte", "head") if model.head is not None else ("wte",):
+        weights, scales = arrays[f"{name}.weights"], arrays[f"{name}.scales"]
+        put(name, weights, scales, config.vocab_size, config.n_embd)
+    for name, (rows, width) in sizes(config).items():
+        for layer in range(config.n_layer):
+            weights, scales = arrays[f"{name}.weights"], arrays[f"{name}.scales"]
+            scales = scales[layer] if scales.size else scales
+            put(f"h.{layer}.{NAMES[name]}", weights[layer], scales, rows, width)
+    other = GPT(config).eval()
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.fixture
+def make():
+    return made

@@ -1,0 +1,45 @@
+"""Kernels compute what torch computes from the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.infer.kernels.conftest import ARCHITECTURES, made, stood_for
+from tiedgpt.infer.kernels.forward import forward
+from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed.panels import FORMS
+
+APART = {"fp32": 2e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 3e-2}
+"""Of the logits' size: what rounding activations to bf16 or to 8 bits costs."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_in_every_form(name, form):
+    model = made(**ARCHITECTURES[name])
+    packed = pack_gpt(model, form)
+    ids = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(3))
+    expected = stood_for(model, packed)
+    with torch.no_grad():
+        states = expected.body(ids)
+        logits = expected.logits(states).numpy()
+    session = PackedRunner(packed, threads=2).session(slots=3, capacity=24)
+    read = session.read([0, 1, 2], ids.tolist(), every=True, states=True)
+    got = np.stack([scores.logits for scores in read])
+    assert np.linalg.norm(got - logits) < APART[form] * np.linalg.norm(logits)
+    got = np.stack([scores.states for scores in read])
+    assert np.linalg.norm(got - states.numpy()) < APART[form] * np.linalg.norm(states)
+    if form == "fp32":
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch.from_numpy(read[0].logits), model(ids)[0], atol=1e-4, rtol=0
+            )
+
+
+def test_a_form_is_compiled_once_for_all_models():
+    for form in FORMS:
+        for name in ("GPT-2", "untied", "GPT-1"):
+            packed = pack_gpt(made(**ARCHITECTURES[name]), form)
+            PackedRunner(packed).session(slots=1, capacity=8).read([0], [[1]])
+    assert len(forward.signatures) == len(FORMS)

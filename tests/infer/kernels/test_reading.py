@@ -1,0 +1,133 @@
+"""However ids are read, the scores are the same to the last bit."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.infer.kernels.conftest import made
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer import packed_session
+from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed.panels import FORMS
+
+LENGTHS = (24, 1, 5, 10)
+dice = random.Random(0)
+TEXTS = [[dice.randrange(97) for _ in range(n)] for n in LENGTHS]
+
+
+def runner(form, *, threads=2, **changes):
+    changes = {"attention_windows": (0, 7)} | changes
+    return PackedRunner(pack_gpt(made(**changes), form), threads=threads)
+
+
+def whole(runner, texts):
+    session = runner.session(slots=len(texts), capacity=24)
+    return [s.logits for s in session.read(range(len(texts)), texts, every=True)]
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_read_together_alone_and_token_by_token_score_the_same_bits(form, monkeypatch):
+    kernels = runner(form)
+    together = whole(kernels, TEXTS)
+    assert_same([whole(kernels, [text])[0] for text in TEXTS], together)
+    session = kernels.session(slots=1, capacity=24)
+    steps = [session.read([0], [[token]])[0].logits for token in TEXTS[0]]
+    assert_same([np.concatenate(steps)], together[:1])
+    monkeypatch.setattr(packed_session, "AT_ONCE", 7)
+    assert_same(whole(kernels, TEXTS), together)
+    session = kernels.session(slots=4, capacity=24)
+    last = session.read(range(4), TEXTS)
+    assert_same([s.logits for s in last], [scores[-1:] for scores in together])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_threads_gives_the_same_bits(form):
+    expected = whole(runner(form, threads=1), TEXTS)
+    for threads in (2, 3, 4):
+        assert_same(whole(runner(form, threads=threads), TEXTS), expected)
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_any_reads_cuts_and_copies_score_as_a_fresh_text_does(form):
+    kernels = runner(form)
+    session, fresh = kernels.session(slots=3, capacity=24), kernels.session(slots=1, capacity=24)
+    held = [[] for _ in range(3)]
+    for _ in range(80):
+        what = dice.random()
+        if what < 0.25:
+            slot = dice.randrange(3)
+            del held[slot][dice.randint(0, len(held[slot])) :]
+            session.cut(slot, len(held[slot]))
+        elif what < 0.35:
+            source, target = dice.randrange(3), dice.randrange(3)
+            session.copy(source, target)
+            held[target] = list(held[source])
+        else:
+            slots = [s for s in dice.sample(range(3), dice.randint(1, 3)) if len(held[s]) < 24]
+            ids = [
+                [dice.randrange(97) for _ in range(dice.randint(1, min(6, 24 - len(held[slot]))))]
+                for slot in slots
+            ]
+            for slot, new, got in zip(slots, ids, session.read(slots, ids), strict=True):
+                held[slot] += new
+                fresh.cut(0, 0)
+                np.testing.assert_array_equal(got.logits, fresh.read([0], [held[slot]])[0].logits)
+        assert session.lengths == [len(ids) for ids in held]
+
+
+def test_what_was_returned_does_not_change_with_what_is_read_later():
+    session = runner("fp32").session(slots=1, capacity=24)
+    scores = session.read([0], [[1, 2]], states=True)[0]
+    kept = scores.logits.copy(), scores.states.copy()
+    session.read([0], [[3, 4]], states=True)
+    assert_same([scores.logits, scores.states], kept)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ids", "says"),
+    [
+        ([2], [[1]], "no slot 2"),
+        ([0, 0], [[1], [1]], "one for each"),
+        ([0], [[]], "0 positions"),
+        ([1], [[1] * 4], "after 5 in slot 1"),
+        ([0], [[1, 97]], "97 is no id"),
+        ([0], [[-1, 5]], "-1 is no id"),
+    ],
+)
+def test_impossible_reads_are_refused_and_change_nothing(slots, ids, says):
+    session = runner("fp32").session(slots=2, capacity=8)
+    session.read([1], [[1] * 5])
+    with pytest.raises(UserError, match=says):
+        session.read(slots, ids)
+    assert session.lengths == [0, 5]
+    assert session.read([], []) == []
+
+
+def test_what_a_slot_has_not_is_not_made_by_a_cut():
+    session = runner("fp32").session(slots=1, capacity=8)
+    session.read([0], [[1, 2]])
+    session.cut(0, 5)
+    assert session.lengths == [2]
+    with pytest.raises(UserError, match="no slot 1"):
+        session.copy(0, 1)
+    with pytest.raises(UserError, match="9 positions"):
+        session.cut(0, 9)
+
+
+def test_room_that_is_impossible_is_refused_before_it_is_taken():
+    kernels = runner("int8")
+    for slots, capacity in ((0, 4), (1, 0), (1, 25)):
+        with pytest.raises(UserError, match="1 to 24"):
+            kernels.session(slots=slots, capacity=capacity)
+    with pytest.raises(NoRoomError, match="GB are free"):
+        kernels.session(slots=1 << 30, capacity=24)
+    with pytest.raises(UserError, match="threads"):
+        runner("fp32", threads=0)

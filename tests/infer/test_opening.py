@@ -1,0 +1,138 @@
+"""What computes a model, by its source, its precision and its size."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from numba import njit
+
+from tiedgpt.cli.main import main
+from tiedgpt.errors import UserError
+from tiedgpt.infer import Engine, opening
+from tiedgpt.infer.compiling import telling_of_compilation
+from tiedgpt.weights.packed.file import save_packed
+from tiedgpt.weights.packed.gpt import pack_gpt
+
+
+@pytest.fixture
+def source(engine, tmp_path):
+    engine.model.save_pretrained(tmp_path / "model")
+    engine.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def packed(engine, tmp_path):
+    save_packed(pack_gpt(engine.model, "int8"), tmp_path / "packed")
+    engine.tokenizer.save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def greedy(engine, **options):
+    return engine.generate("the cat", max_new_tokens=12, temperature=0, **options).ids
+
+
+def test_a_packed_directory_generates_without_torch(packed):
+    program = """
+import sys
+from tiedgpt.infer import Engine
+stream = Engine(sys.argv[1]).stream("the cat", max_new_tokens=4, temperature=0)
+assert next(stream)
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program, str(packed)], check=True)
+
+
+def test_eight_bits_are_the_same_from_a_model_a_source_and_a_packed_directory(
+    engine, source, packed
+):
+    expected = greedy(Engine(packed))
+    assert greedy(Engine(source, "int8")) == expected
+    assert greedy(Engine(packed, "int8")) == expected
+    assert greedy(Engine(engine.model, "int8", tokenizer=engine.tokenizer)) == expected
+    before = engine.model.wte.weight.dtype
+    assert before == torch.float32
+
+
+def test_kernels_and_torch_write_the_same_text(engine, source):
+    kernels, through_torch = Engine(source, backend="kernels"), Engine(source, backend="torch")
+    assert (kernels.backend, through_torch.backend) == ("kernels", "torch")
+    assert greedy(kernels) == greedy(through_torch) == greedy(engine)
+    scored = kernels.score("the cat sat on the mat").logprobs
+    assert scored == pytest.approx(engine.score("the cat sat on the mat").logprobs, abs=1e-4)
+    with pytest.raises(UserError, match="no torch model"):
+        _ = kernels.model
+
+
+def test_searches_run_on_kernels(engine, source):
+    kernels = Engine(source, "fp32", backend="kernels")
+    for options in (
+        {"num_beams": 3},
+        {"penalty_alpha": 0.4, "top_k": 4},
+        {"speculate": "ngram"},
+        {"guidance_scale": 1.5, "negative_prompt": "dog"},
+    ):
+        assert greedy(kernels, **options) == greedy(engine, **options)
+    prompts = ["the cat", "the", [7] * 40]
+    slid = {"max_new_tokens": 30, "temperature": 0, "context_end": "slide", "batch_size": 2}
+    assert kernels.generate(prompts, **slid)[2].dropped
+    together = [completion.ids for completion in kernels.generate(prompts, **slid)]
+    assert together == [completion.ids for completion in engine.generate(prompts, **slid)]
+
+
+def test_a_packed_directory_has_one_precision_and_says_all_itself(packed):
+    with pytest.raises(UserError, match="packed in int8, not bf16"):
+        Engine(packed, "bf16")
+    with pytest.raises(UserError, match="says all itself"):
+        Engine(packed, n_head=4)
+    assert Engine(packed, backend="torch").backend == "torch"
+
+
+def test_large_plain_models_get_kernels_on_a_cpu(source, monkeypatch):
+    assert Engine(source).backend == "torch"
+    monkeypatch.setattr(opening, "LARGE", 1000)
+    assert Engine(source).backend == "kernels"
+    assert Engine(source, "bf16").runner.packed.precision == "bf16"
+    assert Engine(source, "fp16").backend == "torch"
+
+
+def test_a_model_stays_with_torch_as_its_weights_may_change(engine, monkeypatch):
+    monkeypatch.setattr(opening, "LARGE", 1000)
+    assert Engine(engine.model).backend == "torch"
+    assert Engine(engine.model, "fp32", backend="kernels").backend == "kernels"
+
+
+def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
+    with pytest.raises(UserError, match="torch does not compute int8"):
+        Engine(source, "int8", backend="torch")
+    with pytest.raises(UserError, match="not fp16"):
+        Engine(source, "fp16", backend="kernels")
+    with pytest.raises(UserError, match="backend='cuda'"):
+        Engine(source, backend="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="on CPUs only"):
+        Engine(source, "int4")
+    assert Engine(source, "int4", backend="kernels").backend == "kernels"
+
+
+def test_compilation_is_told_of_when_it_happens_and_only_then():
+    told = []
+    plus = njit(lambda x: x + 1)
+    with telling_of_compilation(lambda: told.append("now")):
+        assert plus(1) == 2 and plus(1.5) == 2.5
+    assert told == ["now"]
+    with telling_of_compilation(lambda: told.append("again")):
+        plus(2)
+    assert told == ["now"]
+
+
+def test_the_command_generates_from_a_packed_directory(source, tmp_path, capsys):
+    assert main(["convert", str(source), str(tmp_path / "p"), "--to", "packed"]) == 0
+    out = capsys.readouterr().out
+    assert "W stands in it once" in out and "(0.05 is allowed)" in out
+    command = ["generate", str(tmp_path / "p"), "--prompt", "the cat", "--max-new-tokens", "3"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("the cat")
+    assert main([*command, "--precision", "int4"]) == 1
+    assert "packed in int8" in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""A packed directory: what is written opens as it was, and what is damaged is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.load import load
+from tiedgpt.weights.packed.file import FILE, find_packed, open_packed, save_packed
+from tiedgpt.weights.packed.gpt import is_plain, pack_gpt
+from tiedgpt.weights.packed.panels import FORMS
+
+KINDS = [
+    {},
+    {"bias": False, "norm": "post", "attention_windows": (0, 4)},
+    {"tie_word_embeddings": False, "n_embd": 33, "n_head": 3, "n_inner": 70},
+]
+
+
+def fresh(tiny, **changes) -> GPT:
+    torch.manual_seed(5)
+    return GPT(replace(tiny.config, **changes)).eval()
+
+
+@pytest.fixture
+def packed(tiny, tmp_path):
+    save_packed(pack_gpt(tiny, "int8"), tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("changes", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_array_comes_back_where_it_lies(tiny, tmp_path, form, changes):
+    model = pack_gpt(fresh(tiny, **changes), form)
+    save_packed(model, tmp_path / "x", {"summary_type": "cls_index"})
+    again = open_packed(tmp_path / "x")
+    assert (again.config, again.precision) == (model.config, form)
+    assert again.arrays.keys() == model.arrays.keys()
+    for name, array in again.arrays.items():
+        np.testing.assert_array_equal(array, model.arrays[name])
+        assert not array.size or not array.flags.writeable
+        assert array.ctypes.data % 64 == 0 or not array.size
+    assert load(tmp_path / "x").model.foreign_config["summary_type"] == "cls_index"
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_any_reader_of_safetensors_reads_it_and_each_tensor_is_aligned(tiny, tmp_path, changes):
+    save_packed(pack_gpt(fresh(tiny, **changes), "int4"), tmp_path)
+    entries = SafetensorsFile.open(tmp_path / FILE).entries
+    assert {e.start % 64 for name, e in entries.items() if name != "padding"} == {0}
+    with safe_open(tmp_path / FILE, "np") as file:
+        assert set(file.keys()) == entries.keys()
+        assert file.metadata() == {
+            "format": "tiedgpt-packed", "version": "1", "precision": "int4",
+        }  # fmt: skip
+
+
+def test_transformers_refuses_it(packed):
+    with pytest.raises((ValueError, KeyError), match="tiedgpt-packed"):
+        AutoConfig.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_other_tools_get_the_weights_that_it_stands_for(tiny, tmp_path, ids, changes):
+    model = fresh(tiny, **changes)
+    save_packed(pack_gpt(model, "fp32"), tmp_path / "fp32")
+    again = GPT.from_pretrained(tmp_path / "fp32")
+    assert again.config == model.config
+    assert torch.equal(again(ids), model(ids))
+    save_packed(pack_gpt(model, "int8"), tmp_path / "int8")
+    loaded = load(tmp_path / "int8")
+    assert "become float32" in loaded.notes[0]
+    twice = pack_gpt(loaded.model, "int8")
+    first = open_packed(tmp_path / "int8")
+    assert all(np.array_equal(twice.arrays[name], first.arrays[name]) for name in first.arrays)
+
+
+def test_a_sixteen_bit_model_comes_back_bit_for_bit(tiny, tmp_path):
+    model = tiny.to(torch.bfloat16)
+    save_packed(pack_gpt(model, "bf16"), tmp_path)
+    again = GPT.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def test_a_packed_directory_is_found_by_itself_and_by_its_file(packed, tmp_path):
+    assert find_packed(packed) == find_packed(packed / FILE) == packed
+    assert find_packed(tmp_path) is None
+    assert find_packed("gpt2") is None and find_packed("~nobody-at-all/x\0" * 999) is None
+
+
+def test_a_file_that_was_cut_off_is_refused(packed):
+    whole = (packed / FILE).read_bytes()
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        (packed / FILE).write_bytes(whole[:size])
+        with pytest.raises(CorruptInputError):
+            open_packed(packed)
+    (packed / FILE).write_bytes(whole + b"\0")
+    with pytest.raises(CorruptInputError, match="too long"):
+        open_packed(packed)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_changed_header_gives_our_error_or_the_same_model(packed, data):
+    whole = bytearray((packed / FILE).read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    kept = open_packed(packed).arrays
+    changed = whole.copy()
+    changed[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
+    other = packed.parent / "other"
+    shutil.rmtree(other, ignore_errors=True)
+    shutil.copytree(packed, other)
+    (other / FILE).write_bytes(changed)
+    try:
+        again = open_packed(other)
+    except TiedGPTError:
+        return
+    assert {name: a.shape for name, a in again.arrays.items()} == {
+        name: a.shape for name, a in kept.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "says"),
+    [
+        (b'"version":"1"', b'"version":"2"', UserError, "version 2"),
+        (b'"precision":"int8"', b'"precision":"int9"', CorruptInputError, "int9"),
+        (b'"format":"tiedgpt-packed"', b'"format":"tiedgpt-pocked"', CorruptInputError, "kind"),
+        (b'"wpe"', b'"wxe"', CorruptInputError, "'w.e' is missing, or one too many"),
+        (b'"shape":[3,2,2,32]', b'"shape":[3,2,4,16]', CorruptInputError, "norms is F32"),
+        (b'{"dtype":"F32","shape":[24,', b'{"dtype":"I32","shape":[24,', CorruptInputError, "I32"),
+    ],
+)
+def test_a_file_that_says_otherwise_is_refused(packed, old, new, error, says):
+    whole = (packed / FILE).read_bytes()
+    assert whole.count(old) == 1 and len(old) == len(new)
+    (packed / FILE).write_bytes(whole.replace(old, new))
+    with pytest.raises(error, match=says):
+        open_packed(packed)
+
+
+def test_a_file_that_another_tool_wrote_anew_is_refused(packed):
+    whole = (packed / FILE).read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = whole[8 : 8 + length].rstrip() + b" "
+    header += b" " * (-len(header) % 64)  # 8 bytes beside a multiple of 64
+    (packed / FILE).write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+    with pytest.raises(CorruptInputError, match="no multiple of 64"):
+        open_packed(packed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_layer": 2}, "config makes it"),
+        ({"n_embd": 96}, "config makes it"),
+        ({"tie_word_embeddings": False}, "is missing"),
+        ({"model_type": "gpt2"}, "another model"),
+        ({"n_head": 5}, "describes no GPT"),
+        ({"n_layer": "3"}, "describes no GPT"),
+        ({"vocab_size": None}, "describes no GPT"),
+    ],
+)
+def test_a_config_that_says_otherwise_is_refused(packed, changes, says):
+    path = packed / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CorruptInputError, match=says):
+        open_packed(packed)
+
+
+def test_nothing_else_is_packed_or_written_over(tiny, tmp_path):
+    with pytest.raises(UserError, match="holds no packed model"):
+        open_packed(tmp_path)
+    tiny.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="holds another model"):
+        save_packed(pack_gpt(tiny, "int8"), tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        save_packed(pack_gpt(tiny, "int8"), tmp_path / "file")
+
+
+def test_only_plain_models_are_packed(tiny):
+    assert is_plain(tiny)
+    tiny.h[0].mlp.c_fc = torch.nn.Sequential(tiny.h[0].mlp.c_fc)
+    assert not is_plain(tiny)
+    with pytest.raises(UserError, match="adapters"):
+        pack_gpt(tiny, "int8")
+
+
+def test_weights_that_are_not_numbers_are_named(tiny):
+    with torch.no_grad():
+        tiny.h[1].mlp.c_fc.weight[3, 4] = torch.inf
+    with pytest.raises(UserError, match="c_fc of layer 1"):
+        pack_gpt(tiny, "int8")
