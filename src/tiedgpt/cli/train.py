@@ -170,8 +170,8 @@ def _train_in(
             prepared = prepare(directory, asked, sources, config, progress)
         return Ready(asked, prepared, plan, digest)
 
+    tracker = open_tracker(track) if track is not None and world.leads else None
     with directory.locked() if world.leads else contextlib.nullcontext():
-        tracker = open_tracker(track) if track is not None and world.leads else None
         found = world.after_first(ready)
         if found is None:
             return EXIT_OK

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tiedgpt.infer.kernels.forward import INSIDE, LINE, STEP, forward, phases
+from tiedgpt.infer.kernels.forward import INSIDE, STEP, forward, phases
+from tiedgpt.infer.kernels.queue import LINE
 
 MOST = 16
 """Threads beyond this only wait for memory."""

@@ -18,7 +18,7 @@ from numba import njit
 from tiedgpt.infer.kernels.arithmetic import normalise, prepare
 from tiedgpt.infer.kernels.attention import TOGETHER, attend, keep, keep_value
 from tiedgpt.infer.kernels.product import activated_product, product
-from tiedgpt.infer.kernels.queue import LINE, add, finish, read, take
+from tiedgpt.infer.kernels.queue import add, finish, read, take
 from tiedgpt.infer.kernels.rows import read_row
 
 PHASES_A_LAYER, PHASES_BESIDE = 8, 4

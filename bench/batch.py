@@ -1,0 +1,66 @@
+"""Tokens a second of 2, 8 and 32 sequences decoded together, ours against the peers.
+
+    python bench/batch.py [--size gpt2] [--batch 2 8 32] [--tokens 64] [--rounds 7]
+
+Everyone in turn: prompts of 64 ids are read, then as many tokens are decoded greedily in each;
+tokens of all sequences are counted. Ratios are medians over rounds, against ours in int8 and in
+bf16; llama.cpp runs with and without flash attention, and the faster one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from formats import Files, add_options, files_of
+from peers import open_way
+from turns import better_flash, cores, facts, faster_by, in_turn, keep, per_second, prompts, show
+from ways import Room
+
+OURS = ("ours int8", "ours bf16")
+PEERS = (
+    "llama.cpp Q8_0", "llama.cpp Q8_0 flash", "llama.cpp BF16", "llama.cpp BF16 flash",
+    "ctranslate2 int8", "ctranslate2 float32", "transformers bf16",
+)  # fmt: skip
+PROMPT = 64
+
+
+def one_size(batch: int, files: Files, given: argparse.Namespace) -> None:
+    """Measure one number of sequences; keep and show it."""
+    n = given.tokens
+    room = Room(batch, PROMPT + n, given.threads)
+    ways = {way: open_way(way, files, room) for way in (*OURS, *PEERS)}
+    texts = prompts(batch, PROMPT)
+    turns = {name: (lambda way=way: way(texts, n)[1]) for name, way in ways.items()}
+    seconds = better_flash(in_turn(turns, given.rounds))
+    ratios = {me: faster_by(seconds, me) for me in OURS}
+    row = {
+        **facts(given),
+        "sequences": batch,
+        "positions": [PROMPT, PROMPT + n],
+        "tokens/s": per_second(seconds, batch * n),
+        **{f"{me} is faster by (median of ratios)": found for me, found in ratios.items()},
+    }
+    keep("batch", row, given.quick)
+    show(
+        f"{batch} sequences, positions {PROMPT} to {PROMPT + n}",
+        {w: (rate, *(ratios[me].get(w) for me in OURS)) for w, rate in row["tokens/s"].items()},
+        ("tokens/s", *(f"{me} faster" for me in OURS)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--batch", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=cores())
+    given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.tokens = 1, 4
+    with files_of(given) as files:
+        for batch in given.batch:
+            one_size(batch, files, given)
+
+
+if __name__ == "__main__":
+    main()

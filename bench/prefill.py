@@ -1,0 +1,61 @@
+"""Seconds to read a prompt of 512 tokens, ours against the peers; only the last is predicted from.
+
+    python bench/prefill.py [--size gpt2] [--tokens 512] [--classes fp32 bf16 int8 4-bit]
+
+Class by class, everyone in turn; ratios are medians over rounds; llama.cpp runs with and without
+flash attention, and the faster one counts. onnxruntime's graph gives the logits of all positions,
+as its convention is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from formats import Files, add_options, files_of
+from peers import open_way
+from turns import better_flash, cores, facts, faster_by, in_turn, keep, per_second, prompts, show
+from ways import Room, add_choice, names_of
+
+
+def one_class(name: str, files: Files, given: argparse.Namespace) -> None:
+    """Measure a class; keep and show it."""
+    me, *_ = names = names_of(name, given)
+    room = Room(1, given.tokens, given.threads)
+    ways = {way: open_way(way, files, room) for way in names}
+    prompt = prompts(1, given.tokens)
+    turns = {name: (lambda way=way: way(prompt, 0)[0]) for name, way in ways.items()}
+    seconds = better_flash(in_turn(turns, given.rounds))
+    row = {
+        **facts(given),
+        "class": name,
+        "tokens": given.tokens,
+        "seconds": {way: round(statistics.median(t), 4) for way, t in seconds.items()},
+        "tokens/s": per_second(seconds, given.tokens),
+        "ours is faster by (median of ratios)": faster_by(seconds, me),
+    }
+    keep("prefill", row, given.quick)
+    rates, ratios = row["tokens/s"], row["ours is faster by (median of ratios)"]
+    show(
+        f"{name}, {given.tokens} tokens",
+        {w: (s, rates[w], ratios.get(w)) for w, s in row["seconds"].items()},
+        ("seconds", "tokens/s", "ours faster by"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    add_choice(parser)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=cores())
+    given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.tokens = 1, 32
+    with files_of(given) as files:
+        for name in given.classes:
+            one_class(name, files, given)
+
+
+if __name__ == "__main__":
+    main()
