@@ -42,11 +42,12 @@ from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import train
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import make_plan, training_device
 from tiedgpt.train.prepare import open_sources, prepare
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sizes import SIZES
 from tiedgpt.train.step import train_step
 
 MOST_EPOCHS = 4

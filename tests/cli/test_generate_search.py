@@ -90,3 +90,20 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
 def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
     assert main(["generate", directory, "--prompt", "the", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["--temperature", "0"], "; --context-end slide goes on"),
+        (["--num-beams", "2"], ""),
+        (["--penalty-alpha", "0.6", "--top-k", "4"], ""),
+        (["--guidance-scale", "2", "--temperature", "0"], ""),
+    ],
+    ids=str,
+)
+def test_a_full_context_slides_on_only_where_it_can(directory, capsys, flags, advice):
+    told = shown(capsys, directory, *flags, "--max-new-tokens", "100").err
+    assert told == f"the context is full{advice}\n"
+    code = main(["generate", directory, *flags, "--context-end", "slide", "--max-new-tokens", "3"])
+    assert code == (0 if advice else 1)

@@ -123,7 +123,7 @@ def test_a_learning_rate_is_found_and_nothing_is_left_behind(text, capfd):
     arguments = ["train", "cats.txt", *QUICK, "--dtype", "fp32", "--find-lr"]
     assert main(arguments) == 0
     out = capfd.readouterr().out
-    assert "try       --lr 0.0" in out and "default   0.003" in out
+    assert "try       --lr 0.0" in out and "default   0.012" in out
     assert {path for path in Path().rglob("*")} == before
     assert main(arguments) == 0
     assert capfd.readouterr().out == out

@@ -17,6 +17,7 @@ from tiedgpt.train.card import command, model_card
 from tiedgpt.train.history import history, read_history
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import train
+from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.weights.save import OUR_CARD
 
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
@@ -102,6 +103,13 @@ def test_minutes_become_the_steps_that_they_were(trained):
     del record["options"]["steps"]
     assert "--minutes" not in command(record)
     assert "--steps 20" in command(record) and "--val 'a b.txt'" in command(record)
+
+
+def test_the_command_starts_as_many_processes(trained):
+    tables = {**RunDirectory(trained).read_record(), "processes": {"number": 2, "parallel": "fsdp"}}
+    words = shlex.split(command(tables))
+    assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", "tiedgpt", "train"]
+    assert words[words.index("--parallel") + 1] == "fsdp"
 
 
 def test_a_run_that_stopped_says_so_and_an_untied_model_too(trained):

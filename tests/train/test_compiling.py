@@ -56,3 +56,15 @@ def test_a_compiled_run_that_was_stopped_equals_one_that_was_not(new_run, config
                     assert not any("_orig_mod" in key for key in event.model.state_dict())
         weights.append((run.model / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_each_shape_has_code_of_its_own(monkeypatch):
+    """torch compiles a code eight times at most and then runs it as it is."""
+
+    def twice(x):
+        return 2 * x
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    forms = [compiling.compiled(twice, torch.Size((4, n, 8))) for n in (16, 32)]
+    assert forms[0].__code__ != forms[1].__code__ and forms[0](3) == forms[1](3) == 6
+    assert compiling.compiled(twice, torch.Size((4, 16, 8))) is forms[0]

@@ -89,3 +89,9 @@ def test_a_fork_that_cannot_be_is_one_line(one, wrong, says, capsys):
     assert main(["train", data, *wrong, *QUICK, "--out", "two"]) == 1
     assert says in capsys.readouterr().err
     assert not Path("two").exists()
+
+
+@pytest.mark.parametrize("option", [("--window", "4"), ("--no-bias",)])
+def test_a_fork_has_the_blocks_of_its_run(one, option, capsys):
+    assert main(["train", one, "--fork", "one", *option, "--steps", "2", "--out", "two"]) == 1
+    assert "is for a fresh model: one has its own" in capsys.readouterr().err

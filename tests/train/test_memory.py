@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -9,6 +10,7 @@ from tiedgpt.train import planning
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.memory import needed, parse_bytes
 from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.parallel import World
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
 
@@ -32,7 +34,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
     planning.require_memory(SMALL, CPU, batch_size=16, micro_batch=16)
     says = (
         r"a batch of 512 x 256 tokens, 512 sequences at a time, needs about \d+\.\d GB beside the "
-        r"0\.2 GB of weights.* cpu has 2\.0 GB free: use a smaller --batch-size or --micro-batch"
+        r"\d+ MB of weights.* cpu has 2\.0 GB free: use a smaller --batch-size or --micro-batch"
     )
     with pytest.raises(NoRoomError, match=says) as error:
         planning.require_memory(SMALL, CPU, batch_size=512, micro_batch=512)
@@ -72,7 +74,7 @@ def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed
     def planned(room, **more):
         memory = f"{(250_000_000 + room) / 1e6:.6f}MB"
         plan = planning.make_plan(dataclasses.replace(asked, memory=memory, **more), task, CPU)
-        said = planning.memory_line(plan, config, 16, CPU)
+        said = planning.memory_line(plan, config, 16, World(CPU))
         return plan.micro_batch, plan.recompute, said
 
     assert planned(10**9)[:2] == (64, "off")
@@ -80,8 +82,12 @@ def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed
     few = (total(1, "blocks") + total(1, "off")) // 2
     micro, recompute, said = planned(few)
     assert (micro, recompute) == (1, "blocks")
-    assert "of 0.25 GB: 1 sequences at a time, blocks computed again in backward" in said
-    with pytest.raises(NoRoomError, match=r"GB of --memory 0\.25.*GB left beside the program"):
+    assert re.fullmatch(
+        r"about \d MB beside the program, of 25\d MB: 1 sequences at a time, blocks computed again "
+        "in backward",
+        said,
+    )
+    with pytest.raises(NoRoomError, match=r"of --memory 25\d MB left beside the program"):
         planned(few, recompute="off")
 
 
@@ -96,3 +102,41 @@ def test_a_budget_is_read_as_people_write_it(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UserError, match="--memory"):
         TrainOptions(memory=text)
+
+
+def test_a_budget_below_the_program_itself_says_so(monkeypatch):
+    monkeypatch.setattr(planning, "taken", lambda device: 250_000_000)
+    with pytest.raises(NoRoomError, match="--memory 100 MB: the program alone takes about 250 MB"):
+        planning.require_memory(SMALL, CPU, budget=100_000_000)
+
+
+def test_the_memory_that_is_planned_is_that_of_the_products_that_were_faster(
+    new_run, config, options, monkeypatch
+):
+    """What is said at the end of planning does not depend on what the program takes by then."""
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    monkeypatch.setattr(planning, "taken", lambda device: 250_000_000)
+    monkeypatch.setattr(planning, "faster_dtype", lambda config, device: "fp32")
+    shape = {"batch_size": 64, "micro_batch": 64, "row_tokens": 16, "optimizer": "muon"}
+    bf16, fp32 = (needed(config, dtype=dtype, **shape).total for dtype in ("bf16", "fp32"))
+    budget = f"{(250_000_000 + (bf16 + fp32) // 2) / 1e6:.6f}MB"
+    asked = dataclasses.replace(options, batch_size=64, dtype="auto", memory=budget)
+    plan = planning.make_plan(asked, task, CPU)
+    assert (plan.dtype, plan.micro_batch) == ("fp32", 32)
+
+
+def test_each_of_several_processes_needs_its_share_and_has_its_share(monkeypatch):
+    shape = {"micro_batch": 8, "row_tokens": 256, "dtype": "fp32"}
+    one = needed(SMALL, batch_size=8, **shape)
+    ddp = needed(SMALL, batch_size=16, processes=2, **shape)
+    fsdp = needed(SMALL, batch_size=16, processes=2, holders=2, **shape)
+    assert one.activations == ddp.activations == fsdp.activations and one.loss == ddp.loss
+    assert ddp.lasting == one.lasting + one.gradients  # and the buffers that are exchanged
+    assert fsdp.lasting == one.lasting // 2
+    world = World(CPU)
+    world.size = world.neighbours = 2
+    monkeypatch.setattr(planning, "_memory", lambda device: 2_000_000_000)
+    config = GPTConfig.preset("gpt2")
+    with pytest.raises(NoRoomError, match=r"cpu has 1\.0 GB free for each process"):
+        planning.require_memory(config, CPU, world=world)

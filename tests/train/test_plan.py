@@ -8,10 +8,11 @@ from tiedgpt import GPTConfig
 from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import record, recorded
 from tiedgpt.train.planning import make_plan, require_memory
 from tiedgpt.train.run_directory import toml
+from tiedgpt.train.sizes import SIZES
 
 
 def test_every_size_is_a_possible_model():

@@ -15,10 +15,11 @@ from tiedgpt.train.events import Stepped
 from tiedgpt.train.history import read_history
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import train
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import make_plan
 from tiedgpt.train.rates import sweep
 from tiedgpt.train.schedule import Growth, learning_rate, transferred_rate
+from tiedgpt.train.sizes import SIZES
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
@@ -201,7 +202,7 @@ def test_a_width_of_ones_own_has_more_heads_and_a_transferred_rate():
     assert (config.n_embd, config.n_head, config.n_layer) == (512, 16, size.n_layer)
     assert options.default_rate(config) == pytest.approx(size.lr / 2)
     adamw = dataclasses.replace(options, optimizer="adamw")
-    assert adamw.default_rate(config) == pytest.approx(size.lr / 4)
+    assert adamw.default_rate(config) == pytest.approx(size.lr_adamw / 4)
     for wrong in ({"width": 100}, {"start": "x", "width": 512}):
         with pytest.raises(UserError, match="--width"):
             TrainOptions(size="mini" if "start" in wrong else "tiny", **wrong)

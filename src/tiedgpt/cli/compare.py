@@ -23,16 +23,23 @@ from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.schedule import Growth
+from tiedgpt.train.sizes import SIZES
 
 if TYPE_CHECKING:
     from tiedgpt.train.run_directory import RunDirectory
 
-SAME = ("data", "val", "task", "text_field", "seed", "fork", "out", "track", "find_lr")
+SAME = (
+    "data", "val", "task", "text_field", "seed", "fork", "out", "track", "find_lr",
+    "verify_resume", "parallel",
+)  # fmt: skip
 """What belongs to all recipes."""
 TOKENS_FROM = ("data", "val", "text_field", "task", "tokenizer", "start")
 """What decides the tokens that a run is trained on."""
 AS_GIVEN = "as given"
+MANY = 1000
+"""Steps, of which shares are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +129,17 @@ def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
     return replace(options, steps=max(1, round(steps * theirs / ours)), minutes=None)
 
 
-def _row_tokens(options: TrainOptions) -> int:
-    """Return the tokens of a step, or what stands in their proportion."""
+def _row_tokens(options: TrainOptions) -> float:
+    """Return the mean tokens of a step, or what stands in their proportion."""
     rows = options.batch_size or options.default_batch_size()
-    return rows * (options.context or SIZES[options.size].n_positions)
+    growth = Growth(
+        batch_size=rows,
+        micro_batch=rows,
+        row_units=options.context or SIZES[options.size].n_positions,
+        batch_warmup=round(options.batch_warmup * MANY),
+        length_warmup=round(options.length_warmup * MANY),
+    )
+    return growth.units_before(MANY) / MANY
 
 
 def take_data(first: Recipe, options: TrainOptions, run: RunDirectory) -> None:

@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tiedgpt.cli.program import program
+from tiedgpt.cli.training_words import changes, labelled, next_steps, parameters, scored, units
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
-from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.infer import Engine
 from tiedgpt.train.compiling import decide
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
@@ -33,7 +33,6 @@ from tiedgpt.weights.names import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9
-SHOWN_LABELS = 6
 
 
 class PatientConsole(Console):
@@ -98,13 +97,13 @@ class Display:
             f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
             f"peak rate {plan.lr:g} ({plan.schedule}), "
-            f"products in {plan.dtype} on {where}\n{_changes(plan)}"
+            f"products in {plan.dtype} on {where}\n{changes(plan)}"
             f"          validated every {plan.eval_every} steps on about "
             f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
             "on all"
         )
         if plan.memory is not None:
-            self.say(f"memory    {memory_line(plan, config, task.row_tokens, world.device)}")
+            self.say(f"memory    {memory_line(plan, config, task.row_tokens, world)}")
         elif plan.recompute == "blocks":
             self.say("memory    blocks are computed again in backward")
         if (lacks := decide(options.compile, world.device)[1]) is not None:
@@ -118,7 +117,7 @@ class Display:
             longest = max(len(ids) for _, row in task.train for ids in row.rows)
             return (
                 f"examples  {source}: {len(task.train):,}; {len(task.held_out):,} more to validate "
-                f"on{_labels(task.examples.labels)}\n{tokens}, the longest row has {longest:,}"
+                f"on{labelled(task.examples.labels)}\n{tokens}, the longest row has {longest:,}"
             )
         train, val = task.encoded.train, task.encoded.val
         return (
@@ -200,7 +199,7 @@ class Display:
             assert isinstance(ended.score, LabelScore)
             out.print(f"validation {scored(ended.score)} ({ended.score.examples:,} examples)")
             out.print(self._head(task))
-            out.print(escape(_next(task, directory.model)))
+            out.print(escape(next_steps(task, directory.model)))
             return
         assert isinstance(ended.score, Score)
         prompt = "" if options.data else "Return a new"
@@ -251,58 +250,3 @@ class Display:
             TimeRemainingColumn(),
             console=self.err,
         )
-
-
-def _changes(plan: Plan) -> str:
-    """Return a line of what is otherwise in a run's first steps, or from one of them on; or ""."""
-    growing = {"batches": plan.batch_warmup, "rows": plan.length_warmup}
-    said = [f"{what} grow for {steps:,} steps" for what, steps in growing.items() if steps]
-    said += [f"untied after {plan.untie_at:,} steps"] if plan.untie_at is not None else []
-    return f"          {', '.join(said)}\n" if said else ""
-
-
-def parameters(config: GPTConfig) -> str:
-    """Return the parameter count and what it counts."""
-    shape = f"{config.vocab_size:,} x {config.n_embd}"
-    how = (
-        f"one matrix of {shape} counted once: it reads and predicts"
-        if config.tie_word_embeddings
-        else f"a matrix of {shape} reads and another predicts"
-    )
-    return f"{config.parameter_count():,} parameters; {how}"
-
-
-def units(task: LanguageModelling | Labelled) -> int:
-    """Return the tokens, or the examples, of an epoch."""
-    return len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
-
-
-def scored(score: object) -> str:
-    """Return a score in words."""
-    if isinstance(score, Score):
-        return f"{score.nats:.3f} nats, {score.bits_per_byte:.3f} bits/byte"
-    assert isinstance(score, LabelScore)
-    return f"{score.nats:.3f} nats, {score.measure} {100 * score.share:.1f} %"
-
-
-def _labels(names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(names[:SHOWN_LABELS]) + (", ..." if len(names) > SHOWN_LABELS else "")
-    return f"; {len(names)} labels: {shown}"
-
-
-def _next(task: Labelled, model: Path) -> str:
-    """Return how the head is used, in Python."""
-    head = task.exercise.head_class
-    theirs = class_in_transformers(head, task.config)
-    loads = f", which transformers loads too, as {theirs}" if theirs else ""
-    names = (head.__name__, *(name for name in ("best_spans", "pad") if name in task.exercise.use))
-    return (
-        f"saved in {model}{loads}\n\nnext, in Python:\n"
-        "  from tiedgpt import Tokenizer\n"
-        f"  from tiedgpt.heads import {', '.join(names)}\n"
-        f"  head = {head.__name__}.from_pretrained({str(model)!r})\n"
-        f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
-        f"  {task.exercise.use}"
-    )

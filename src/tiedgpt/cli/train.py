@@ -180,7 +180,7 @@ def _train_in(
         if plan is None:
             display.say("measuring this machine")
             plan = make_plan(found.asked, task, device, world=world)
-            tables = record(options, task.config, plan, prepared.counted, found.digest)
+            tables = record(options, task.config, plan, prepared.counted, found.digest, world)
             world.lead(lambda: directory.write_record(tables))
         display.plan(options, plan, task, world, prepared.notes)
         with contextlib.ExitStack() as stack:

@@ -75,7 +75,11 @@ def command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
     options, plan = dict(tables["options"]), tables["training"]
     given = {name: plan[name] for name in PLANNED if name in plan} | {"minutes": None}
-    parts = ["tiedgpt", "train", *map(str, options.get("data") or ())]
+    parts, processes = ["tiedgpt"], tables.get("processes")
+    if processes:
+        parts = ["torchrun", "--nproc-per-node", str(processes["number"]), "-m", "tiedgpt"]
+    parts += ["train", *map(str, options.get("data") or ())]
+    parts += ["--parallel", processes["parallel"]] if processes else []
     for option in fields(TrainOptions):
         value = given.get(option.name, options.get(option.name, option.default))
         if option.name == "data" or value in (None, option.default):

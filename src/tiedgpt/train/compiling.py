@@ -1,7 +1,7 @@
 """Blocks compiled by torch: what that needs, and the time that it takes before the first step.
 
-All blocks of a shape share one compiled form, for each shape of their input one. Evaluation and
-generation run the blocks as they are.
+All blocks of a shape share one compiled form, for each shape of their input one, however many there
+are. Evaluation and generation run the blocks as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import time
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,9 +27,16 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled, for each shape anew."""
-    return torch.compile(function, dynamic=False)
+def compiled(function: types.FunctionType, shape: torch.Size) -> Callable[..., Any]:
+    """Return the function compiled for inputs of a shape.
+
+    It is code of its own for each: torch gives up on a code after eight forms, and the steps of a
+    run that goes on, which has fewer behind it, would not have the bits of one that never stopped.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
+    own = types.FunctionType(code, function.__globals__, closure=function.__closure__)
+    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return torch.compile(own, dynamic=False)
 
 
 def decide(

@@ -59,7 +59,7 @@ class Forked:
                 f"--fork {self.run.path} is of --task {there.get('task', fresh.task)}: to put "
                 f"another head on its body, give --start {self.run.model}"
             )
-        for name in ("size", "width", "vocab_size", "tokenizer"):
+        for name in ("size", "width", "vocab_size", "tokenizer", "window", "bias"):
             given, default = getattr(options, name), getattr(fresh, name)
             if given not in (default, there.get(name, default)):
                 raise UserError(

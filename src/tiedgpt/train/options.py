@@ -1,4 +1,4 @@
-"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this."""
+"""What a user may ask of a training run. No torch: `--help` reads this."""
 
 from __future__ import annotations
 
@@ -10,59 +10,8 @@ from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.train.memory import parse_bytes
 from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
+from tiedgpt.train.sizes import DEFAULT_SIZE, SIZES
 
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A named shape with the recipe that suits it."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_positions: int
-    vocab_size: int
-    """Tokens of a vocabulary trained for it."""
-    batch_size: int
-    """Sequences in a step."""
-    lr: float
-    """Peak learning rate."""
-    dropout: float = 0.0
-
-
-def _published(name: str, lr: float) -> Size:
-    """A preset of the papers; peak rates as in Brown et al. 2020, table 2.1."""
-    shape = {key: PRESETS[name][key] for key in ("n_layer", "n_embd", "n_head", "n_positions")}
-    return Size(**shape, vocab_size=PRESETS[name]["vocab_size"], batch_size=16, lr=lr, dropout=0.1)
-
-
-SIZES: dict[str, Size] = {
-    "tiny": Size(
-        n_layer=2, n_embd=128, n_head=4, n_positions=128, vocab_size=1024, batch_size=16, lr=3e-3
-    ),
-    "mini": Size(
-        n_layer=4, n_embd=256, n_head=4, n_positions=128, vocab_size=4096, batch_size=8, lr=3e-3
-    ),
-    "small": Size(
-        n_layer=6, n_embd=384, n_head=6, n_positions=256, vocab_size=4096, batch_size=16, lr=2e-3
-    ),
-    "medium": Size(
-        n_layer=8, n_embd=512, n_head=8, n_positions=512, vocab_size=8192, batch_size=16, lr=1e-3
-    ),
-    "gpt1": _published("gpt1", 2.5e-4),
-    "gpt2": _published("gpt2", 6e-4),
-    "gpt2-medium": _published("gpt2-medium", 3e-4),
-    "gpt2-large": _published("gpt2-large", 2.5e-4),
-    "gpt2-xl": _published("gpt2-xl", 2e-4),
-    "gpt3-small": _published("gpt3-small", 6e-4),
-    "gpt3-medium": _published("gpt3-medium", 3e-4),
-    "gpt3-large": _published("gpt3-large", 2.5e-4),
-    "gpt3-xl": _published("gpt3-xl", 2e-4),
-    "gpt3-2.7b": _published("gpt3-2.7b", 1.6e-4),
-    "gpt3-6.7b": _published("gpt3-6.7b", 1.2e-4),
-    "gpt3-13b": _published("gpt3-13b", 1e-4),
-    "gpt3-175b": _published("gpt3-175b", 0.6e-4),
-}
-DEFAULT_SIZE = "mini"
 MAX_VOCABULARY = 1 << 16
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
@@ -140,7 +89,7 @@ class TrainOptions:
     """Share of the steps in which rows grow, from an eighth of the context; the rest is cut."""
     untie_at: float | None = None
     """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
-    weight_decay: float = 0.1
+    weight_decay: float | None = None
     """Of the blocks' matrices; the shared matrix, norms and biases have none."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
@@ -157,7 +106,7 @@ class TrainOptions:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
     memory: str | None = None
-    """Most that training may take: 2 (GB), 800MB; decides how many sequences go at a time."""
+    """Most that a process may take: 2 (GB), 800MB; decides how many sequences go at a time."""
     recompute: Literal["auto", "off", "blocks"] = "auto"
     """Compute blocks again in backward instead of keeping them; auto: where --memory needs it."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -214,7 +163,7 @@ class TrainOptions:
                 f"--width {self.width}: the heads of --size {self.size} are "
                 f"{self._head_width()} wide, and a width is a multiple of that"
             )
-        if not 0 <= self.weight_decay < math.inf:
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise UserError(f"--weight-decay {self.weight_decay} is negative or infinite")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UserError(f"--dropout {self.dropout} is not a probability in [0, 1)")
@@ -251,8 +200,13 @@ class TrainOptions:
         """Return the peak rate where none is asked for."""
         if self.start is not None:
             return START_RATE / config.n_embd
-        size = SIZES[self.size]
-        return transferred_rate(size.lr, width=size.n_embd, to=config.n_embd, rule=self.rule())
+        size, rule = SIZES[self.size], self.rule()
+        rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
+        return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+
+    def default_weight_decay(self) -> float:
+        """Return the decay of the blocks' matrices where none is asked for."""
+        return SIZES[self.size].weight_decay if self.start is None else 0.1
 
     def rule(self) -> Rule:
         """Return the optimizer of the blocks' matrices."""

@@ -49,8 +49,9 @@ class Part:
 class World:
     """One process: all rows are its own, it writes, and nothing is exchanged."""
 
-    rank = 0
-    size = 1
+    rank, size = 0, 1
+    holders = neighbours = 1
+    """Processes that a matrix is shared out among; that share a machine's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -146,6 +147,7 @@ class Replicas(World):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._objective: Any = None
         self._parameters: list[nn.Parameter] = []
         self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it

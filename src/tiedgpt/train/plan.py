@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -15,6 +15,9 @@ from tiedgpt.train.machine import describe
 from tiedgpt.train.optim import RULES
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
+
+if TYPE_CHECKING:
+    from tiedgpt.train.parallel import World
 
 SCHEDULES = get_args(Schedule)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -124,14 +127,20 @@ def record(
     plan: Plan,
     counted: dict[str, dict[str, Any]],
     text_digest: str | None = None,
+    world: World | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the tables of run.toml; `counted` are those that tell what the data holds."""
+    processes = {}
+    if world is not None and world.size > 1:
+        parallel = "fsdp" if world.holders > 1 else "ddp"
+        processes = {"processes": {"number": world.size, "parallel": parallel}}
     return {
         "options": asdict(options),
         "model": asdict(config),
         "training": asdict(plan),
         "text": {"sha256": text_digest},
         **counted,
+        **processes,
         "machine": describe(),
         "versions": {
             "tiedgpt": tiedgpt.__version__,

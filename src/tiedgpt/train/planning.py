@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.train.compiling import decide
-from tiedgpt.train.memory import needed, parse_bytes, taken
+from tiedgpt.train.memory import needed, parse_bytes, said, taken
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.parallel import World
@@ -45,7 +44,7 @@ def make_plan(
     `world` of several processes all must call this, and get the same.
     """
     world = world or World(device)
-    draft = world.lead(lambda: drafted(options, task, device, world.share))
+    draft = world.lead(lambda: drafted(options, task, device, world))
     world.lead(lambda: world.require_work(replace(draft, **scheduled(options, MANY))))
     steps, batch_size = options.steps, draft.batch_size
     if steps is None and options.minutes is None and task.epoch_rows is not None:
@@ -64,22 +63,18 @@ def make_plan(
     )
 
 
-def drafted(
-    options: TrainOptions, task: Task, device: torch.device, share: Callable[[int], int]
-) -> Plan:
-    """Return a plan of which all is decided but the number of steps, and what depends on it.
-
-    `share` says how many of a batch's rows a process has.
-    """
+def drafted(options: TrainOptions, task: Task, device: torch.device, world: World) -> Plan:
+    """Return a plan of which all is decided but the number of steps, and what depends on it."""
     config = task.config
     if options.untie_at is not None:
         require_tied(config)
         config = replace(config, tie_word_embeddings=False)  # as it will be
     batch_size = options.batch_size or options.default_batch_size()
-    micro, recompute = fitted(options, config, device, share(batch_size), task.row_tokens)
+    fitted(options, config, device, batch_size, task.row_tokens, world)  # before a product is timed
+    dtype = faster_dtype(config, device) if options.dtype == "auto" else options.dtype
+    micro, recompute = fitted(options, config, device, batch_size, task.row_tokens, world, dtype)
     one_shape = task.unit == "tokens" and not options.length_warmup
     compiles, _ = decide(options.compile, device, one_shape=one_shape)
-    dtype = faster_dtype(config, device) if options.dtype == "auto" else options.dtype
     return Plan(
         steps=options.steps or 1,
         batch_size=batch_size,
@@ -87,7 +82,9 @@ def drafted(
         optimizer=options.rule(),
         lr=options.lr or options.default_rate(config),
         warmup=0,
-        weight_decay=options.weight_decay,
+        weight_decay=(
+            options.default_weight_decay() if options.weight_decay is None else options.weight_decay
+        ),
         grad_clip=options.grad_clip,
         dtype=dtype,
         seed=options.seed,
@@ -109,12 +106,15 @@ def fitted(
     device: torch.device,
     batch_size: int,
     row_tokens: int,
+    world: World,
+    dtype: str = "bf16",
 ) -> tuple[int, Recompute]:
     """Return how many sequences go at a time and what is recomputed: the fastest that fits.
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
     """
-    micro = min(batch_size, options.micro_batch or max(1, MICRO_BATCH_TOKENS // row_tokens))
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // row_tokens)
+    micro = min(world.share(batch_size), at_most)
     sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
     ways: tuple[Recompute, ...] = ("off",) if options.memory is None else ("off", "blocks")
     if options.recompute != "auto":
@@ -127,10 +127,11 @@ def fitted(
                 batch_size=batch_size,
                 micro_batch=size,
                 row_tokens=row_tokens,
-                dtype=options.dtype,
+                dtype=dtype,
                 recompute=recompute,
                 optimizer=options.rule(),
                 budget=None if options.memory is None else parse_bytes(options.memory),
+                world=world,
             )
             return size, recompute
         except NoRoomError as error:
@@ -138,22 +139,26 @@ def fitted(
     raise refused
 
 
-def memory_line(plan: Plan, config: GPTConfig, row_tokens: int, device: torch.device) -> str:
-    """Return in words what a plan with a budget takes, the program itself included."""
+def memory_line(plan: Plan, config: GPTConfig, row_tokens: int, world: World) -> str:
+    """Return in words what a plan with a budget takes beside the program itself, by formula."""
     assert plan.memory is not None
+    if plan.untie_at is not None:
+        config = replace(config, tie_word_embeddings=False)  # as it will be
     need = needed(
         config,
         batch_size=plan.batch_size,
         micro_batch=plan.micro_batch,
         row_tokens=row_tokens,
         dtype=plan.dtype,
-        device=device.type,
+        device=world.device.type,
         recompute=plan.recompute,
         optimizer=plan.optimizer,
+        processes=world.size,
+        holders=world.holders,
     )
     how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
     return (
-        f"about {(need.total + taken(device)) / 1e9:.2f} of {plan.memory / 1e9:.2f} GB: "
+        f"about {said(need.total)} beside the program, of {said(plan.memory)}: "
         f"{plan.micro_batch:,} sequences at a time{how}"
     )
 
@@ -196,13 +201,21 @@ def require_memory(
     recompute: Recompute = "off",
     optimizer: str = "adamw",
     budget: int | None = None,
+    world: World | None = None,
 ) -> None:
     """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory."""
-    room, has = _memory(device), "free"
+    world = world or World(device)
+    room, has, ways = _memory(device), "free", ["a smaller --batch-size or --micro-batch"]
+    ways += ["--recompute blocks"] if recompute == "off" else []
+    if room is not None and device.type == "cpu" and world.neighbours > 1:
+        room, has = room // world.neighbours, "free for each process"
     if budget is not None:
-        left = max(0, budget - taken(device))
-        if room is None or left < room:
-            room, has = left, f"of --memory {budget / 1e9:g}GB left beside the program"
+        own = taken(device)
+        if own >= budget:
+            raise NoRoomError(f"--memory {said(budget)}: the program alone takes about {said(own)}")
+        if room is None or budget - own < room:
+            room, has = budget - own, f"of --memory {said(budget)} left beside the program"
+            ways.append("more --memory")
     rows = row_tokens or config.n_positions
     need = needed(
         config,
@@ -213,19 +226,19 @@ def require_memory(
         device=device.type,
         recompute=recompute,
         optimizer=optimizer,
+        processes=world.size,
+        holders=world.holders,
     )
     if room is not None and need.lasting > room:
         raise NoRoomError(
-            f"{config.parameter_count():,} parameters need {need.lasting / 1e9:,.1f} GB to train "
-            "(weight, gradient and two moments of 4 bytes each) and "
-            f"{device} has {room / 1e9:,.1f} GB {has}"
+            f"{config.parameter_count():,} parameters need {said(need.lasting)} to train (weights, "
+            f"gradients and the optimizer's moments) and {device} has {said(room)} {has}"
         )
     if room is not None and need.total > room:
         raise NoRoomError(
             f"a batch of {batch_size:,} x {rows:,} tokens, {micro_batch:,} sequences at a time, "
-            f"needs about {need.passing / 1e9:,.1f} GB beside the {need.lasting / 1e9:,.1f} GB of "
-            f"weights, gradients and moments, and {device} has {room / 1e9:,.1f} GB {has}: use a "
-            "smaller --batch-size or --micro-batch, or --recompute blocks"
+            f"needs about {said(need.passing)} beside the {said(need.lasting)} of weights, "
+            f"gradients and moments, and {device} has {said(room)} {has}: use {', or '.join(ways)}"
         )
 
 

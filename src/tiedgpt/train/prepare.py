@@ -22,9 +22,10 @@ from tiedgpt.train.exercises import EXERCISES
 from tiedgpt.train.forking import Forked
 from tiedgpt.train.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sizes import SIZES
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""

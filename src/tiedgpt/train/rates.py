@@ -15,6 +15,7 @@ import torch
 from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.plan import Plan
+from tiedgpt.train.recomputing import in_training
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 
@@ -73,7 +74,7 @@ def sweep(
 def _sweep(
     task: Task, plan: Plan, device: torch.device, steps: int, progress: Callable[[int, int], None]
 ) -> Sweep:
-    model = task.build().to(device).train()
+    model = in_training(task.build().train(), plan).to(device)
     task.begin(model)
     groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
     rules = optimizers(groups, lr=LOWEST)

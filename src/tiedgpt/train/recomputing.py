@@ -49,7 +49,7 @@ class TrainedBlock(Block):
         """(B, T, D) -> (B, T, D)."""
         if past is not None or not torch.is_grad_enabled():
             return super().forward(x, layer, past)
-        run = compiled(Block.forward) if self.compiled else Block.forward
+        run = compiled(Block.forward, x.shape) if self.compiled else Block.forward
         if not self.recompute:
             return run(self, x, layer)
         kept: Tensor = checkpoint(run, self, x, layer, use_reentrant=False)

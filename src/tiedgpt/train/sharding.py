@@ -25,6 +25,10 @@ T = TypeVar("T")
 class Shards(Replicas):
     """Several processes that hold a part of each matrix and its optimizer's state (FSDP2)."""
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.holders = self.size
+
     def require_work(self, plan: Plan) -> None:
         """Refuse, too, what changes parameters in the middle of a run."""
         super().require_work(plan)
