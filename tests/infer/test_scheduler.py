@@ -93,7 +93,12 @@ def test_requests_that_cannot_be_met_are_refused_when_they_are_added(engine):
         running.add([1] * 17, Request(context_end="slide", prompt_logprobs=True))
     with pytest.raises(UserError, match="stop_ids names 1000"):
         running.add([1], Request(stop_ids=[1000]))
+    for prompt in ([], [1, 1000], [-1]):
+        with pytest.raises(UserError, match="at least one id of a vocabulary"):
+            running.add(prompt, Request())
     assert not running.busy
+    with pytest.raises(UserError, match="prefill_chunk=0"):
+        scheduler(engine, prefill_chunk=0)
 
 
 def test_a_slot_smaller_than_the_context_is_the_context(engine):

@@ -123,6 +123,35 @@ def test_settings_that_are_not_ours_are_kept(saved):
     assert (config["model_max_length"], config["chat_template"]) == (1024, "{{ x }}")
 
 
+def test_end_of_text_is_every_special_token_as_in_gpt2s_own_config(bpe, saved):
+    names = ("bos_token", "eos_token", "unk_token")
+    config = json.loads((saved / "tokenizer_config.json").read_text())
+    assert [config[name] for name in names] == ["<|endoftext|>"] * 3
+    Tokenizer.from_pretrained(saved).save_pretrained(saved / "again")
+    assert json.loads((saved / "again" / "tokenizer_config.json").read_text()) == config
+    tokens = (saved / "tokenizer.json").read_bytes()
+    assert (saved / "again" / "tokenizer.json").read_bytes() == tokens
+
+
+def test_unknown_token_of_a_file_is_kept_and_of_characters_none_is_named(char, saved):
+    edit(saved / "tokenizer_config.json", unk_token="the")
+    Tokenizer.from_pretrained(saved).save_pretrained(saved / "again")
+    assert json.loads((saved / "again" / "tokenizer_config.json").read_text())["unk_token"] == "the"
+    char.save_pretrained(saved / "char")
+    assert "unk_token" not in json.loads((saved / "char" / "tokenizer_config.json").read_text())
+
+
+def test_unknown_token_changes_no_id_in_transformers(bpe, saved):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(saved)
+    assert (theirs.unk_token, theirs.bos_token_id, theirs.eos_token_id) == (
+        "<|endoftext|>",
+        999,
+        999,
+    )
+    assert theirs(TEXT)["input_ids"] == bpe.encode(TEXT) and len(theirs) == len(bpe)
+
+
 def test_truncation_and_padding_in_the_file_change_no_ids(bpe, saved):
     rust = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
     rust.enable_truncation(3)

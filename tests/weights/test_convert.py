@@ -193,3 +193,9 @@ def test_what_a_file_does_not_say_is_given_on_the_command_line(source, tmp_path,
     assert main(command) == 0
     again = GPT.from_pretrained(tmp_path / "out")
     assert np.array_equal(again.wte.weight.detach(), model.wte.weight.detach())
+
+
+def test_a_precision_of_another_format_names_that_format(source, tokenizer, tmp_path):
+    for precision, name in [("int8", "packed"), ("q8_0", "gguf")]:
+        with pytest.raises(UserError, match=f"bf16; {precision} is of --to {name}$"):
+            to(source, tmp_path / "out", "transformers", tokenizer, precision=precision)

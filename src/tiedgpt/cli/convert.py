@@ -27,8 +27,8 @@ class Arguments:
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A directory, a file of any format that is read here, or a hub name."""
     dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
-    """The file to write. A directory for transformers, and for ONNX where it does not end in .onnx:
-    then config and tokenizer are put there, too."""
+    """The file to write. A directory for transformers and packed, and for ONNX where it does not
+    end in .onnx: then config and tokenizer are put there, too."""
     to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
     """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, a directory
     packed for our own CPU kernels; auto: by the ending of DEST, .gguf, .onnx, .pt or .bin, else

@@ -23,7 +23,7 @@ class Arguments:
     """Continue a text."""
 
     source: tyro.conf.Positional[str | None] = None
-    """A run, a model directory, or a hub name; default: the newest run in runs/."""
+    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     prompt: str = ""
     """The text to continue; - reads standard input; empty: begin a text."""
     max_new_tokens: int = 128
@@ -140,7 +140,8 @@ def run(arguments: list[str]) -> int:
             "cut off: it may not have its whole form; --max-new-tokens gives room", file=sys.stderr
         )
     if completion.finish_reason == "context":
-        print("the context is full; --context-end slide goes on", file=sys.stderr)
+        advice = "; --context-end slide goes on" if given.search.may_slide else ""
+        print(f"the context is full{advice}", file=sys.stderr)
     elif completion.dropped:
         print(
             f"the context slid: the first {completion.dropped} tokens were dropped", file=sys.stderr
@@ -152,9 +153,10 @@ def _telling_of_compilation(engine: Engine) -> contextlib.AbstractContextManager
     """Say so on stderr where the user waits for kernels to be compiled."""
     if engine.backend != "kernels":
         return contextlib.nullcontext()
-    from tiedgpt.infer.compiling import telling_of_compilation
+    from tiedgpt.infer.compiling import telling_of_compilation, where_kept
 
-    text = "(compiling kernels for this CPU, which takes some ten seconds; they are kept)"
+    kept = "they are kept" if where_kept() else "set NUMBA_CACHE_DIR to have them kept"
+    text = f"(compiling kernels for this CPU, which takes some ten seconds; {kept})"
     return telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True))
 
 

@@ -49,6 +49,11 @@ class SearchFlags:
         return self.num_beams <= 1 and self.penalty_alpha is None
 
     @property
+    def may_slide(self) -> bool:
+        """Whether --context-end slide goes with it."""
+        return self.draws and self.guidance_scale == 1
+
+    @property
     def has_form(self) -> bool:
         """Whether a form was asked for."""
         return any(form is not None for form in (self.regex, self.json_schema, self.grammar))

@@ -6,26 +6,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba.core.event import Listener, install_listener
-
-
-class _First(Listener):
-    """Tells of the first compilation."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell: Callable[[], None] | None = tell
-
-    def on_start(self, event: Any) -> None:
-        if self._tell is not None:
-            self._tell()
-            self._tell = None
-
-    def on_end(self, event: Any) -> None:
-        pass
-
 
 @contextmanager
 def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` when, inside the block, kernels begin to be compiled; not if they were before."""
-    with install_listener("numba:compile", _First(tell)):
+    """Call `tell` when, inside the block, kernels begin to be compiled; not if they were before.
+
+    A Numba that has no such events compiles all the same, and nothing is told.
+    """
+    try:
+        from numba.core.event import Listener, install_listener
+    except ImportError:
         yield
+        return
+
+    class First(Listener):
+        """Tells of the first compilation."""
+
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.told:
+                self.told = True
+                tell()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with install_listener("numba:compile", First()):
+        yield
+
+
+def where_kept() -> str | None:
+    """Return the directory of compiled kernels; None where Numba found none that can be written."""
+    from tiedgpt.infer.kernels.forward import forward
+
+    path: str | None = forward.stats.cache_path
+    return path

@@ -109,7 +109,8 @@ def _from_source(
     packed = find_packed(source)
     if packed is not None and backend != "torch":
         if resolve is not None or config:
-            raise UserError(f"{packed} says all itself: resolve and config are for other sources")
+            named = [*config, *(["resolve"] if resolve is not None else [])]
+            raise UserError(f"{packed} says all itself: leave out {', '.join(named)}")
         return _from_packed(packed, precision), ()
     import torch
 

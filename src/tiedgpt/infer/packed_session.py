@@ -70,6 +70,16 @@ class PackedSession:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slots, ids)
         self._check_ids(ids)
+        before = list(self.lengths)
+        try:
+            return self._read(slots, ids, every, states)
+        except BaseException:  # Ctrl-C: what was not computed is not held
+            self.lengths[:] = before
+            raise
+
+    def _read(
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
+    ) -> list[Scores]:
         parts: list[list[Scores]] = [[] for _ in slots]
         rest = [list(some) for some in ids]
         v, d = self.config.vocab_size, self.config.n_embd
@@ -209,6 +219,8 @@ def _weights(model: PackedModel) -> Weights:
     def stack(name: str) -> Matrix:
         return Matrix(a[f"{name}.weights"], a[f"{name}.scales"], a[f"{name}.bias"])
 
+    longest = config.n_positions
+    windows = [min(config.window(layer) or 0, longest) for layer in range(config.n_layer)]
     return Weights(
         wte=wte,
         wpe=a["wpe"],
@@ -219,7 +231,7 @@ def _weights(model: PackedModel) -> Weights:
         mlp_proj=stack("mlp_proj"),
         norms=a["norms"],
         ln_f=a["ln_f"],
-        windows=np.array([config.window(layer) or 0 for layer in range(config.n_layer)], np.int64),
+        windows=np.array(windows, np.int64),
         epsilon=np.float32(config.layer_norm_epsilon),
         n_embd=config.n_embd,
         n_head=config.n_head,

@@ -192,4 +192,4 @@ def _check_words(words: Sequence[str | Sequence[int]]) -> None:
 def _require_in(name: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not low <= value <= high or abs(value) == math.inf:  # type: ignore[operator, arg-type]
-        raise UserError(f"{name}={value!r} is not a number from {low:g} to {high:g}")
+        raise UserError(f"{name}={value!r} is not a finite number from {low:g} to {high:g}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.infer.continuation import Continuation
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.request import Request
+from tiedgpt.infer.request import Request, require_positive
 from tiedgpt.infer.session import Scores, Session
 from tiedgpt.infer.speculation import Price
 from tiedgpt.text import Tokenizer
@@ -60,6 +60,8 @@ class Scheduler:
         tokenizer: Tokenizer | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
+        if prefill_chunk is not None:
+            require_positive("prefill_chunk", prefill_chunk)
         self.session = session
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
@@ -77,12 +79,15 @@ class Scheduler:
 
         Raises `UserError` for a request that the model cannot meet; nothing is computed yet.
         """
-        capacity = self.session.capacity
+        capacity, v = self.session.capacity, self.session.config.vocab_size
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < v:
+            raise UserError(f"a prompt is at least one id of a vocabulary of {v} tokens")
         if len(prompt) > capacity:
             if request.context_end == "stop":
                 raise UserError(
                     f"the prompt has {len(prompt)} tokens and the model's context {capacity}: "
-                    "shorten it, or let the context slide"
+                    "shorten it, or let the context slide (--context-end slide, or "
+                    "context_end='slide')"
                 )
             if request.wants_prompt_scores:
                 raise UserError(

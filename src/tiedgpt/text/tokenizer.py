@@ -194,9 +194,10 @@ class Tokenizer:
         config = {key: self._settings[key] for key in _KEPT_SETTINGS if key in self._settings}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["clean_up_tokenization_spaces"] = False
-        for key, id in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id)):
-            if id is not None:
-                config[key] = self._rust.id_to_token(id)
+        named = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
+        config |= {key: self._rust.id_to_token(id) for key, id in named.items() if id is not None}
+        if self.kind == "bpe" and "eos_token" in config:  # as GPT-2's own; CTranslate2 needs one
+            config["unk_token"] = config.get("unk_token") or config["eos_token"]
         write_tokenizer(Path(directory), self._rust, config)
 
     @cached_property

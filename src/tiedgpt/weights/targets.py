@@ -65,8 +65,10 @@ def choose(to: str, precision: str | None, dtype: torch.dtype) -> tuple[Target, 
         own = target.default or PRECISION_OF.get(dtype, "fp32")
         precision = own if own in target.precisions else "fp32"
     if precision not in target.precisions:
+        others = [name for name, other in TARGETS.items() if precision in other.precisions]
         raise UserError(
             f"{to} is not written in {precision!r} here; there are {', '.join(target.precisions)}"
+            + (f"; {precision} is of --to {' and '.join(others)}" if others else "")
         )
     return target, precision
 

@@ -63,3 +63,11 @@ def test_what_is_not_finite_or_no_form_is_refused():
         pack(np.array([[1, np.nan]], np.float32), "int8")
     with pytest.raises(UserError, match="int3"):
         pack(np.ones((1, 1), np.float32), "int3")
+
+
+@pytest.mark.parametrize("size", [1e-45, 2e-43, 1e-39, 1e-37])
+def test_rows_too_small_for_a_scale_are_zeros(size):
+    matrix = np.full((3, 5), size, np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        again = unpack(pack(matrix, "int8"))
+    assert np.abs(again - matrix).max() <= size

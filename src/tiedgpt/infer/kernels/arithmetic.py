@@ -29,7 +29,16 @@ from tiedgpt.infer.kernels.simd import (
     store,
     vector,
 )  # fmt: skip
-from tiedgpt.infer.kernels.vectors import bits_of_float, nearest, power_of_two
+from tiedgpt.infer.kernels.vectors import (
+    add16,
+    bits_of_float,
+    filled16,
+    load16,
+    nearest,
+    power_of_two,
+    scale16,
+    total16,
+)  # fmt: skip
 
 GELU_NEW, GELU, RELU, SILU = range(4)
 ACTIVATIONS = {"gelu_new": GELU_NEW, "gelu": GELU, "relu": RELU, "silu": SILU}
@@ -83,20 +92,27 @@ def activate(x, n, kind):
             x[i] = x[i] / (one + exp(-x[i]))
 
 
-@njit(fastmath=FAST, error_model="numpy")
+@njit(error_model="numpy")
 def normalise(x, width, weight, bias, epsilon, out):
-    """LayerNorm of the first `width` of x into `out`; what is beyond them stays as it was."""
-    total = np.float32(0.0)
+    """LayerNorm of the first `width` of x into `out`, zeros behind, to the next multiple of 16.
+
+    x has zeros there, too. Sums are over 16 lanes, then across them: always in the same order.
+    """
+    total = filled16(np.float32(0.0))
+    for at in range(0, width, LANES):
+        total = add16(total, load16(x, at))
+    mean = total16(total) / np.float32(width)
     for i in range(width):
-        total += x[i]
-    mean = total / np.float32(width)
-    squares = np.float32(0.0)
+        out[i] = x[i] - mean
+    for i in range(width, -(-width // LANES) * LANES):
+        out[i] = np.float32(0.0)
+    squares = filled16(np.float32(0.0))
+    for at in range(0, width, LANES):
+        d = load16(out, at)
+        squares = add16(squares, scale16(d, d))
+    scale = np.float32(1.0 / math.sqrt(total16(squares) / np.float32(width) + epsilon))
     for i in range(width):
-        d = x[i] - mean
-        squares += d * d
-    scale = np.float32(1.0) / np.float32(math.sqrt(squares / np.float32(width) + epsilon))
-    for i in range(width):
-        out[i] = (x[i] - mean) * scale * weight[i] + bias[i]
+        out[i] = out[i] * scale * weight[i] + bias[i]
 
 
 @intrinsic

@@ -106,6 +106,8 @@ def _keep_value(x, n, position, values, value_scales):
 def _scale(x, n):
     largest = np.float32(0.0)
     for d in range(n):
+        if np.isnan(x[d]):
+            return x[d]
         largest = max(largest, abs(x[d]))
     return largest / np.float32(127.0)
 
@@ -159,10 +161,10 @@ def _soften(p, begin, low, high, end, factor, key_scales, value_scales, scaled):
     top = filled16(NONE)
     for t in range(begin, end, LANES):
         top = max16(top, load16(p, t))
-    largest = largest16(top) * factor
+    largest = largest16(top)
     total = filled16(np.float32(0.0))
     for t in range(begin, end, LANES):
-        e = exp16(shift16(load16(p, t), factor, largest))
+        e = exp16(shift16(load16(p, t), largest, factor))
         store16(p, t, e)
         total = add16(total, e)
     inverse = filled16(np.float32(1.0) / total16(total))

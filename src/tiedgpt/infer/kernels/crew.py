@@ -8,13 +8,12 @@ import weakref
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
-from tiedgpt.infer.kernels.forward import INSIDE, STEP, forward, phases
-from tiedgpt.infer.kernels.queue import LINE
+from tiedgpt.infer.kernels.forward import control_for, forward
 
 MOST = 16
 """Threads beyond this only wait for memory."""
+BEHIND = 8
+"""Steps that may wait for a helper: after a fork there is none to take them."""
 
 
 def default_threads() -> int:
@@ -24,12 +23,15 @@ def default_threads() -> int:
 
 
 class Crew:
-    """Runs steps of one model on several threads, one step at a time."""
+    """Runs steps of one model on several threads, one step at a time.
+
+    Each step has a control of its own, so that a helper that comes late to one that is over cannot
+    meddle with the next.
+    """
 
     def __init__(self, n_layer: int, threads: int) -> None:
-        self._control = np.zeros(phases(n_layer) * LINE, np.int64)
-        self._gate = np.zeros(2 * LINE, np.int64)
-        self._step = 0
+        self._n_layer = n_layer
+        self._unfinished: tuple[Any, ...] | None = None
         self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(threads - 1)]
         for queue in self._work:
             threading.Thread(target=_help, args=(queue,), daemon=True).start()
@@ -37,17 +39,14 @@ class Crew:
 
     def run(self, *arguments: Any) -> None:
         """Do a step: `forward` of these arguments."""
-        control, gate = self._control, self._gate
-        gate[STEP] = -1
-        while gate[INSIDE]:  # a helper that comes late to the last step, and is about to leave
-            pass
-        control[:] = 0
-        self._step += 1
-        gate[STEP] = self._step
-        work = (control, gate, self._step, *arguments)
+        if self._unfinished is not None:  # interrupted by Ctrl-C; helpers may still be at it
+            forward(*self._unfinished)
+        work = self._unfinished = (control_for(self._n_layer), *arguments)
         for queue in self._work:
-            queue.put(work)
+            if queue.qsize() < BEHIND:
+                queue.put(work)
         forward(*work)
+        self._unfinished = None
 
 
 def _help(queue: SimpleQueue[Any]) -> None:

@@ -9,23 +9,25 @@ residual stream, as in `core/model.py`, of which this is the transcription:
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from tiedgpt.infer.kernels.arithmetic import normalise, prepare
 from tiedgpt.infer.kernels.attention import TOGETHER, attend, keep, keep_value
 from tiedgpt.infer.kernels.product import activated_product, product
-from tiedgpt.infer.kernels.queue import add, finish, read, take
+from tiedgpt.infer.kernels.queue import LINE, finish, read, take, write
 from tiedgpt.infer.kernels.rows import read_row
 
-PHASES_A_LAYER, PHASES_BESIDE = 8, 4
+PHASES_A_LAYER, PHASES_BESIDE = 8, 3
 PLAIN, NORM, KEEP = range(3)
 """What is read: h, norm(h), or norm(h) that takes the place of h."""
-STEP, INSIDE = 0, 8
-"""Where the gate counts: the step that threads may work on, and the threads that do."""
+OVER = 0
+"""Where the control says that the step is over: its first line; a line for each phase follows."""
 
 
 class Matrix(NamedTuple):
@@ -180,7 +182,7 @@ def _normed(control, phase, model, buffers, norm, n, doing):
                 for k in range(padded):
                     h[k] = out[k]
         else:
-            for k in range(padded):
+            for k in range(model.n_embd):
                 out[k] = h[k]
         prepare(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
     return finish(control, phase, mine, n)
@@ -243,11 +245,9 @@ def _score(control, phase, model, buffers, call):
     )  # fmt: skip
 
 
-def phases(n_layer: int) -> int:
-    """Return how many phases a step has at the most."""
-    return PHASES_A_LAYER * n_layer + PHASES_BESIDE
-
-
+def control_for(n_layer: int) -> NDArray[np.int64]:
+    """Return what threads share a step by; each step takes a new one."""
+    return np.zeros((1 + PHASES_A_LAYER * n_layer + PHASES_BESIDE) * LINE, np.int64)
 
 
 def _compiled(kernels: int):
@@ -257,17 +257,19 @@ def _compiled(kernels: int):
     function encloses, has it ask for them all.
     """
 
-    @njit(nogil=True, cache=True, error_model="numpy")
-    def forward(control, gate, step, model, buffers, cache, call):
-        add(gate, INSIDE, 1)
-        if read(gate, STEP) == step and kernels:
-            phase = _embed(control, 0, model, buffers, call)
+    def forward(control, model, buffers, cache, call):
+        if not read(control, OVER) and kernels:
+            phase = _embed(control, 1, model, buffers, call)
             for layer in range(model.windows.shape[0]):
                 phase = _layer(control, phase, layer, model, buffers, cache, call)
             _score(control, phase, model, buffers, call)
-        add(gate, INSIDE, -1)
+            write(control, OVER, 1)
 
-    return forward
+    compiler = partial(njit, nogil=True, error_model="numpy")
+    try:
+        return compiler(cache=True)(forward)
+    except RuntimeError:  # neither this folder nor the user's cache can be written
+        return compiler()(forward)
 
 
 def _digest() -> int:
@@ -276,8 +278,8 @@ def _digest() -> int:
 
 
 forward = _compiled(_digest())
-"""Take part in a step (control, gate, its number, Weights, Buffers, Cache, Call), on any thread.
+"""Take part in a step (control, Weights, Buffers, Cache, Call), on any thread.
 
-Returns when the step is done, or at once if it already is: `gate` counts the step that is being
-worked on, and who is inside.
+Returns when the step is done, or at once if it already is. A thread that comes when all chunks are
+taken writes nothing but to the step's own control.
 """

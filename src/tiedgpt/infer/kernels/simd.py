@@ -12,9 +12,19 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import codegen, config
 
 LANES = 16
-FEATURES = {name for name, present in llvm.get_host_cpu_features().items() if present}
+
+
+def _features() -> set[str]:
+    """Return what Numba compiles for: the CPU's features, or those that NUMBA_CPU_FEATURES says."""
+    said: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
+    listed = codegen.get_host_cpu_features() if said is None else said
+    return {name[1:] for name in listed.split(",") if name.startswith("+")}
+
+
+FEATURES = _features()
 HAS_DOT8 = {"avx512vnni", "avx512vl"} <= FEATURES
 """Whether an instruction adds 4 products of bytes to each lane (vpdpbusd on 512 bits)."""
 HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
@@ -177,5 +187,6 @@ def folded(builder: Any, value: Any, join: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """Return the larger of two numbers, or of each pair of two vectors."""
-    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    """Return the larger of two numbers, or of each pair of two vectors; NaN where one is NaN."""
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(builder.or_(is_nan, builder.fcmp_ordered(">", x, y)), x, y)

@@ -16,7 +16,6 @@ from tiedgpt.infer.kernels.simd import (
     call,
     exponential,
     f32,
-    fma,
     folded,
     i32,
     larger,
@@ -148,11 +147,11 @@ def filled16(typing, x):
 
 @intrinsic
 def shift16(typing, a, x, y):
-    """Return a * x - y for numbers x and y."""
+    """Return (a - x) * y for numbers x and y."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, x, y = arguments
-        return fma(builder, a, splat(builder, x), splat(builder, builder.fneg(y)))
+        return builder.fmul(builder.fsub(a, splat(builder, x)), splat(builder, y))
 
     return F16(F16, types.float32, types.float32), emit
 

@@ -107,7 +107,8 @@ def _laid_out(block: NDArray[np.float32], form: Form, scales: NDArray[Any], at: 
         return _interleaved(to_bf16(block), 2)
     if form == "int8":
         largest = np.abs(block).max(axis=1, keepdims=True)
-        scale = np.where(largest > 0, largest / 127, 1).astype(np.float32)
+        usable = largest > 127 * np.finfo(np.float32).tiny  # others round to zeros
+        scale = np.where(usable, largest / 127, 1).astype(np.float32)
         scales[at] = scale.reshape(-1, PANEL)
         whole = np.rint(block / scale).astype(np.int16) + 128
         return _interleaved(whole.astype(np.uint8), 4)

@@ -1,0 +1,69 @@
+"""Numbers at the edges of float32, and what a slot or a buffer held before."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.infer.kernels.conftest import made, stood_for
+from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed.panels import FORMS
+
+IDS = [5, 17, 3, 96, 0, 41, 8, 8, 60]
+
+
+def logits(packed, ids=IDS):
+    session = PackedRunner(packed, threads=2).session(slots=1, capacity=24)
+    return session.read([0], [ids], every=True)[0].logits
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"n_embd": 69, "n_head": 3}])
+def test_what_a_cache_held_before_does_not_matter(form, changes):
+    packed = pack_gpt(made(attention_windows=(0, 3), **changes), form)
+    session = PackedRunner(packed, threads=2).session(slots=2, capacity=24)
+    for array in session._cache:
+        array.view(np.uint8)[...] = 0xFF
+    got = session.read([0, 1], [IDS, IDS[:5]], every=True)
+    np.testing.assert_array_equal(got[0].logits, logits(packed))
+    np.testing.assert_array_equal(got[1].logits, logits(packed)[:5])
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+def test_attention_with_enormous_scores_takes_the_largest(size):
+    model = made(n_layer=1, bias=False)
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight[: 2 * model.config.n_embd] *= size
+    packed = pack_gpt(model, "fp32")
+    with torch.no_grad():
+        expected = stood_for(model, packed)(torch.tensor([IDS]))[0].numpy()
+    np.testing.assert_allclose(logits(packed), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(form, norm):
+    packed = pack_gpt(made(norm=norm), form)
+    right = logits(packed)
+    packed.arrays["wpe"][3, :32] = np.nan
+    session = PackedRunner(packed, threads=2).session(slots=1, capacity=24)
+    got = session.read([0], [IDS], every=True)[0].logits
+    assert np.isnan(got[3:]).all()
+    packed.arrays["wpe"][3, :32] = 0
+    session.cut(0, 0)
+    got = session.read([0], [IDS], every=True)[0].logits
+    np.testing.assert_array_equal(got[:3], right[:3])
+    assert np.isfinite(got).all()
+
+
+def test_a_cpu_is_taken_to_have_what_numba_compiles_for():
+    code = "from tiedgpt.infer.kernels import simd; print(simd.HAS_DOT8, simd.HAS_DOT16)"
+    for said in ({"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512vnni"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | said, capture_output=True, check=True
+        )
+        assert done.stdout.split() == [b"False", b"False"]
