@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.weights.packed.model import NAMES, PackedModel, head_form, sizes
+from tiedgpt.weights.packed.model import NAMES, PackedModel, sizes
 from tiedgpt.weights.packed.panels import Panels, unpack
 
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -36,12 +36,11 @@ def made(**changes) -> GPT:
 def stood_for(model: GPT, packed: PackedModel) -> GPT:
     """The model whose matrices are what the panels stand for."""
     state = model.state_dict()
-    config, arrays, shared = packed.config, packed.arrays, head_form(packed.precision)
+    config, arrays = packed.config, packed.arrays
 
     def put(name, weights, scales, rows, width):
         state[f"{name}.weight"] = torch.from_numpy(unpack(Panels(weights, scales, rows, width)))
 
-    assert shared in ("fp32", "bf16", "int8")
     for name in ("wte", "head") if model.head is not None else ("wte",):
         weights, scales = arrays[f"{name}.weights"], arrays[f"{name}.scales"]
         put(name, weights, scales, config.vocab_size, config.n_embd)

@@ -16,7 +16,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.weights.names import EMBEDDING, HEAD
 from tiedgpt.weights.packed.file import FILE, open_with_places
-from tiedgpt.weights.packed.model import NAMES, head_form, sizes
+from tiedgpt.weights.packed.model import NAMES, sizes
 from tiedgpt.weights.packed.panels import CHUNK, PANEL, Form, Panels, unpack
 from tiedgpt.weights.stored import PANEL_TYPES, Inventory, Native, Read, Storage, StoredTensor
 
@@ -55,10 +55,10 @@ def open_packed_inventory(path: Path) -> Inventory:
             name, values.shape, "float32", values.nbytes, lies(stack, index), _reading(values)
         )
 
-    shared, width = head_form(model.precision), config.n_embd
-    matrix(EMBEDDING, "wte", shared, config.vocab_size, width)
+    width = config.n_embd
+    matrix(EMBEDDING, "wte", model.precision, config.vocab_size, width)
     if not config.tie_word_embeddings:
-        matrix(HEAD, "head", shared, config.vocab_size, width)
+        matrix(HEAD, "head", model.precision, config.vocab_size, width)
     plain("wpe.weight", "wpe", arrays["wpe"][:, :width])
     for layer in range(config.n_layer):
         for stack, (rows, columns) in sizes(config).items():

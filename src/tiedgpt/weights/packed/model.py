@@ -37,11 +37,6 @@ class PackedModel:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def head_form(precision: Form) -> Form:
-    """Return the form of the matrix that reads and predicts: W stays at 8 bits beside 4."""
-    return "int8" if precision == "int4" else precision
-
-
 def sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:
     """Return (rows, width) of each stacked matrix."""
     d, inner = config.n_embd, config.inner_dim
@@ -52,12 +47,11 @@ def layout(config: GPTConfig, precision: Form) -> dict[str, tuple[tuple[int, ...
     """Return shape and dtype of every array of a packed model."""
     layers, d = config.n_layer, config.n_embd
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
-    shared = head_form(precision)
     matrices = ["wte"] if config.tie_word_embeddings else ["wte", "head"]
     for name in matrices:
-        weights, scales = shapes(shared, config.vocab_size, d)
-        found[f"{name}.weights"] = (weights, DTYPES[shared][0])
-        found[f"{name}.scales"] = (scales, DTYPES[shared][1])
+        weights, scales = shapes(precision, config.vocab_size, d)
+        found[f"{name}.weights"] = (weights, DTYPES[precision][0])
+        found[f"{name}.scales"] = (scales, DTYPES[precision][1])
     if not config.tie_word_embeddings:
         found["head.bias"] = ((padded(config.vocab_size),), np.float32)
     found["wpe"] = ((config.n_positions, padded(d)), np.float32)
@@ -91,10 +85,9 @@ def pack_model(config: GPTConfig, tensors: Tensors, precision: Form) -> PackedMo
         arrays[f"{name}.weights"][at] = panels.weights
         arrays[f"{name}.scales"][at] = panels.scales
 
-    shared = head_form(precision)
-    fill("wte", tensors["wte.weight"], shared)
+    fill("wte", tensors["wte.weight"], precision)
     if not config.tie_word_embeddings:
-        fill("head", tensors["head.weight"], shared)
+        fill("head", tensors["head.weight"], precision)
         if "head.bias" in tensors:
             arrays["head.bias"][: config.vocab_size] = tensors["head.bias"]
     arrays["wpe"][:, : config.n_embd] = tensors["wpe.weight"]

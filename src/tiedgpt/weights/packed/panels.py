@@ -6,9 +6,9 @@
     int4   (P, K/8, 64, 4)  uint8, w/scale + 8: number j of the eight in the low half of byte j,
                             number 4 + j in its high half; a bf16 scale for each 32    (P, K/32, 64)
 
-P panels hold the rows, padded with zeros to a multiple of 64; K is the width, padded to a multiple
-of 64. One scale a row serves both faces of the shared matrix: it is the token's scale where the row
-is read and the output channel's where the row predicts.
+P panels hold the rows, padded with zeros to a multiple of 64; K is the width, padded so, too. The
+one scale a row of int8 serves both faces of the shared matrix: it is the token's where the row is
+read, and the output channel's where the row predicts.
 """
 
 from __future__ import annotations
