@@ -46,6 +46,7 @@ LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 GROUP = 64
+"""Activations that share a scale, where they are bytes."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 

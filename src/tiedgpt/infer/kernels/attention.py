@@ -16,6 +16,7 @@ from numba.extending import overload
 
 from tiedgpt.infer.kernels.arithmetic import to_bf16
 from tiedgpt.infer.kernels.attention_tiles import mix1, mix4, score1, score4
+from tiedgpt.infer.kernels.simd import LANES
 from tiedgpt.infer.kernels.vectors import (
     add16,
     exp16,
@@ -29,7 +30,6 @@ from tiedgpt.infer.kernels.vectors import (
     total16,
 )  # fmt: skip
 
-LANES = 16
 SPAN = 64
 """Positions whose scores are computed together; room for positions is a multiple of it."""
 TOGETHER = 4

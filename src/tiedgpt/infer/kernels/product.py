@@ -10,9 +10,8 @@ from numba.extending import overload
 
 from tiedgpt.infer.kernels.arithmetic import activate, prepare
 from tiedgpt.infer.kernels.queue import finish, take
-from tiedgpt.infer.kernels.tiles import tile1, tile2, tile4, tile6
+from tiedgpt.infer.kernels.tiles import PANEL, tile1, tile2, tile4, tile6
 
-PANEL = 64
 CHUNK_BYTES = 1 << 17
 """Weights that a thread takes at a time, about: long enough for a core to read ahead."""
 SHARES = 8

@@ -8,9 +8,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from tiedgpt.infer.kernels.tiles import PANEL
 from tiedgpt.infer.kernels.vectors import float_of_bits
-
-PANEL = 64
 
 
 def read_row(weights: Any, scales: Any, token: int, width: int, out: Any) -> None:

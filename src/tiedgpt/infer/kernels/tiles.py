@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from tiedgpt.infer.kernels.arithmetic import GROUP
 from tiedgpt.infer.kernels.simd import (
     LANES,
     constant,
@@ -35,8 +36,6 @@ from tiedgpt.infer.kernels.simd import (
 
 PANEL = 64
 PARTS = PANEL // LANES
-GROUP = 64
-"""Activations that share a scale, where they are bytes."""
 NIBBLES = 32
 """4-bit weights that share a scale."""
 

@@ -13,7 +13,6 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.weights.packed.panels import DTYPES, Form, pack, padded, shapes
 
-MATRICES = ("c_attn", "attn_proj", "c_fc", "mlp_proj")
 NAMES = {
     "c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc",
     "mlp_proj": "mlp.c_proj",
