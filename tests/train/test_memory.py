@@ -47,7 +47,7 @@ def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(
 ):
     run, tokenizer = new_run()
     task = LanguageModelling(run, config, tokenizer)
-    asked = dataclasses.replace(options, batch_size=64)
+    asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
     assert planning.make_plan(asked, task, CPU).micro_batch == 64
     fits, fits_not = (
         needed(config, batch_size=64, micro_batch=n, row_tokens=16, dtype="bf16").total
@@ -65,7 +65,7 @@ def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed
     run, tokenizer = new_run()
     task = LanguageModelling(run, config, tokenizer)
     monkeypatch.setattr(planning, "taken", lambda device: 250_000_000)
-    asked = dataclasses.replace(options, batch_size=64)
+    asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
 
     def total(micro, recompute):
         shape = {"batch_size": 64, "micro_batch": micro, "row_tokens": 16, "optimizer": "muon"}

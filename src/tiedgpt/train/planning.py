@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer.room import free_memory
 from tiedgpt.train.compiling import decide
 from tiedgpt.train.memory import needed, parse_bytes, said, taken
 from tiedgpt.train.optim import optimizers, parameter_groups
@@ -246,12 +247,7 @@ def _memory(device: torch.device) -> int | None:
     """Return the free bytes of a device, or None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            known = dict(line.split(":") for line in file)
-        return int(known["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+    return free_memory()
 
 
 def faster_dtype(config: GPTConfig, device: torch.device) -> str:
