@@ -121,7 +121,9 @@ def onnxruntime(files: Files, room: Room) -> Way:
     return stepping(read, lambda ids: read_on([[id] for id in ids]))
 
 
-def transformers(files: Files, room: Room, precision: str, compiled: bool = False) -> Way:
+def transformers(
+    files: Files, room: Room, precision: str, compiled: bool = False, device: str = "cpu"
+) -> Way:
     """`generate()`; each step's end is seen by its streamer."""
     import torch
     import transformers
@@ -129,16 +131,20 @@ def transformers(files: Files, room: Room, precision: str, compiled: bool = Fals
     torch.set_num_threads(room.threads)
     transformers.utils.logging.disable_progress_bar()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model = transformers.AutoModelForCausalLM.from_pretrained(files.hf, dtype=dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(files.hf, dtype=dtype)
+    model = model.to(device).eval()
     model.generation_config.eos_token_id = None
     options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
     if compiled:
         how = transformers.generation.CompileConfig()
-        how._compile_all_devices = True  # the one switch for CPUs
+        if device == "cpu":
+            how._compile_all_devices = True  # the one switch for CPUs
+        else:
+            how.mode = "reduce-overhead"  # CUDA graphs
         options |= {"cache_implementation": "static", "compile_config": how}
 
     def way(prompts: Prompts, n: int) -> tuple[float, float]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         watch = Stopwatch()
         began = time.perf_counter()
         model.generate(

@@ -77,10 +77,18 @@ def facts(given: argparse.Namespace) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {processor()}, {os.cpu_count()} cores",
         "threads": given.threads,
-        "versions": {name: importlib.metadata.version(name) for name in PEERS},
+        "versions": {name: found for name in PEERS if (found := version(name))},
         "model": f"{given.size}, random weights",
         "rounds": given.rounds,
     }
+
+
+def version(package: str) -> str | None:
+    """Return a package's version, or None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cores() -> int:

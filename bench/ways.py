@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from formats import Files
+from tiedgpt.infer.session import Session
 
 Prompts = list[list[int]]
 Way = Callable[[Prompts, int], tuple[float, float]]
@@ -63,8 +64,12 @@ def ours(files: Files, room: Room, precision: str) -> Way:
     from tiedgpt.weights.packed.file import open_packed
 
     runner = PackedRunner(open_packed(files.packed(precision)), threads=room.threads)
-    session = runner.session(slots=room.slots, capacity=room.capacity)
-    slots = range(room.slots)
+    return in_session(runner.session(slots=room.slots, capacity=room.capacity))
+
+
+def in_session(session: Session) -> Way:
+    """Make a way of all slots of a session."""
+    slots = range(session.slots)
 
     def step(ids: list[int]) -> list[int]:
         return [int(s.logits[0].argmax()) for s in session.read(slots, [[id] for id in ids])]

@@ -61,6 +61,25 @@ class KVCache:
         filled = max(self.lengths) + n_new
         return keys[:, :, :filled], values[:, :, :filled]
 
+    def visible(self, n_new: int, window: int | None) -> tuple[int, Tensor | None]:
+        """Return the first key that is seen at all, and who sees which key from there on.
+
+        That is (B, 1, T, keys) bool: each new position sees the keys up to its own, `window` of
+        them at the most. None where all are seen, or plain causality says it.
+        """
+        shortest, longest = min(self.lengths), max(self.lengths)
+        first = 0 if window is None else max(0, shortest + 1 - window)
+        if shortest == longest and (n_new == 1 or longest == 0):
+            return first, None
+        queries = self.positions(n_new)[:, None, :, None]
+        keys = torch.arange(first, longest + n_new, device=self.keys.device)
+        seen = keys <= queries
+        return first, seen if window is None else seen & (keys > queries - window)
+
+    def positions(self, n_new: int) -> Tensor:
+        """Return the positions (B, n_new) of what comes next."""
+        return positions_after(self.lengths, n_new, self.keys.device)
+
     def advance(self, n_new: int) -> None:
         """Count `n_new` positions as filled, once all layers have stored them."""
         self.lengths = [length + n_new for length in self.lengths]
@@ -78,3 +97,9 @@ class KVCache:
         filled = self.lengths[target] = self.lengths[source]
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :filled] = tensor[:, source, :, :filled]
+
+
+def positions_after(lengths: list[int], n_new: int, device: torch.device) -> Tensor:
+    """Return the positions (B, n_new) of the next tokens of sequences of these lengths."""
+    starts = torch.tensor(lengths, device=device)
+    return starts[:, None] + torch.arange(n_new, device=device)

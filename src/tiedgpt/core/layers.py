@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,37 +24,6 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 BLOCK = 64
 """Queries in a block of banded attention."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a block needs to go on from earlier tokens: the cache, and how many tokens are new."""
-
-    cache: KVCache
-    n_new: int
-
-    def visible(self, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first key that is seen at all, and who sees which key from there on.
-
-        That is (B, 1, T, keys) bool: each new position sees the keys up to its own, `window` of
-        them at the most. None where all are seen, or plain causality says it.
-        """
-        lengths = self.cache.lengths
-        shortest, longest = min(lengths), max(lengths)
-        first = 0 if window is None else max(0, shortest + 1 - window)
-        if shortest == longest and (self.n_new == 1 or longest == 0):
-            return first, None
-        device = self.cache.keys.device
-        queries = positions_after(lengths, self.n_new, device)[:, None, :, None]
-        keys = torch.arange(first, longest + self.n_new, device=device)
-        seen = keys <= queries
-        return first, seen if window is None else seen & (keys > queries - window)
-
-
-def positions_after(lengths: list[int], n_new: int, device: torch.device) -> Tensor:
-    """Return the positions (B, n_new) of the next tokens of sequences of these lengths."""
-    starts = torch.tensor(lengths, device=device)
-    return starts[:, None] + torch.arange(n_new, device=device)
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float) -> Tensor:
@@ -93,7 +61,7 @@ class Attention(nn.Module):
         """Say in `print(model)` how far a banded layer looks."""
         return "" if self.window is None else f"window={self.window}"
 
-    def forward(self, x: Tensor, layer: int, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); position i sees positions j <= i only."""
         n_new = x.shape[1]
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)
@@ -101,8 +69,8 @@ class Attention(nn.Module):
         dropout_p = self.attn_pdrop if self.training else 0.0
         mask = None
         if past is not None:
-            k, v = past.cache.store(layer, k, v)
-            first, mask = past.visible(self.window)
+            k, v = past.store(layer, k, v)
+            first, mask = past.visible(n_new, self.window)
             k, v = k[:, :, first:], v[:, :, first:]
         causal = mask is None and n_new > 1
         if causal and self.window is not None and self.window < n_new:
@@ -155,7 +123,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.resid_pdrop)
         self.norm = config.norm
 
-    def forward(self, x: Tensor, layer: int, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if self.norm == "post":
             x = self.ln_1(x + self.drop(self.attn(x, layer, past)))

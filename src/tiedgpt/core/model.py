@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.core.cache import KVCache
+from tiedgpt.core.cache import KVCache, positions_after
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.embedding import (
     READS_AND_PREDICTS,
@@ -22,7 +22,7 @@ from tiedgpt.core.embedding import (
     PredictingGradient,
     TiedEmbedding,
 )
-from tiedgpt.core.layers import Block, Past, layer_norm, positions_after
+from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
@@ -82,11 +82,11 @@ class GPT(nn.Module):
         ids (B, T) holds int64 or int32. With a cache, ids are what comes after the tokens in it.
         `read` goes to `wte`.
         """
-        past, positions = self._place(ids, cache)
+        positions = self._place(ids, cache)
         x = self.drop(self.wte(ids, *read) + self.wpe(positions))  # h_0 = U W_e + W_p
         yield x
         for layer, block in enumerate(self.h):
-            x = block(x, layer, past)
+            x = block(x, layer, cache)
             yield x
         if cache is not None:
             cache.advance(ids.shape[1])
@@ -139,8 +139,8 @@ class GPT(nn.Module):
         tied = self.head is None or self.config.tie_word_embeddings  # a head may hold on to wte
         return text if tied else text.replace(READS_AND_PREDICTS, READS_ONLY)
 
-    def _place(self, ids: Tensor, cache: KVCache | None) -> tuple[Past | None, Tensor]:
-        """Check ids against the context; return what came before and their positions (B|1, T)."""
+    def _place(self, ids: Tensor, cache: KVCache | None) -> Tensor:
+        """Check ids against the context; return their positions (B|1, T)."""
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise UserError(
                 f"ids must be whole numbers of shape (B, T), not {ids.dtype} {tuple(ids.shape)}"
@@ -153,8 +153,7 @@ class GPT(nn.Module):
             raise UserError(f"{n_new} tokens{before}: a sequence here holds 1 to {room}")
         if cache is not None and len(lengths) != ids.shape[0]:
             raise UserError(f"{ids.shape[0]} sequences for a cache of {len(lengths)}")
-        past = None if cache is None else Past(cache, n_new)
-        return past, positions_after(lengths, n_new, ids.device)
+        return positions_after([0], n_new, ids.device) if cache is None else cache.positions(n_new)
 
     @classmethod
     def from_pretrained(

@@ -3,20 +3,26 @@
 A slot is a row of one key/value cache. The rows that are read together are made neighbours, so that
 they are a view of the cache, and shorter ones are padded at their ends: causality keeps what is
 padded from being seen, and it is not counted as read.
+
+On a GPU, where one token of each is read, `static_decode` does it: one launch for the whole step.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
+from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.session import Scores, check_length, check_read
+from tiedgpt.infer.static_decode import MIN_SPAN, StaticDecode, size_for
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
@@ -29,10 +35,17 @@ MAX_IDS = 4096
 
 
 class TorchRunner:
-    """A `GPT` as it is: its device, its dtype, its modules' modes."""
+    """A `GPT` as it is: its device, its dtype, its modules' modes.
 
-    def __init__(self, model: GPT) -> None:
+    `decode`: "static" computes single tokens in steps of a few shapes, on a GPU as CUDA graphs;
+    "ragged" as all else is; "auto" takes the former on a GPU. The cache and the graphs of a session
+    that ended are kept for the next one.
+    """
+
+    def __init__(self, model: GPT, *, decode: Literal["auto", "static", "ragged"] = "auto") -> None:
         self.model = model
+        self._decode = decode
+        self._kept: StaticDecode | None = None
 
     @property
     def config(self) -> GPTConfig:
@@ -40,26 +53,65 @@ class TorchRunner:
         return self.model.config
 
     def session(self, *, slots: int, capacity: int) -> TorchSession:
-        """Allocate a cache (L, slots, H, capacity, D/H) twice; see `Runner`."""
+        """Allocate a cache (L, slots, H, capacity, D/H) twice, or more; see `Runner`."""
+        weight = self.model.wte.weight
+        if self._decode == "static" or (self._decode == "auto" and weight.is_cuda):
+            static = self._static(slots, capacity)
+            session = TorchSession(self.model, static.cache, slots, capacity, static)
+            weakref.finalize(session, self._keep, static)
+            return session
+        self._require_memory(slots, capacity)
+        cache = KVCache.allocate(
+            self.config,
+            batch_size=slots,
+            capacity=capacity,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        return TorchSession(self.model, cache, slots, capacity)
+
+    def _static(self, slots: int, capacity: int) -> StaticDecode:
+        """Return what was kept, or else one with room for somewhat longer sequences as well."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.fits(rows=slots, capacity=capacity):
+            kept.renew()
+            return kept
+        del kept
+        wider = max(capacity, size_for(capacity, MIN_SPAN, self.config.n_positions))
+        try:
+            self._require_memory(slots, wider + 1)
+        except NoRoomError:
+            wider = capacity
+            self._require_memory(slots, wider + 1)
+        return StaticDecode(self.model, rows=slots, capacity=wider)
+
+    def _keep(self, static: StaticDecode) -> None:
+        self._kept = static
+
+    def _require_memory(self, slots: int, capacity: int) -> None:
         weight, config = self.model.wte.weight, self.config
         n_bytes = 2 * config.n_layer * slots * capacity * config.n_embd * weight.itemsize
         what = f"a cache of {slots} sequences of {capacity} tokens"
         require_memory(n_bytes, what, _free(weight.device))
-        cache = KVCache.allocate(
-            config, batch_size=slots, capacity=capacity, dtype=weight.dtype, device=weight.device
-        )
-        return TorchSession(self.model, cache)
 
 
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
-    def __init__(self, model: GPT, cache: KVCache) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        cache: KVCache,
+        slots: int,
+        capacity: int,
+        static: StaticDecode | None = None,
+    ) -> None:
         self.model = model
-        self.slots = len(cache.lengths)
-        self.capacity = cache.capacity
+        self.slots = slots
+        self.capacity = capacity
         self._cache = cache
-        self._rows = list(range(self.slots))  # the row of each slot
+        self._static = static
+        self._rows = list(range(slots))  # the row of each slot
 
     @property
     def config(self) -> GPTConfig:
@@ -87,7 +139,8 @@ class TorchSession:
         with computing(self.model):
             for group in self._groups(slots, ids):
                 its = [slots[i] for i in group], [ids[i] for i in group]
-                scores |= zip(group, self._read(*its, every, states), strict=True)
+                read = self._step(*its, states) or self._read(*its, every, states)
+                scores |= zip(group, read, strict=True)
         return [scores[i] for i in range(len(slots))]
 
     def cut(self, slot: int, length: int) -> None:
@@ -123,6 +176,26 @@ class TorchSession:
                 groups += [[i] for i in many]
         return groups
 
+    def _step(
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], states: bool
+    ) -> list[Scores] | None:
+        """Read one id of each at once, where that is done in a static step; else None."""
+        static = self._static
+        if static is None or static.refused is not None or any(len(new) > 1 for new in ids):
+            return None
+        if not static.covers([self._rows[slot] for slot in slots]):
+            self._gather([self._rows[slot] for slot in slots])
+        found = static.read(
+            [self._rows[slot] for slot in slots], [new[0] for new in ids], states=states
+        )
+        if found is None:
+            return None
+        logits, h = found
+        return [
+            Scores(logits[i : i + 1], None if h is None else h[i : i + 1])
+            for i in range(len(slots))
+        ]
+
     def _read(
         self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
     ) -> list[Scores]:
@@ -150,19 +223,23 @@ class TorchSession:
         return scores
 
     def _make_neighbours(self, rows: list[int]) -> int:
-        """Exchange rows until those of the slots that are read lie side by side; return the first.
+        """Let the rows of slots that are read lie side by side; return the first of them."""
+        if max(rows) - min(rows) + 1 == len(rows):
+            return min(rows)
+        self._gather(rows)
+        return 0
+
+    def _gather(self, rows: list[int]) -> None:
+        """Exchange rows until these slots have the first ones.
 
         Nothing moves unless a sequence left or came between: then one row or two.
         """
-        if max(rows) - min(rows) + 1 == len(rows):
-            return min(rows)
         wanted = set(rows)
         gaps = [row for row in range(len(rows)) if row not in wanted]
         for gap, row in zip(gaps, sorted(row for row in rows if row >= len(rows)), strict=True):
             _exchange(self._cache, gap, row)
             a, b = self._rows.index(gap), self._rows.index(row)
             self._rows[a], self._rows[b] = row, gap
-        return 0
 
 
 def _free(device: torch.device) -> int | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tiedgpt.core.layers import MLP, Block, Past
+from tiedgpt.core.cache import KVCache
+from tiedgpt.core.layers import MLP, Block
 from tiedgpt.train.compiling import compiled
 from tiedgpt.train.memory import return_memory_at_once
 from tiedgpt.train.plan import Plan
@@ -45,7 +46,7 @@ class TrainedBlock(Block):
     recompute: bool
     compiled: bool
 
-    def forward(self, x: Tensor, layer: int, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if past is not None or not torch.is_grad_enabled():
             return super().forward(x, layer, past)
