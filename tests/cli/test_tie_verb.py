@@ -1,10 +1,12 @@
 """`tiedgpt tie` as a user meets it: tables, JSON, exit codes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.cli.tie import _alike
 from tiedgpt.tie.accounts import Row
@@ -42,6 +44,23 @@ def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
     assert main(["tie", "fix", "broken", "mended"]) == 1
     assert main(["tie", "fix", "broken", "mended", "--keep", "input"]) == 0
     assert main(["tie", "audit", "mended"]) == 0
+
+
+@pytest.mark.parametrize("head", ["own", "tied"])
+def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path, capfd, head):
+    from tiedgpt.weights.packed.file import save_packed
+    from tiedgpt.weights.packed.gpt import pack_gpt
+
+    if head == "own":
+        tiny = GPT(replace(tiny.config, tie_word_embeddings=False))
+    save_packed(pack_gpt(tiny, "int8"), tmp_path / "packed")
+    assert main(["tie", "audit", str(tmp_path / "packed")]) == 0
+    capfd.readouterr()
+    for keep in ([], ["--keep", "input"]):
+        assert main(["tie", "fix", str(tmp_path / "packed"), str(tmp_path / "new"), *keep]) == 1
+        err = capfd.readouterr().err
+        assert "is packed, which is audited but not written here: mend the checkpoint" in err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What computes a model, by its source, its precision and its size."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -7,9 +9,9 @@ import pytest
 import torch
 
 from tiedgpt.cli.main import main
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, opening
-from tiedgpt.weights.packed.file import save_packed
+from tiedgpt.weights.packed.file import FILE, save_packed
 from tiedgpt.weights.packed.gpt import pack_gpt
 
 
@@ -40,6 +42,51 @@ assert next(stream)
 assert not {"torch", "transformers"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program, str(packed)], check=True)
+
+
+def test_a_packed_repository_of_the_hub_generates_without_torch(packed, tmp_path):
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "0123abcd", tmp_path / "cache" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(packed.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    program = """
+import fnmatch, sys
+import huggingface_hub
+from tiedgpt.infer import Engine
+
+def snapshot_download(name, allow_patterns):
+    assert name == "someone/packed"
+    assert any(fnmatch.fnmatch(file, p) for file in wanted for p in allow_patterns)
+    return sys.argv[1]
+
+huggingface_hub.snapshot_download = snapshot_download
+wanted = ["packed.safetensors", "tokenizer.json"]
+for source in ("someone/packed", sys.argv[1], sys.argv[1] + "/packed.safetensors"):
+    engine = Engine(source)
+    assert engine.backend == "kernels" and engine.runner.packed.precision == "int8"
+    assert engine.generate("the cat", max_new_tokens=4, temperature=0).text
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program, str(snapshot)], check=True, cwd=tmp_path)
+
+
+def test_a_run_whose_model_is_packed_is_computed_by_kernels(packed, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.move(packed, tmp_path / "run" / "model")
+    assert Engine(tmp_path / "run").backend == "kernels"
+
+
+def test_a_packed_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed):
+    engine = Engine(packed)
+    stream = engine.stream("the cat", max_new_tokens=12, temperature=0)
+    next(stream)
+    os.truncate(packed / FILE, 4096)
+    with pytest.raises(CorruptInputError, match="cut short while it was in use"):
+        list(stream)
+    with pytest.raises(CorruptInputError, match="cut short while it was in use"):
+        greedy(engine)
 
 
 def test_eight_bits_are_the_same_from_a_model_a_source_and_a_packed_directory(
@@ -118,8 +165,15 @@ def test_the_command_generates_from_a_packed_directory(source, tmp_path, capsys)
     assert main(["convert", str(source), str(tmp_path / "p"), "--to", "packed"]) == 0
     out = capsys.readouterr().out
     assert "W stands in it once" in out and "(0.05 is allowed)" in out
+    kept = (tmp_path / "p" / FILE).stat()
+    again = ["convert", str(source), str(tmp_path / "p"), "--to", "packed", "--overwrite"]
+    assert main(again) == 1
+    assert "new or empty" in capsys.readouterr().err
+    assert (tmp_path / "p" / FILE).stat() == kept
+    assert main(["convert", str(tmp_path / "p"), str(tmp_path / "back")]) == 0
+    assert "int8 packed for CPU kernels; 2 blocks" in capsys.readouterr().out
     command = ["generate", str(tmp_path / "p"), "--prompt", "the cat", "--max-new-tokens", "3"]
-    assert main(command) == 0
+    assert main([*command, "--threads", "2"]) == 0
     assert capsys.readouterr().out.startswith("the cat")
     assert main([*command, "--precision", "int4"]) == 1
     assert "packed in int8" in capsys.readouterr().err

@@ -166,12 +166,11 @@ def _found(loaded: Any, tokenizer: Any) -> str:
 
     config = loaded.model.config
     n_parameters = sum(p.numel() for p in loaded.model.parameters())
-    dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
     matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
     tied = loaded.model.head is None
     lines = [
         f"found     {loaded.path}: {loaded.layout}",
-        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, {dtype}; "
+        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, {_type(loaded)}; "
         f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
         f"{config.n_positions:,} positions{peculiarities(config)}",
         f"tie       one matrix of {matrix} reads and predicts"
@@ -183,6 +182,15 @@ def _found(loaded: Any, tokenizer: Any) -> str:
     ]
     lines += [f"note      {note}" for note in loaded.notes]
     return "\n".join(lines)
+
+
+def _type(loaded: Any) -> str:
+    """Return what W is in: in the file, where that is packed, else in memory."""
+    from tiedgpt.weights.packed.file import find_packed, open_packed
+
+    if packed := find_packed(loaded.path):
+        return f"{open_packed(packed).precision} packed for CPU kernels"
+    return str(loaded.model.wte.weight.dtype).removeprefix("torch.")
 
 
 def _written(written: Any, to: str, tokenizer: Any) -> str:
@@ -209,6 +217,7 @@ def _facts(loaded: Any, tokenizer: Any, written: Any, to: str) -> dict[str, Any]
     return {
         "source": str(loaded.path),
         "layout": loaded.layout,
+        "type": _type(loaded),
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "tied": loaded.model.head is None,
         "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},

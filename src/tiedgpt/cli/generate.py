@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -12,7 +14,7 @@ import tyro
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.search_flags import SearchFlags
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK, CorruptInputError
+from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
@@ -60,6 +62,8 @@ class Arguments:
     backend: Literal["auto", "torch", "kernels"] = "auto"
     """What computes: torch, or our own kernels for CPUs; auto: kernels for what is packed, int8,
     int4, and on a CPU for 5 million parameters or more."""
+    threads: int | None = None
+    """CPU threads that compute; default: the cores that this process may use, at most 16."""
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
     n_head: int | None = None
@@ -77,12 +81,7 @@ def run(arguments: list[str]) -> int:
     """Generate; return the exit code."""
     given = parse(Arguments, "generate", arguments, "Continue a text.")
     source = source_or_newest(given.source)
-    prompt = given.prompt
-    if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+    prompt = _standard_input() if given.prompt == "-" else given.prompt
 
     from tiedgpt.infer import Engine
     from tiedgpt.text import Tokenizer
@@ -98,6 +97,7 @@ def run(arguments: list[str]) -> int:
         backend=given.backend,
         tokenizer=None if given.tokenizer is None else Tokenizer.from_pretrained(given.tokenizer),
         resolve=given.resolve,
+        threads=given.threads,
         **supplied,
     )
     for note in engine.notes:
@@ -149,28 +149,50 @@ def run(arguments: list[str]) -> int:
     return EXIT_OK
 
 
-def _telling_of_compilation(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Say so on stderr where the user waits for kernels to be compiled."""
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and --prompt - reads it: give the text itself")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+    except OSError as error:
+        raise UserError(f"standard input cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _telling_of_compilation(engine: Engine) -> Iterator[None]:
+    """Say so on stderr where the user waits for kernels to be compiled, or they cannot be kept."""
     if engine.backend != "kernels":
-        return contextlib.nullcontext()
+        yield
+        return
     from tiedgpt.infer.compiling import telling_of_compilation, where_kept
 
     kept = "they are kept" if where_kept() else "set NUMBA_CACHE_DIR to have them kept"
     text = f"(compiling kernels for this CPU, which takes some ten seconds; {kept})"
-    return telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True))
+    with (
+        warnings.catch_warnings(),
+        telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True)),
+    ):
+        warnings.showwarning = lambda message, *_, **__: print(f"({message})", file=sys.stderr)
+        yield
 
 
 def _streamed(engine: Engine, prompt: str, options: dict[str, Any], *, show: bool) -> Completion:
     """Generate; print the text as it comes, after its prompt, if it is to be shown."""
     stream = engine.stream(prompt, **options)
     unshown = prompt
-    while True:
-        try:
+    try:
+        while True:
             piece = next(stream)
-        except StopIteration as end:
             if show:
-                print(unshown)
-            return cast("Completion", end.value)
+                text, unshown = unshown + piece, ""
+                print(text, end="", flush=True)
+    except StopIteration as end:
         if show:
-            print(unshown + piece, end="", flush=True)
-            unshown = ""
+            print(unshown)
+        return cast("Completion", end.value)
+    except BaseException:
+        if show and not unshown:
+            print(flush=True)  # what is said of it begins a line
+        raise

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.session import Runner
+from tiedgpt.infer.threads import OnThreads, check_threads
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.packed.file import find_packed
+from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.opening import PATTERNS
+from tiedgpt.weights.packed.file import find_packed, open_packed
+from tiedgpt.weights.packed.model import PackedModel
 from tiedgpt.weights.packed.panels import Form
 
 if TYPE_CHECKING:
@@ -44,6 +48,31 @@ class Opened:
     """What opening has to tell: two equal matrices, tied; a tokenizer shorter than the model."""
 
 
+@dataclass(frozen=True)
+class _How:
+    """What is asked of a runner."""
+
+    precision: str
+    backend: str
+    threads: int | None
+
+    def torch(self, model: GPT) -> Runner:
+        from tiedgpt.infer.torch_session import TorchRunner
+
+        runner = TorchRunner(model)
+        return runner if self.threads is None else OnThreads(runner, self.threads)
+
+    def kernels(self, packed: PackedModel) -> Runner:
+        from tiedgpt.infer.packed_session import PackedRunner
+
+        return PackedRunner(packed, threads=self.threads)
+
+    def packing(self, model: GPT) -> Runner:
+        from tiedgpt.weights.packed.gpt import pack_gpt
+
+        return self.kernels(pack_gpt(model, _form(model, self.precision)))
+
+
 def runner_for(
     model_or_source: GPT | str | os.PathLike[str],
     precision: str = "auto",
@@ -51,20 +80,22 @@ def runner_for(
     backend: str = "auto",
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     resolve: str | None = None,
+    threads: int | None = None,
     **config: Any,
 ) -> Opened:
     """Return what computes a model; see `Engine` for the arguments and for what is raised."""
     _check_choices(precision, backend)
+    how = _How(precision, backend, None if threads is None else check_threads(threads))
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
     notes: tuple[str, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
-        runner, notes = _from_source(model_or_source, precision, backend, resolve=resolve, **config)
+        runner, notes = _from_source(model_or_source, how, resolve=resolve, **config)
         tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
     else:
-        runner = _from_model(model_or_source, precision, backend)
+        runner = _from_model(model_or_source, how)
     return Opened(runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size))
 
 
@@ -79,73 +110,70 @@ def _check_choices(precision: str, backend: str) -> None:
         raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
 
 
-def _from_model(model: GPT, precision: str, backend: str) -> Runner:
+def _from_model(model: GPT, how: _How) -> Runner:
     """Return a runner of a model, or of a copy where precision or backend ask for one."""
     import copy
 
     from tiedgpt.core.model import GPT
-    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
+    from tiedgpt.infer.torch_session import DTYPES
 
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
-    if backend == "kernels" or precision in QUANTIZED:
-        _require_cpu(model.wte.weight.is_cuda, precision, backend)
-        return _packed(model, _form(model, precision))
-    dtype = DTYPES[precision]
+    if how.backend == "kernels" or how.precision in QUANTIZED:
+        _require_cpu(model.wte.weight.is_cuda, how)
+        return how.packing(model)
+    dtype = DTYPES[how.precision]
     if dtype not in (None, model.wte.weight.dtype):
         model = copy.deepcopy(model).to(dtype)
-    return TorchRunner(model)
+    return how.torch(model)
 
 
 def _from_source(
     source: str | os.PathLike[str],
-    precision: str,
-    backend: str,
+    how: _How,
     *,
     resolve: str | None,
     **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return a runner of what is loaded, on the GPU where there is one, and notes."""
-    packed = find_packed(source)
-    if packed is not None and backend != "torch":
+    path = local_directory(source if isinstance(source, str) else Path(source), PATTERNS)
+    packed = find_packed(path)
+    if packed is not None and how.backend != "torch":
         if resolve is not None or config:
             named = [*config, *(["resolve"] if resolve is not None else [])]
             raise UserError(f"{packed} says all itself: leave out {', '.join(named)}")
-        return _from_packed(packed, precision), ()
+        return how.kernels(_open_packed(packed, how.precision)), ()
     import torch
 
-    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
+    from tiedgpt.infer.torch_session import DTYPES
     from tiedgpt.weights.load import load
 
     gpu = torch.cuda.is_available()
-    if precision in QUANTIZED:
-        _require_cpu(gpu, precision, backend)
-    loaded = load(source, dtype=DTYPES.get(precision), resolve=resolve, **config)
-    chosen = backend == "auto" and not gpu and _is_for_kernels(loaded.model, precision)
-    if chosen or backend == "kernels":
-        return _packed(loaded.model, _form(loaded.model, precision)), loaded.notes
+    if how.precision in QUANTIZED:
+        _require_cpu(gpu, how)
+    loaded = load(path, dtype=DTYPES.get(how.precision), resolve=resolve, **config)
+    chosen = how.backend == "auto" and not gpu and _is_for_kernels(loaded.model, how.precision)
+    if chosen or how.backend == "kernels":
+        return how.packing(loaded.model), loaded.notes
     loaded.model.to("cuda" if gpu else "cpu")
-    return TorchRunner(loaded.model), loaded.notes
+    return how.torch(loaded.model), loaded.notes
 
 
-def _from_packed(directory: Path, precision: str) -> Runner:
-    """Return a runner of a packed directory, which is mapped, not read."""
-    from tiedgpt.infer.packed_session import PackedRunner
-    from tiedgpt.weights.packed.file import open_packed
-
+def _open_packed(directory: Path, precision: str) -> PackedModel:
+    """Open a packed directory, which is mapped, not read."""
     model = open_packed(directory)
     if precision not in ("auto", model.precision):
         raise UserError(
             f"{directory} is packed in {model.precision}, not {precision}: pack the model that it "
             f"was made of with --precision {precision}"
         )
-    return PackedRunner(model)
+    return model
 
 
-def _require_cpu(gpu: bool, precision: str, backend: str) -> None:
-    if gpu and backend == "auto":
+def _require_cpu(gpu: bool, how: _How) -> None:
+    if gpu and how.backend == "auto":
         raise UserError(
-            f"{precision} is computed on CPUs only: take bf16 on the GPU, or backend='kernels' "
+            f"{how.precision} is computed on CPUs only: take bf16 on the GPU, or backend='kernels' "
             "(--backend kernels) for the CPU"
         )
 
@@ -166,13 +194,6 @@ def _form(model: GPT, precision: str) -> Form:
     if precision == "auto":
         return FORM_OF.get(str(model.wte.weight.dtype), "fp32")
     return cast(Form, precision)
-
-
-def _packed(model: GPT, form: Form) -> Runner:
-    from tiedgpt.infer.packed_session import PackedRunner
-    from tiedgpt.weights.packed.gpt import pack_gpt
-
-    return PackedRunner(pack_gpt(model, form))
 
 
 def _compared(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:

@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.kernels.arithmetic import ACTIVATIONS
-from tiedgpt.infer.kernels.crew import Crew, default_threads
+from tiedgpt.infer.kernels.crew import Crew
 from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.session import Scores, check_length, check_read
+from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.packed.model import PackedModel
 from tiedgpt.weights.packed.panels import padded
 
@@ -28,9 +30,12 @@ class PackedRunner:
     """A packed model, ready to read."""
 
     def __init__(self, model: PackedModel, *, threads: int | None = None) -> None:
-        self.threads = default_threads() if threads is None else threads
-        if self.threads < 1:
-            raise UserError(f"threads={threads} is no number of threads")
+        self.threads = default_threads() if threads is None else check_threads(threads)
+        if getattr(numba.config, "DISABLE_JIT", 0):
+            raise UserError(
+                "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
+                "compute with torch (backend='torch', --backend torch)"
+            )
         self.packed = model
         self.config = model.config
         self._weights = _weights(model)
@@ -54,7 +59,7 @@ class PackedSession:
         self._cache = _cache(model, slots, capacity)
         self.config, self.slots, self.capacity = model.config, slots, capacity
         self.lengths = [0] * slots
-        self._weights = weights
+        self._model, self._weights = model, weights
         self._crew = Crew(model.config.n_layer, threads)
         self._form = np.dtype({"fp32": np.float32, "bf16": np.uint16}.get(model.precision, np.int8))
         self._buffers: Buffers | None = None
@@ -70,11 +75,14 @@ class PackedSession:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slots, ids)
         self._check_ids(ids)
+        self._model.require_whole()
         before = list(self.lengths)
         try:
             return self._read(slots, ids, every, states)
-        except BaseException:  # Ctrl-C: what was not computed is not held
+        except BaseException as error:  # Ctrl-C: what was not computed is not held
             self.lengths[:] = before
+            if isinstance(error, MemoryError):
+                raise NoRoomError(f"no memory is left to read {sum(map(len, ids))} ids") from None
             raise
 
     def _read(
@@ -165,6 +173,7 @@ class PackedSession:
         """Let `target` hold what `source` holds."""
         check_length(self, source, 0)
         check_length(self, target, 0)
+        self._crew.settle()  # what was cut short must not write to the target afterwards
         n = padded(self.lengths[source])
         c = self._cache
         c.keys[:, target, :, : n // LANES] = c.keys[:, source, :, : n // LANES]

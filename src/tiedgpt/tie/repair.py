@@ -37,6 +37,8 @@ GO_ALONG = (
 INSTEAD = {
     "GGUF": "mend the checkpoint that it was converted from, and convert that again",
     "ONNX": "mend the model that it was exported from, and export that again on one initializer",
+    "packed": "mend the checkpoint that it was packed from, and pack that again "
+    "(tiedgpt convert SOURCE DEST --to packed)",
 }
 
 

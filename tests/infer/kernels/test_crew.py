@@ -1,12 +1,18 @@
-"""Threads that share a step: late ones, missing ones, and steps that Ctrl-C cut short."""
+"""Threads that share a step: late, missing and failing ones, and steps that were cut short."""
 
+import errno
+import os
 import threading
 
 import numpy as np
 import pytest
+from numba import njit
+from numba.core.caching import Cache, IndexDataCacheFile
 
 from tests.infer.kernels.conftest import made
+from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.kernels import crew
+from tiedgpt.infer.kernels.forward import OVER
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.weights.packed.gpt import pack_gpt
 
@@ -36,9 +42,10 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
         done.append(work)
 
     crew_forward = crew.forward
-    monkeypatch.setattr(crew, "forward", noted)
     session = runner.session(slots=1, capacity=24)
-    for at, token in enumerate(IDS):
+    session.read([0], [IDS[:1]])
+    monkeypatch.setattr(crew, "forward", noted)
+    for at, token in enumerate(IDS[1:], 1):
         got = session.read([0], [[token]])[0].logits
         np.testing.assert_array_equal(got, expected[at : at + 1])
         crew_forward(*done[0])
@@ -64,6 +71,140 @@ def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
         with pytest.raises(KeyboardInterrupt):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
+    got = session.read([0], [IDS[4:]], every=True)[0].logits
+    np.testing.assert_array_equal(got, expected[4:])
+
+
+def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
+    runner, expected, monkeypatch
+):
+    session = runner.session(slots=2, capacity=24)
+    session.read([0], [IDS[:10]])
+    session.read([1], [[90]])
+
+    def interrupted(*work):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "forward", interrupted)
+        patch.setattr(session._crew, "_work", [])
+        with pytest.raises(KeyboardInterrupt):
+            session.read([1], [[91, 92, 93]])
+    session.copy(0, 1)
+    got = session.read([1], [IDS[10:]], every=True)[0].logits
+    np.testing.assert_array_equal(got, expected[10:])
+
+
+def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch):
+    forward, main = crew.forward, threading.current_thread()
+    failed, served = threading.Event(), threading.Event()
+    names = set()
+
+    def failing(*work):
+        if work[3] is not session._cache:  # a late helper of another session's
+            return forward(*work)
+        if threading.current_thread() is main:
+            waited = failed if not failed.is_set() else served
+            if not work[0][OVER]:
+                assert waited.wait(20)
+        elif not failed.is_set():
+            names.add(threading.current_thread().name)
+            if len(names) == 2:
+                failed.set()
+            raise MemoryError("Allocation failed (probably too large).")
+        elif threading.current_thread().name in names:
+            served.set()
+        return forward(*work)
+
+    session = runner.session(slots=1, capacity=24)
+    monkeypatch.setattr(crew, "forward", failing)
+    for at, token in enumerate(IDS):
+        got = session.read([0], [[token]])[0].logits
+        np.testing.assert_array_equal(got, expected[at : at + 1])
+    assert served.is_set()
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, monkeypatch, error):
+    session, forward = runner.session(slots=1, capacity=24), crew.forward
+    session.read([0], [IDS[:4]])
+    main = threading.current_thread()
+
+    def failing(*work):
+        if threading.current_thread() is main:
+            raise error("no more")
+        forward(*work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "forward", failing)
+        with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
+            session.read([0], [IDS[4:12]])
+    assert session.lengths == [4]
+    got = session.read([0], [IDS[4:]], every=True)[0].logits
+    np.testing.assert_array_equal(got, expected[4:])
+
+
+def test_kernels_are_compiled_by_the_caller_before_helpers_get_work(runner, monkeypatch):
+    forward, seen = crew.forward, []
+    session = runner.session(slots=1, capacity=24)
+
+    def noted(*work):
+        if work[3] is session._cache:
+            seen.append((threading.current_thread(), bool(work[0][OVER])))
+        forward(*work)
+
+    monkeypatch.setattr(crew, "forward", noted)
+    session.read([0], [IDS])
+    assert seen[0] == (threading.current_thread(), True)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def damaged(*_):
+    raise EOFError("Ran out of input")
+
+
+@pytest.mark.parametrize(
+    ("method", "fails"),
+    [((IndexDataCacheFile, "_save_data"), full), ((Cache, "_load_overload"), damaged)],
+)
+def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said_once(
+    monkeypatch, method, fails
+):
+    small = njit(cache=True)(lambda control, x: x + control[0])
+    monkeypatch.setattr(crew, "forward", small)
+    monkeypatch.setattr(*method, fails)
+    with pytest.warns(RuntimeWarning, match="or kept in .*NUMBA_CACHE_DIR"):
+        crew._compile(np.ones(1, np.int64), 1)
+    crew._compile(np.ones(1, np.int64), 1.5)
+    assert len(small.signatures) == 2 and small.stats.cache_path is None
+
+
+def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expected, monkeypatch):
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    np.testing.assert_array_equal(steps(runner), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected, monkeypatch):
+    session = runner.session(slots=1, capacity=24)
+    session.read([0], [IDS[:4]])
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            got = session.read([0], [IDS[4:]], every=True)[0].logits
+            helpers = threading.active_count() - 1
+            code = 0 if np.array_equal(got, expected[4:]) and helpers == 2 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     got = session.read([0], [IDS[4:]], every=True)[0].logits
     np.testing.assert_array_equal(got, expected[4:])
 

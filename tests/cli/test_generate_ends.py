@@ -1,0 +1,77 @@
+"""`tiedgpt generate` where its input, its output or its user is gone."""
+
+import io
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.weights.packed.file import save_packed
+from tiedgpt.weights.packed.gpt import pack_gpt
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    tokenizer = Tokenizer.train(["the cat sat on the mat. the dog ate the hat. " * 3], 300)
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=2,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("packed")
+    save_packed(pack_gpt(GPT(config), "fp32"), directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def endless(packed):
+    """A process that goes on generating, and has begun to."""
+    command = [
+        sys.executable, "-m", "tiedgpt", "generate", packed, "--prompt", "the cat", "--seed", "1",
+        "--max-new-tokens", "1000000000", "--context-end", "slide", "--threads", "3",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(7) == b"the cat"
+        yield process
+        process.kill()
+
+
+def test_it_ends_quietly_when_nobody_reads_it_any_more(endless):
+    endless.stdout.close()
+    assert endless.wait(20) == 0
+    assert b"interrupted" not in endless.stderr.read()
+
+
+def test_ctrl_c_ends_the_line_and_the_process(endless):
+    endless.send_signal(signal.SIGINT)
+    out, err = endless.communicate(timeout=20)
+    assert endless.returncode == 75
+    assert out.endswith(b"\n") and err.endswith(b"tiedgpt generate: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "code", "says"),
+    [
+        (None, 1, "standard input is closed"),
+        (io.TextIOWrapper(io.BytesIO(b"\xff")), 3, "is not UTF-8"),
+        (io.TextIOWrapper(io.BytesIO(b"the")), 0, ""),
+    ],
+)
+def test_a_prompt_is_read_from_standard_input(packed, monkeypatch, capsys, stdin, code, says):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["generate", packed, "--prompt", "-", "--max-new-tokens", "2"]) == code
+    out, err = capsys.readouterr()
+    assert says in err and out.startswith("the" if not code else "")
+
+
+def test_kernels_that_may_not_be_compiled_are_told_of(packed, monkeypatch, capsys):
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    assert main(["generate", packed, "--prompt", "the"]) == 1
+    assert "NUMBA_DISABLE_JIT is set" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["generate", packed, "--prompt", "the", "--threads", "0"]) == 1
+    assert "threads=0 is no number of threads" in capsys.readouterr().err

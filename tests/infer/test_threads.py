@@ -1,0 +1,98 @@
+"""How many threads compute, whatever computes."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tiedgpt.errors import UserError
+from tiedgpt.infer import Engine
+from tiedgpt.infer.threads import check_threads, default_threads, using
+from tiedgpt.weights.packed.file import save_packed
+from tiedgpt.weights.packed.gpt import pack_gpt
+
+
+@pytest.fixture
+def packed(engine, tmp_path):
+    save_packed(pack_gpt(engine.model, "int8"), tmp_path / "packed")
+    engine.tokenizer.save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def torchs(engine, monkeypatch):
+    """The numbers of threads that torch has computed with."""
+    seen = []
+    body = engine.model.body
+
+    def noted(*given):
+        seen.append(torch.get_num_threads())
+        return body(*given)
+
+    monkeypatch.setattr(engine.model, "body", noted)
+    return seen
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257, 1.0, "2", True])
+def test_what_is_no_number_of_threads_is_refused_whatever_computes(engine, packed, threads):
+    for source in (engine.model, packed):
+        with pytest.raises(UserError, match="no number of threads from 1 to 256"):
+            Engine(source, threads=threads)
+
+
+def test_kernels_compute_the_same_on_as_many_threads_as_are_asked_for(packed):
+    assert Engine(packed).runner.threads == default_threads()
+    several, one = Engine(packed, threads=np.int64(3)), Engine(packed, threads=1)
+    assert (several.runner.threads, one.runner.threads) == (3, 1)
+    before = threading.active_count()
+    stream = several.stream("the cat", max_new_tokens=12, temperature=0)
+    first = next(stream)
+    assert threading.active_count() == before + 2
+    text = first + "".join(stream)
+    assert text == one.generate("the cat", max_new_tokens=12, temperature=0).text
+
+
+def test_by_default_a_process_computes_on_the_cores_that_it_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert default_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert default_threads() == 16
+    assert check_threads(64) == 64
+
+
+def test_torch_computes_on_threads_of_the_engines_and_has_its_own_number_after(engine, torchs):
+    own = torch.get_num_threads()
+    asked = Engine(engine.model, tokenizer=engine.tokenizer, threads=own + 2)
+    assert (asked.backend, asked.model) == ("torch", engine.model)
+    text = asked.generate("the cat", max_new_tokens=4, temperature=0).text
+    assert set(torchs) == {own + 2} and torch.get_num_threads() == own
+    torchs.clear()
+    assert engine.generate("the cat", max_new_tokens=4, temperature=0).text == text
+    assert set(torchs) == {own}
+    stream = asked.stream("the cat", max_new_tokens=4, temperature=0)
+    next(stream)
+    assert torch.get_num_threads() == own
+    with pytest.raises(UserError):
+        asked.runner.session(slots=1, capacity=8).read([0], [[]])
+    assert torch.get_num_threads() == own
+
+
+def test_torchs_number_is_put_back_when_several_have_used_others():
+    own = torch.get_num_threads()
+    inside, leave = threading.Event(), threading.Event()
+
+    def use():
+        with using(own + 2):
+            inside.set()
+            assert leave.wait(20)
+
+    other = threading.Thread(target=use)
+    with using(own + 1):
+        other.start()
+        assert inside.wait(20)
+    assert torch.get_num_threads() == own
+    leave.set()
+    other.join()
+    assert torch.get_num_threads() == own
