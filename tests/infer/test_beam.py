@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
+from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.infer.beam import beam_search
 from tiedgpt.infer.sampling import Sampling
 from tiedgpt.infer.torch_session import TorchRunner
 
@@ -55,7 +55,7 @@ def test_beams_are_those_of_transformers(twins, settings):
                 output_scores=True,
                 **settings,
             )
-        found = beam_search(TorchRunner(model), prompt, max_new_tokens=12, **settings)
+        found = beams(TorchRunner(model), prompt, max_new_tokens=12, **settings)
         for hypothesis, row, score in zip(
             found, expected.sequences, expected.sequences_scores, strict=True
         ):
@@ -72,7 +72,7 @@ def test_a_wider_beam_than_the_vocabulary_finds_every_continuation():
         vocab_size=4, n_positions=8, n_embd=16, n_layer=1, n_head=2, eos_token_id=None
     )
     model = GPT(config).eval()
-    found = beam_search(TorchRunner(model), [1], num_beams=20, max_new_tokens=2)
+    found = beams(TorchRunner(model), [1], num_beams=20, max_new_tokens=2)
     assert sorted(hypothesis.ids for hypothesis in found) == [
         [a, b] for a in range(4) for b in range(4)
     ]
@@ -84,7 +84,7 @@ def test_rows_without_a_token_and_what_is_ruled_out_are_never_found(twins):
         assert ids[:2] == [7, 9]
         return np.where(np.arange(len(scores)) % 2, -np.inf, scores)
 
-    found = beam_search(
+    found = beams(
         TorchRunner(twins[0]), [7, 9], num_beams=4, max_new_tokens=6, n_tokens=31, adjust=only_even
     )
     tokens = {token for hypothesis in found for token in hypothesis.ids}
@@ -105,7 +105,7 @@ def test_repetition_is_penalized_as_in_transformers(twins):
             pad_token_id=60,
         )[0].tolist()
     sampling = Sampling(temperature=0, repetition_penalty=1.4)
-    best = beam_search(
+    best = beams(
         TorchRunner(model),
         prompt,
         num_beams=3,

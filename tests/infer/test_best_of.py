@@ -1,9 +1,12 @@
 import numpy as np
 import pytest
 
+from tests.infer.conftest import alone
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.infer.best_of import SharedPrompts, best_of, mean_logprob
+from tiedgpt.infer.continuation import Continuation
+from tiedgpt.infer.joint import Joint, Read, run
 from tiedgpt.infer.request import Request
 from tiedgpt.infer.torch_session import TorchRunner
 
@@ -28,9 +31,14 @@ class Counting:
         return session
 
 
+def samples_of(runner, request, *, n):
+    begun = Continuation(PROMPT, request, config=runner.config)
+    return alone(runner, lambda lane: best_of(lane, begun), slots=n, capacity=24)
+
+
 def test_samples_are_those_of_the_prompt_given_n_times(tiny):
     request = Request(max_new_tokens=6, seed=4)
-    samples = best_of(TorchRunner(tiny), PROMPT, request, n=5)
+    samples = samples_of(TorchRunner(tiny), request, n=5)
     separate = Engine(tiny).generate([PROMPT] * 5, max_new_tokens=6, seed=4)
     assert sorted(sample.ids for sample in samples) == sorted(other.ids for other in separate)
     means = [mean_logprob(sample) for sample in samples]
@@ -40,7 +48,7 @@ def test_samples_are_those_of_the_prompt_given_n_times(tiny):
 
 def test_the_prompt_is_read_once(tiny):
     runner = Counting(tiny)
-    best_of(runner, PROMPT, Request(max_new_tokens=3, seed=0), n=6)
+    samples_of(runner, Request(max_new_tokens=3, seed=0), n=6)
     assert runner.read == [4] + [1] * 12
 
 
@@ -56,13 +64,18 @@ def test_the_best_is_chosen_and_a_seed_chooses_the_same(tiny):
 
 
 def test_slots_that_read_alike_share_only_the_beginning(tiny):
-    session = SharedPrompts(TorchRunner(tiny).session(slots=3, capacity=9))
-    a, b, c = session.read([0, 1, 2], [[1, 2], [3], [1, 2]], states=True)
+    joint = Joint(TorchRunner(tiny).session(slots=3, capacity=9))
+    lane = SharedPrompts(joint.lane(0, 3, 9))
+
+    def read(*ids):
+        return run(joint, lane.read([Read(slot, new) for slot, new in enumerate(ids)]))
+
+    a, b, c = read([1, 2], [3], [1, 2])
     np.testing.assert_array_equal(a.logits, c.logits)
     assert not np.allclose(a.logits, b.logits)
-    assert session.lengths == [2, 1, 2]
-    session.cut(0, 1)
-    after = session.read([0, 1, 2], [[4], [4], [4]])
+    assert lane.lengths == [2, 1, 2]
+    lane.cut(0, 1)
+    after = read([4], [4], [4])
     fresh = TorchRunner(tiny).session(slots=3, capacity=9)
     expected = fresh.read([0, 1, 2], [[1, 4], [3, 4], [1, 2, 4]])
     for ours, theirs in zip(after, expected, strict=True):
@@ -74,4 +87,4 @@ def test_what_a_sample_fails_with_is_raised(tiny):
         return logits * np.float32(np.nan) if len(ids) > 5 else logits
 
     with pytest.raises(UserError, match="not numbers"):
-        best_of(TorchRunner(tiny), PROMPT, Request(processors=[broken]), n=2)
+        samples_of(TorchRunner(tiny), Request(processors=[broken]), n=2)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tokenizers import models
 
+from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
-from tiedgpt.infer.beam import beam_search
 from tiedgpt.infer.constraints import Constraint
 from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
@@ -139,7 +139,7 @@ def test_text_follows_its_grammar(tokenizer):
 def test_beams_meet_their_constraint(tokenizer):
     runner = runner_for(tokenizer)
     matcher = constrained(runner, tokenizer, regex="(cat|dog|the){2}[.,]?")
-    found = beam_search(
+    found = beams(
         runner,
         [1, 2],
         num_beams=4,

@@ -2,7 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.infer.conftest import alone
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.infer import Request
+from tiedgpt.infer.continuation import Continuation
 from tiedgpt.infer.contrastive import contrastive_search
 from tiedgpt.infer.torch_session import TorchRunner
 
@@ -28,27 +31,34 @@ def contrastive_by_the_equation(model, ids, *, top_k, alpha, n, adjust=None):
     return ids
 
 
+def found(model, prompt, *, top_k, alpha, n, **options):
+    """What contrastive search makes of a prompt."""
+    request = Request(temperature=0, max_new_tokens=n, **options)
+    begun = Continuation(prompt, request, config=model.config)
+    return alone(
+        TorchRunner(model),
+        lambda lane: contrastive_search(lane, begun, penalty_alpha=alpha),
+        slots=top_k,
+        capacity=min(len(prompt) + n, model.config.n_positions),
+    )
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0])
 def test_it_takes_what_the_equation_takes(tiny, top_k, alpha):
     for prompt in ([5, 9, 60, 31], [1], [33] * 9):
-        found = contrastive_search(
-            TorchRunner(tiny), prompt, top_k=top_k, penalty_alpha=alpha, max_new_tokens=14
-        )
+        completion = found(tiny, prompt, top_k=top_k, alpha=alpha, n=14)
         expected = contrastive_by_the_equation(tiny, prompt, top_k=top_k, alpha=alpha, n=14)
-        assert [*prompt, *(token for token, _ in found)] == expected
+        assert prompt + completion.ids == expected
 
 
-def test_its_logits_are_the_models(tiny):
+def test_its_log_p_are_the_models(tiny):
     prompt = [5, 9, 60, 31]
-    found = list(
-        contrastive_search(TorchRunner(tiny), prompt, top_k=4, penalty_alpha=0.6, max_new_tokens=10)
-    )
-    ids = torch.tensor([[*prompt, *(token for token, _ in found)]])
+    completion = found(tiny, prompt, top_k=4, alpha=0.6, n=10)
     with torch.no_grad():
-        logits = tiny(ids)[0].numpy()
-    for at, (_, row) in enumerate(found, len(prompt) - 1):
-        np.testing.assert_allclose(row, logits[at], atol=1e-4)
+        log_p = tiny(torch.tensor([prompt + completion.ids]))[0].log_softmax(-1)
+    expected = [float(log_p[at, token]) for at, token in enumerate(completion.ids, 3)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_candidates_may_be_fewer_where_tokens_are_ruled_out(tiny):
@@ -56,40 +66,30 @@ def test_candidates_may_be_fewer_where_tokens_are_ruled_out(tiny):
         kept = np.isin(np.arange(97) % 31, [len(ids) % 31] if len(ids) % 3 else range(20))
         return np.where(kept, scores, np.float32(-np.inf))
 
-    found = contrastive_search(
-        TorchRunner(tiny), [1], top_k=6, penalty_alpha=0.6, max_new_tokens=18, adjust=few
+    completion = found(
+        tiny, [1], top_k=6, alpha=0.6, n=18, processors=[lambda ids, _, scores: few(ids, scores)]
     )
     expected = contrastive_by_the_equation(tiny, [1], top_k=6, alpha=0.6, n=18, adjust=few)
-    assert [1, *(token for token, _ in found)] == expected
+    assert [1, *completion.ids] == expected
 
 
-def test_it_ends_where_the_text_ends_and_never_takes_a_row_without_a_token():
+def test_it_ends_where_the_text_ends():
     torch.manual_seed(1)
     config = GPTConfig(
         vocab_size=40, n_positions=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=3
     )
-    model = GPT(config).eval()
-    found = list(
-        contrastive_search(
-            TorchRunner(model), [1, 2], top_k=8, penalty_alpha=0.5, max_new_tokens=62, n_tokens=9
-        )
-    )
-    tokens = [token for token, _ in found]
-    assert max(tokens) < 9
-    assert 3 not in tokens[:-1]
-    assert tokens[-1] == 3 or len(tokens) == 62
+    completion = found(GPT(config).eval(), [1, 2], top_k=30, alpha=0.9, n=61)
+    assert completion.finish_reason == "stop"
+    assert completion.ids.index(3) == len(completion.ids) - 1
+
+
+def test_a_full_context_ends_it(tiny):
+    completion = found(tiny, [33] * 9, top_k=3, alpha=0.6, n=40)
+    assert (completion.finish_reason, len(completion.ids)) == ("context", 15)
 
 
 def test_long_prompts_are_read_in_parts_with_the_same_result(tiny, monkeypatch):
     prompt = list(range(12))
-
-    def run():
-        return list(
-            contrastive_search(
-                TorchRunner(tiny), prompt, top_k=4, penalty_alpha=0.6, max_new_tokens=10
-            )
-        )
-
-    whole = [token for token, _ in run()]
+    whole = found(tiny, prompt, top_k=4, alpha=0.6, n=10)
     monkeypatch.setattr("tiedgpt.infer.contrastive.CHUNK", 5)
-    assert [token for token, _ in run()] == whole
+    assert found(tiny, prompt, top_k=4, alpha=0.6, n=10).ids == whole.ids

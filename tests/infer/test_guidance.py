@@ -6,7 +6,8 @@ import transformers
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import beam_search
-from tiedgpt.infer.guidance import GuidedRunner
+from tiedgpt.infer.guidance import Guidance, GuidedLane
+from tiedgpt.infer.joint import Joint, Read, run
 from tiedgpt.infer.torch_session import TorchRunner
 
 PROMPT = [5, 9, 60, 31]
@@ -27,15 +28,28 @@ def twins(tmp_path_factory):
     return model, transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
 
 
-def greedy(runner, prompt, n):
-    session = runner.session(slots=1, capacity=len(prompt) + n)
-    scores = session.read([0], [prompt])[0]
+class Guided:
+    """Slots that are guided, read without others beside."""
+
+    def __init__(self, model, *, negative, scale, slots=3):
+        session = TorchRunner(model).session(slots=2 * slots, capacity=26)
+        self.joint = Joint(session)
+        inner = self.joint.lane(0, 2 * slots, 26)
+        self.lane = GuidedLane(inner, Guidance(len(PROMPT), negative, scale))
+
+    def read(self, slots, ids, **how):
+        reads = [Read(slot, new, **how) for slot, new in zip(slots, ids, strict=True)]
+        return run(self.joint, self.lane.read(reads))
+
+
+def greedy(guided, prompt, n):
+    scores = guided.read([0], [prompt])[0]
     ids = []
     for _ in range(n):
         ids.append(int(scores.logits[-1].argmax()))
-        if ids[-1] == runner.config.eos_token_id:
+        if ids[-1] == guided.lane.config.eos_token_id:
             break
-        scores = session.read([0], [ids[-1:]])[0]
+        scores = guided.read([0], [ids[-1:]])[0]
     return ids
 
 
@@ -53,10 +67,8 @@ def test_guided_text_is_that_of_transformers(twins, scale, negative):
             do_sample=False,
             pad_token_id=60,
         )
-    runner = GuidedRunner(
-        TorchRunner(model), n_prompt=len(PROMPT), negative=negative or PROMPT[-1:], scale=scale
-    )
-    assert PROMPT + greedy(runner, PROMPT, 16) == expected[0].tolist()
+    ours = Guided(model, negative=negative or PROMPT[-1:], scale=scale)
+    assert PROMPT + greedy(ours, PROMPT, 16) == expected[0].tolist()
 
 
 def both_ways(model, new):
@@ -74,9 +86,7 @@ def log_p(logits):
 
 
 def guided(model):
-    return GuidedRunner(
-        TorchRunner(model), n_prompt=4, negative=[8, 2, 44, 20, 21, 22], scale=2.0
-    ).session(slots=3, capacity=20)
+    return Guided(model, negative=[8, 2, 44, 20, 21, 22], scale=2.0)
 
 
 def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
@@ -101,34 +111,33 @@ def test_guided_slots_can_be_cut_and_copied(twins):
     model, _ = twins
     session = guided(model)
     session.read([0], [[*PROMPT, 11, 50]])
-    session.copy(0, 2)
-    session.cut(2, 5)
-    assert session.lengths == [6, 0, 5]
+    session.lane.copy(0, 2)
+    session.lane.cut(2, 5)
+    assert session.lane.lengths == [6, 0, 5]
     a, b = session.read([0, 2], [[13], [12]])
     np.testing.assert_allclose(log_p(a.logits[-1]), both_ways(model, [11, 50, 13])[-1], atol=1e-4)
     np.testing.assert_allclose(log_p(b.logits[-1]), both_ways(model, [11, 12])[-1], atol=1e-4)
-    session.cut(2, 2)
+    session.lane.cut(2, 2)
     (scores,) = session.read([2], [PROMPT[2:]])
     np.testing.assert_allclose(log_p(scores.logits[-1]), both_ways(model, [])[-1], atol=1e-4)
 
 
 def test_beams_can_be_guided(twins):
     model, _ = twins
-    runner = GuidedRunner(
-        TorchRunner(model), n_prompt=4, negative=[8, 2, 44, 20, 21, 22], scale=2.0
-    )
-    best = beam_search(runner, PROMPT, num_beams=3, max_new_tokens=8)[0]
+    ours = guided(model)
+    steps = beam_search(ours.lane, PROMPT, num_beams=3, max_new_tokens=8)
+    best = run(ours.joint, steps)[0]
     rows = both_ways(model, best.ids)
     expected = [float(rows[at, token]) for at, token in enumerate(best.ids)]
     assert best.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_longer_negative_prompt_shortens_the_context(twins):
-    runner = TorchRunner(twins[0])
-    assert GuidedRunner(runner, n_prompt=4, negative=[1], scale=2).config.n_positions == 32
-    longer = GuidedRunner(runner, n_prompt=4, negative=[1] * 10, scale=2)
-    assert longer.config.n_positions == 26
-    longer.session(slots=1, capacity=26).read([0], [[1] * 26])
+    model, _ = twins
+    assert Guided(model, negative=[1], scale=2).lane.capacity == 26
+    longer = Guided(model, negative=[1] * 10, scale=2)
+    assert longer.lane.capacity == 20
+    longer.read([0], [[1] * 20])
     for negative in ([], [1] * 33):
         with pytest.raises(UserError, match="negative_prompt"):
-            GuidedRunner(runner, n_prompt=4, negative=negative, scale=2)
+            Guidance(4, negative, 2.0).require_room(model.config)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.session import Runner, Session
+from tiedgpt.infer.joint import Lane, Read, Steps
 
 EarlyStopping = bool | Literal["never"]
 Adjust = Callable[[Sequence[int], Array], Array]
@@ -38,7 +38,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class _Beam:
-    """A prefix that is still growing; all but its last token are in its slot of the session."""
+    """A prefix that is still growing; all but its last token are in its slot."""
 
     ids: list[int]
     logprobs: list[float]
@@ -52,7 +52,7 @@ def unchanged(ids: Sequence[int], scores: Array) -> Array:
 
 
 def beam_search(
-    runner: Runner,
+    lane: Lane,
     prompt: Sequence[int],
     *,
     num_beams: int,
@@ -61,8 +61,8 @@ def beam_search(
     early_stopping: EarlyStopping = False,
     adjust: Adjust = unchanged,
     n_tokens: int | None = None,
-) -> list[Hypothesis]:
-    """Return at most `num_beams` continuations of the prompt's ids, the best first.
+) -> Steps[list[Hypothesis]]:
+    """Find at most `num_beams` continuations of the prompt's ids, the best first.
 
     `length_penalty`: above 0 longer continuations gain, below 0 shorter ones. `early_stopping`:
     True ends as soon as there are `num_beams` continuations; False also when the best prefix,
@@ -70,11 +70,11 @@ def beam_search(
     that suits it best. `adjust` is given log P of the next token. `n_tokens`: ids from there on
     stand for no token and are not considered.
 
-    The caller sees to it that prompt and new tokens, less one, fit the runner's context.
+    The lane has a slot for each beam; prompt and new tokens, less one, fit each.
     """
-    end = runner.config.eos_token_id
-    session = runner.session(slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
-    rows = [session.read([0], [prompt])[0].logits[-1]]
+    end = lane.config.eos_token_id
+    (scores,) = yield from lane.read([Read(0, prompt)])
+    rows = [scores.logits[-1]]
     beams = [_Beam([], [], 0.0, slot=0)]
     found: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
@@ -109,16 +109,16 @@ def beam_search(
             best_hope = growing[0].total / hopeful_length**length_penalty
             if early_stopping is True or best_hope <= found[-1].score:
                 break
-        beams = _own_slots(session, growing)
-        scores = session.read([beam.slot for beam in beams], [beam.ids[-1:] for beam in beams])
-        rows = [score.logits[-1] for score in scores]
+        beams = _own_slots(lane, growing)
+        read = yield from lane.read([Read(beam.slot, beam.ids[-1:]) for beam in beams])
+        rows = [scores.logits[-1] for scores in read]
     return found
 
 
-def _own_slots(session: Session, beams: list[_Beam]) -> list[_Beam]:
+def _own_slots(lane: Lane, beams: list[_Beam]) -> list[_Beam]:
     """Give each beam a slot: the first child keeps its parent's, the others get copies of it."""
     kept = {beam.slot for beam in beams}
-    free = [slot for slot in range(session.slots) if slot not in kept]
+    free = [slot for slot in range(lane.slots) if slot not in kept]
     own = []
     for beam in beams:
         slot = beam.slot
@@ -126,7 +126,7 @@ def _own_slots(session: Session, beams: list[_Beam]) -> list[_Beam]:
             kept.remove(slot)
         else:
             slot = free.pop()
-            session.copy(beam.slot, slot)
+            lane.copy(beam.slot, slot)
         own.append(replace(beam, slot=slot))
     return own
 

@@ -8,33 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiedgpt.core.config import GPTConfig
-from tiedgpt.infer.continuation import Completion
-from tiedgpt.infer.request import Request
-from tiedgpt.infer.scheduler import Scheduler
-from tiedgpt.infer.session import Runner, Scores, Session
+from tiedgpt.infer.continuation import Completion, Continuation
+from tiedgpt.infer.joint import Lane, Read, Reading, Steps
+from tiedgpt.infer.scheduler import Sequences
 from tiedgpt.text import Tokenizer
 
 
 def best_of(
-    runner: Runner,
-    prompt: list[int],
-    request: Request,
-    *,
-    n: int,
-    tokenizer: Tokenizer | None = None,
-    copies: int = 0,
-) -> list[Completion]:
-    """Return n samples of what follows the prompt's ids, the best first.
+    lane: Lane, begun: Continuation, *, tokenizer: Tokenizer | None = None, copies: int = 0
+) -> Steps[list[Completion]]:
+    """Draw a sample in every slot of the lane of what follows the prompt, and sort: the best first.
 
-    Each is what a prompt given n times would draw; `copies` counts the equal prompts before.
+    Each is what a prompt given so many times would draw; `copies` counts the equal prompts before.
     """
-    capacity = min(runner.config.n_positions, len(prompt) + request.max_new_tokens - 1)
-    session = SharedPrompts(runner.session(slots=n, capacity=capacity))
-    scheduler = Scheduler(session, tokenizer=tokenizer)
-    samples = [scheduler.add(prompt, request, copies=copies * n + i) for i in range(n)]
-    while scheduler.busy:
-        for sample, _ in scheduler.step():
+    n = lane.slots
+    drawn = Sequences(SharedPrompts(lane), tokenizer=tokenizer)
+    samples = [drawn.add(begun.ids, begun.request, copies=copies * n + i) for i in range(n)]
+    while drawn.busy:
+        for sample, _ in (yield from drawn.steps()):
             if sample.error is not None:
                 raise sample.error
     return sorted((sample.completion() for sample in samples), key=mean_logprob, reverse=True)
@@ -46,47 +37,34 @@ def mean_logprob(completion: Completion) -> float:
 
 
 class SharedPrompts:
-    """A session in which empty slots that are to read the same ids read them once; see `Session`.
+    """A lane in which empty slots that are to read the same ids read them once; see `Lane`.
 
     They share their scores, too, which are not to be changed in place.
     """
 
-    def __init__(self, inner: Session) -> None:
+    def __init__(self, inner: Lane) -> None:
         self._inner = inner
+        self.config, self.price = inner.config, inner.price
         self.slots, self.capacity = inner.slots, inner.capacity
         self.cut, self.copy = inner.cut, inner.copy
-
-    @property
-    def config(self) -> GPTConfig:
-        """The model's."""
-        return self._inner.config
 
     @property
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
         return self._inner.lengths
 
-    def read(
-        self,
-        slots: Sequence[int],
-        ids: Sequence[Sequence[int]],
-        *,
-        every: bool = False,
-        states: bool = False,
-    ) -> list[Scores]:
-        """Append ids to slots and return scores; see `Session.read`."""
+    def read(self, reads: Sequence[Read]) -> Reading:
+        """Append ids to slots; see `Lane.read`."""
         lengths = self.lengths
-        first: dict[tuple[int, ...], int] = {}  # which of the empty ones reads these ids
-        reader = [
-            i if lengths[slot] else first.setdefault(tuple(new), i)
-            for i, (slot, new) in enumerate(zip(slots, ids, strict=True))
+        first: dict[tuple[int, ...], Read] = {}  # which of the empty slots reads these ids
+        readers = [
+            read if lengths[read.slot] else first.setdefault(tuple(read.ids), read)
+            for read in reads
         ]
-        own = [i for i, by in enumerate(reader) if i == by]
-        read = self._inner.read(
-            [slots[i] for i in own], [ids[i] for i in own], every=every, states=states
-        )
-        scores = dict(zip(own, read, strict=True))
-        for i, by in enumerate(reader):
-            if i != by:
-                self._inner.copy(slots[by], slots[i])
-        return [scores[by] for by in reader]
+        own = [read for read, reader in zip(reads, readers, strict=True) if read is reader]
+        found = yield from self._inner.read(own)
+        scores = {read.slot: its for read, its in zip(own, found, strict=True)}
+        for read, reader in zip(reads, readers, strict=True):
+            if read is not reader:
+                self._inner.copy(reader.slot, read.slot)
+        return [scores[reader.slot] for reader in readers]

@@ -108,6 +108,10 @@ class Continuation:
             list(self._top_of_prompt),
         )
 
+    def adjusted(self, logits: Array) -> Array:
+        """Return scores (V,) as penalties, biases and constraints make them."""
+        return self.request.scores(logits[: self._n_tokens], self.ids, self.n_prompt)
+
     def take(self, logits: Array) -> str:
         """Choose the next token by its scores (V,) and note it; return the text it completes."""
         logits = logits[: self._n_tokens]

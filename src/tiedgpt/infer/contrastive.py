@@ -10,84 +10,79 @@ model makes of v in that place. There is no chance in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
 from tiedgpt.infer import filters
-from tiedgpt.infer.beam import Adjust, unchanged
+from tiedgpt.infer.continuation import Completion, Continuation
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.session import Runner, Session
+from tiedgpt.infer.joint import Lane, Read, Steps
+from tiedgpt.infer.session import Scores
 
 CHUNK = 64
 """Positions of the prompt read at a time: of each the V logits come back, too."""
 
 
 def contrastive_search(
-    runner: Runner,
-    prompt: Sequence[int],
-    *,
-    top_k: int,
-    penalty_alpha: float,
-    max_new_tokens: int,
-    adjust: Adjust = unchanged,
-    n_tokens: int | None = None,
-) -> Iterator[tuple[int, Array]]:
-    """Yield (token, logits (V,) from which it was chosen), the end-of-text token the last.
+    lane: Lane, begun: Continuation, *, penalty_alpha: float
+) -> Steps[Completion]:
+    """Continue what is begun until it ends or the lane is full: every token is read.
 
-    `penalty_alpha` from 0 (greedy) to 1; `adjust` is given the logits; `n_tokens`: ids from there
-    on stand for no token. The caller sees to it that prompt and new tokens fit the runner's
-    context: all of them are read.
+    A slot of the lane is for a candidate. `penalty_alpha` from 0 (greedy) to 1.
     """
-    ids = list(prompt)
-    session = runner.session(slots=top_k, capacity=len(prompt) + max_new_tokens)
-    states, logits = _read_prompt(session, prompt)
-    for slot in range(1, top_k):
-        session.copy(0, slot)
+    states, logits = yield from _read_prompt(lane, begun.ids)
+    for slot in range(1, lane.slots):
+        lane.copy(0, slot)
     # Each slot holds one candidate. All but the winner's drop theirs, and read the winner's token
     # together with their next candidate: nothing is copied.
-    unread: list[list[int]] = [[] for _ in range(top_k)]
-    for _ in range(max_new_tokens):
-        likeliest = filters.likeliest(adjust(ids, logits[:n_tokens]), top_k)
+    unread: list[list[int]] = [[] for _ in range(lane.slots)]
+    for _ in range(lane.capacity - begun.n_prompt):
+        likeliest = filters.likeliest(begun.adjusted(logits), lane.slots)
         log_p = np.array([value for _, value in likeliest if value > -np.inf])
         candidates = [token for token, _ in likeliest][: len(log_p)]
-        slots = list(range(len(candidates)))
-        scores = session.read(
-            slots, [[*unread[slot], candidates[slot]] for slot in slots], states=True
+        scores = yield from lane.read(
+            [Read(n, [*unread[n], token], states=True) for n, token in enumerate(candidates)]
         )
-        h = _directions(np.concatenate([_states(score.states)[-1:] for score in scores]))
+        h = _directions(np.concatenate([_states(score) for score in scores]))
         likeness = (h @ states.T).max(axis=1)
         value = (1 - penalty_alpha) * np.exp(log_p) - penalty_alpha * likeness
         winner = int(value.argmax())
         token = candidates[winner]
-        yield token, logits
-        if token == runner.config.eos_token_id:
-            return
-        ids.append(token)
+        if piece := begun.note(token, logits):
+            yield piece
+        if begun.finish_reason is not None:
+            return begun.completion()
         states = np.concatenate([states, h[winner : winner + 1]])
         logits = scores[winner].logits[-1]
-        for slot in range(top_k):
+        for slot in range(lane.slots):
             if slot >= len(candidates):  # it read nothing
                 unread[slot].append(token)
             elif slot == winner:
                 unread[slot] = []
             else:
-                session.cut(slot, session.lengths[slot] - 1)
+                lane.cut(slot, lane.lengths[slot] - 1)
                 unread[slot] = [token]
+    if piece := begun.finish("context"):
+        yield piece
+    return begun.completion()
 
 
-def _read_prompt(session: Session, prompt: Sequence[int]) -> tuple[Array, Array]:
+def _read_prompt(
+    lane: Lane, prompt: Sequence[int]
+) -> Generator[list[Read], list[Scores], tuple[Array, Array]]:
     """Read into slot 0; return the states' directions (T, D) and the last logits (V,)."""
     parts = []
     for start in range(0, len(prompt), CHUNK):
-        (scores,) = session.read([0], [prompt[start : start + CHUNK]], every=True, states=True)
-        parts.append(_directions(_states(scores.states)))
+        ids = prompt[start : start + CHUNK]
+        (scores,) = yield from lane.read([Read(0, ids, every=True, states=True)])
+        parts.append(_directions(_states(scores)))
     return np.concatenate(parts), scores.logits[-1]
 
 
-def _states(states: Array | None) -> Array:
-    assert states is not None, "they were asked for"
-    return states
+def _states(scores: Scores) -> Array:
+    assert scores.states is not None, "they were asked for"
+    return scores.states
 
 
 def _directions(states: Array) -> Array:

@@ -2,7 +2,8 @@
 
 An engine is a runner and a tokenizer. Prompts become sequences of a `Scheduler`, which decodes them
 together, one token a step, only the last position's logits computed; a sequence that ends leaves
-its slot to the next. No torch is imported here.
+its slot to the next. Searches, such as that for the likeliest text, go side by side as well, each
+in slots of its own. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.continuation import Completion, Continuation
+from tiedgpt.infer.joint import Search, streamed, together
 from tiedgpt.infer.opening import runner_for
 from tiedgpt.infer.prompts import Prompt, one_or_many, prompt_ids
 from tiedgpt.infer.request import Request, require_positive
 from tiedgpt.infer.scheduler import Scheduler
 from tiedgpt.infer.scoring import Scored, score_ids
-from tiedgpt.infer.searching import Pieces, search
+from tiedgpt.infer.searching import search_for
 from tiedgpt.infer.strategy import SearchOptions, Strategy, split
 from tiedgpt.text import Tokenizer
 
@@ -37,6 +39,10 @@ class Engine:
     int8 and int4, too, and take some ten seconds to be compiled the first time. "auto" takes them
     for packed directories, for int8 and int4, and on a CPU for a source of 5 million parameters or
     more; torch else.
+
+    `threads` that compute: by default, kernels take the cores that this process may use, at most
+    16, and torch what it is set to. torch's number is the process's: it is set while the engine
+    reads, and put back.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Engine:
         backend: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         resolve: str | None = None,
+        threads: int | None = None,
         **config: Any,
     ) -> None:
         opened = runner_for(
@@ -55,6 +62,7 @@ class Engine:
             backend=backend,
             tokenizer=tokenizer,
             resolve=resolve,
+            threads=threads,
             **config,
         )
         self.runner = opened.runner
@@ -110,15 +118,17 @@ class Engine:
         With a seed the draw for a prompt does not depend on the prompts beside it; the same prompt
         given again draws anew. An empty prompt starts from the beginning-of-text token. At the end
         of the context generation stops, or slides on; the completion says which. At most
-        `batch_size` prompts are decoded at a time.
+        `batch_size` sequences are decoded at a time, of which a search takes several: its beams,
+        candidates or samples, and as many again under guidance; at least one search runs.
         """
         strategy, request = self._asked(options)
         require_positive("batch_size", batch_size)
         each, many = one_or_many(prompts)
         if not each:
             return []
-        if strategy.alone:
-            completions = [_whole(pieces) for pieces in self._searches(each, strategy, request)]
+        if strategy.searches:
+            searches = self._searches(each, strategy, request)
+            completions = together(self.runner, searches, batch_size=batch_size)
         else:
             scheduler, sequences = self._scheduled(each, request, batch_size)
             for _ in _run(scheduler):
@@ -136,8 +146,8 @@ class Engine:
         """
         strategy, request = self._asked(options)
         strategy.require_streamable()
-        if strategy.alone:
-            return self._searches([prompt], strategy, request)[0]
+        if strategy.searches:
+            return streamed(self.runner, self._searches([prompt], strategy, request)[0])
         scheduler, (sequence,) = self._scheduled([prompt], request, 1)
         return _streamed(scheduler, sequence)
 
@@ -167,15 +177,15 @@ class Engine:
 
     def _searches(
         self, prompts: Sequence[Prompt], strategy: Strategy, request: Request
-    ) -> list[Pieces]:
+    ) -> list[Search[Completion]]:
         """Check all prompts before anything is computed; return a search for each."""
         negative = strategy.negative_prompt
         return [
-            search(
-                self.runner,
+            search_for(
                 ids,
                 strategy,
                 request,
+                config=self.runner.config,
                 tokenizer=self.tokenizer,
                 negative=None if negative is None else self._ids(negative),
                 copies=copies,
@@ -222,11 +232,3 @@ def _run(scheduler: Scheduler) -> Iterator[str]:
 def _streamed(scheduler: Scheduler, sequence: Continuation) -> Generator[str, None, Completion]:
     yield from _run(scheduler)
     return sequence.completion()
-
-
-def _whole(pieces: Pieces) -> Completion:
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return cast(Completion, end.value)

@@ -9,17 +9,15 @@ Orca (Yu et al. 2022) is the paper on scheduling by steps.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.infer.continuation import Continuation
 from tiedgpt.infer.filters import Array
+from tiedgpt.infer.joint import Joint, Lane, Read, Steps, run
 from tiedgpt.infer.request import Request, require_positive
-from tiedgpt.infer.session import Scores, Session
-from tiedgpt.infer.speculation import Price
+from tiedgpt.infer.session import Session
 from tiedgpt.text import Tokenizer
 
 SCORED_AT_A_TIME = 128
@@ -31,8 +29,7 @@ class _Reading:
     """What a sequence reads in a step."""
 
     sequence: Continuation
-    slot: int
-    ids: list[int]
+    read: Read
     draft: list[int]
     """The last of the ids, where they are a guess."""
     scored_from: int | None
@@ -40,14 +37,13 @@ class _Reading:
     complete: bool
     """Whether nothing is left to read, so that a token can be chosen."""
 
-    @property
-    def every(self) -> bool:
-        """Whether scores after each id are needed."""
-        return bool(self.draft) or self.scored_from is not None
+
+Advanced = list[tuple[Continuation, str]]
+"""Sequences that have advanced, and their new text."""
 
 
-class Scheduler:
-    """Runs sequences in the slots of a session, whose owner it is.
+class Sequences:
+    """Sequences in the slots of a lane, whose owner it is; a `Scheduler` has a session's.
 
     `prefill_chunk`: tokens of a prompt that are read in a step at the most, so that a long one does
     not hold up the others; None reads it at once.
@@ -55,19 +51,18 @@ class Scheduler:
 
     def __init__(
         self,
-        session: Session,
+        lane: Lane,
         *,
         tokenizer: Tokenizer | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
         if prefill_chunk is not None:
             require_positive("prefill_chunk", prefill_chunk)
-        self.session = session
+        self.lane = lane
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.waiting: deque[Continuation] = deque()
         self.running: list[Continuation] = []
-        self._price = Price()
 
     @property
     def busy(self) -> bool:
@@ -79,7 +74,7 @@ class Scheduler:
 
         Raises `UserError` for a request that the model cannot meet; nothing is computed yet.
         """
-        capacity, v = self.session.capacity, self.session.config.vocab_size
+        capacity, v = self.lane.capacity, self.lane.config.vocab_size
         if not prompt or not 0 <= min(prompt) <= max(prompt) < v:
             raise UserError(f"a prompt is at least one id of a vocabulary of {v} tokens")
         if len(prompt) > capacity:
@@ -95,7 +90,7 @@ class Scheduler:
                     "first would not be read; Engine.score reads longer texts"
                 )
         sequence = Continuation(
-            prompt, request, config=self.session.config, tokenizer=self.tokenizer, copies=copies
+            prompt, request, config=self.lane.config, tokenizer=self.tokenizer, copies=copies
         )
         self.waiting.append(sequence)
         return sequence
@@ -108,7 +103,7 @@ class Scheduler:
             sequence.finish("cancelled")
         self._release(sequence)
 
-    def step(self) -> list[tuple[Continuation, str]]:
+    def steps(self) -> Steps[Advanced]:
         """Advance every running sequence by a token; return each that has, with its new text.
 
         One whose `finish_reason` is set has ended. Where the scores of one cannot be used, it ends
@@ -119,26 +114,27 @@ class Scheduler:
         if not self.running:
             return []
         readings = [self._reading(sequence) for sequence in self.running]
+        scores = yield from self.lane.read([reading.read for reading in readings])
         advanced = []
-        for reading, scores in zip(readings, self._read(readings), strict=True):
+        for reading, its in zip(readings, scores, strict=True):
             sequence = reading.sequence
             if reading.scored_from is not None:
-                sequence.note_prompt(reading.scored_from, scores.logits)
+                sequence.note_prompt(reading.scored_from, its.logits)
             if reading.complete:
-                rows = scores.logits[-1 - len(reading.draft) :]
+                rows = its.logits[-1 - len(reading.draft) :]
                 advanced.append((sequence, self._take(reading, rows)))
         return advanced
 
     def _admit(self) -> None:
         """Give the slots that are free to those that have waited longest."""
         taken = {sequence.slot for sequence in self.running} if self.waiting else set()
-        for slot in range(self.session.slots):
+        for slot in range(self.lane.slots):
             if not self.waiting:
                 return
             if slot not in taken:
                 sequence = self.waiting.popleft()
                 sequence.slot = slot
-                self.session.cut(slot, 0)
+                self.lane.cut(slot, 0)
                 self.running.append(sequence)
 
     def _reading(self, sequence: Continuation) -> _Reading:
@@ -147,11 +143,11 @@ class Scheduler:
         Positions are learned, so a window that slides is read anew.
         """
         assert sequence.slot is not None
-        capacity, request = self.session.capacity, sequence.request
+        capacity, request = self.lane.capacity, sequence.request
         if len(sequence.ids) - sequence.start > capacity:
             sequence.start = len(sequence.ids) - max(1, capacity // 2)
-            self.session.cut(sequence.slot, 0)
-        at = sequence.start + self.session.lengths[sequence.slot]
+            self.lane.cut(sequence.slot, 0)
+        at = sequence.start + self.lane.lengths[sequence.slot]
         pending = sequence.ids[at:]
         is_scored = request.wants_prompt_scores and not sequence.start and at < sequence.n_prompt
         chunk = self.prefill_chunk or capacity
@@ -159,36 +155,16 @@ class Scheduler:
         draft: list[int] = []
         if sequence.drafter is not None and len(pending) == 1:
             room = min(capacity - (at - sequence.start) - 1, sequence.n_left - 1)
-            draft = sequence.drafter.draft(sequence.ids, price=self._price.tokens, room=room)
-        return _Reading(
-            sequence,
+            draft = sequence.drafter.draft(sequence.ids, price=self.lane.price.of, room=room)
+        read = Read(
             sequence.slot,
             [*pending[:chunk], *draft],
-            draft,
-            at if is_scored else None,
-            len(pending) <= chunk,
+            every=bool(draft) or is_scored,
+            drafted=len(draft),
         )
-
-    def _read(self, readings: Sequence[_Reading]) -> list[Scores]:
-        """Read for all, in one call or two; learn from the clock what drafts cost."""
-        began = time.perf_counter()
-        scored = any(reading.every for reading in readings)
-        scores: dict[int, Scores] = {}
-        for every in (False, True):
-            group = [r for r in readings if (r.every or (scored and len(r.ids) == 1)) == every]
-            if group:
-                read = self.session.read(
-                    [r.slot for r in group], [r.ids for r in group], every=every
-                )
-                scores |= {r.slot: its for r, its in zip(group, read, strict=True)}
-        seconds = time.perf_counter() - began
-        drafts = sum(bool(reading.draft) for reading in readings)
-        if all(len(reading.ids) - len(reading.draft) == 1 for reading in readings):
-            if drafts:
-                self._price.note_drafted(seconds, sequences=len(readings), drafts=drafts)
-            else:
-                self._price.note_plain(seconds, sequences=len(readings))
-        return [scores[reading.slot] for reading in readings]
+        return _Reading(
+            sequence, read, draft, at if is_scored else None, complete=len(pending) <= chunk
+        )
 
     def _take(self, reading: _Reading, rows: Array) -> str:
         """Choose by each row (V,) in turn while the draft comes true; return the new text."""
@@ -198,7 +174,7 @@ class Scheduler:
                 pieces.append(sequence.take(row))
                 if sequence.finish_reason is not None:
                     break
-                full = len(sequence.ids) - sequence.start > self.session.capacity
+                full = len(sequence.ids) - sequence.start > self.lane.capacity
                 if full and sequence.request.context_end == "stop":
                     pieces.append(sequence.finish("context"))
                 if sequence.ids[-1] != drafted:
@@ -209,10 +185,29 @@ class Scheduler:
         if sequence.finish_reason is not None:
             self._release(sequence)
         elif reading.draft:
-            self.session.cut(reading.slot, len(sequence.ids) - 1 - sequence.start)
+            self.lane.cut(reading.read.slot, len(sequence.ids) - 1 - sequence.start)
         return "".join(pieces)
 
     def _release(self, sequence: Continuation) -> None:
         sequence.slot = None
         if sequence in self.running:
             self.running.remove(sequence)
+
+
+class Scheduler(Sequences):
+    """Runs sequences in the slots of a session, whose owner it is; `prefill_chunk` as above."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        tokenizer: Tokenizer | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self._joint = Joint(session)
+        lane = self._joint.lane(0, session.slots, session.capacity)
+        super().__init__(lane, tokenizer=tokenizer, prefill_chunk=prefill_chunk)
+
+    def step(self) -> Advanced:
+        """Advance every running sequence by a token; see `Sequences.steps`."""
+        return run(self._joint, self.steps())

@@ -1,45 +1,46 @@
-"""One prompt's ids and a strategy -> its completion, by the search that the strategy names."""
+"""One prompt's ids and a strategy -> the search that the strategy names, for its completion."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import Adjust, beam_search
 from tiedgpt.infer.best_of import best_of
 from tiedgpt.infer.continuation import Completion, Continuation, FinishReason
 from tiedgpt.infer.contrastive import contrastive_search
-from tiedgpt.infer.guidance import GuidedRunner
+from tiedgpt.infer.guidance import Guidance, GuidedLane
+from tiedgpt.infer.joint import Lane, Search, Steps
 from tiedgpt.infer.request import Request
-from tiedgpt.infer.scheduler import Scheduler
-from tiedgpt.infer.session import Runner
+from tiedgpt.infer.scheduler import Sequences
 from tiedgpt.infer.strategy import Strategy
 from tiedgpt.text import Tokenizer
 
-Pieces = Generator[str, None, Completion]
-"""Yields the text as it comes; returns the completion."""
 
-
-def search(
-    runner: Runner,
+def search_for(
     prompt: list[int],
     strategy: Strategy,
     request: Request,
     *,
+    config: GPTConfig,
     tokenizer: Tokenizer | None = None,
     negative: Sequence[int] | None = None,
     copies: int = 0,
-) -> Pieces:
-    """Complete a prompt by itself; what cannot be done raises `UserError` before any is computed.
+) -> Search[Completion]:
+    """Return the search that completes a prompt; what cannot be done raises `UserError`.
 
     `negative` are the ids of the negative prompt, if one was given; `copies` counts the equal
     prompts before it, whose draws are others. The constraint is in the request already.
     """
+    guidance = None
+    n_positions = config.n_positions
     if strategy.guided:
         negative = prompt[-1:] if negative is None else negative
-        scale = strategy.guidance_scale
-        runner = GuidedRunner(runner, n_prompt=len(prompt), negative=negative, scale=scale)
-    n_positions = runner.config.n_positions
+        guidance = Guidance(len(prompt), negative, strategy.guidance_scale)
+        guidance.require_room(config)
+        n_positions -= guidance.longer
     # The last token of a text need not be read, but a candidate of contrastive search must be.
     room = n_positions - len(prompt) + (strategy.penalty_alpha is None)
     if room < 1 and request.context_end == "stop":
@@ -48,26 +49,36 @@ def search(
             "shorten it"
         )
     begun = Continuation(  # raises where the request does not suit the model
-        prompt, request, config=runner.config, tokenizer=tokenizer, copies=copies
+        prompt, request, config=config, tokenizer=tokenizer, copies=copies
+    )
+    capacity = min(n_positions, len(prompt) + request.max_new_tokens - 1)
+    slots = strategy.best_of
+    begin: Callable[[Lane], Steps[Completion]] = partial(
+        _drawn, begun=begun, tokenizer=tokenizer, copies=copies
     )
     if strategy.num_beams > 1:
-        return _by_beams(runner, begun, strategy, tokenizer, min(room, request.max_new_tokens))
-    if strategy.penalty_alpha is not None:
-        return _contrastively(runner, begun, strategy.penalty_alpha, tokenizer, room)
-    if strategy.best_of > 1:
-        return _best(runner, begun, strategy.best_of, tokenizer, copies)
-    return _drawn(runner, begun, tokenizer, copies)
+        slots = strategy.num_beams
+        begin = partial(_by_beams, begun=begun, strategy=strategy, tokenizer=tokenizer)
+    elif strategy.penalty_alpha is not None:
+        slots = request.top_k or 1
+        capacity = min(n_positions, len(prompt) + request.max_new_tokens)
+        begin = partial(contrastive_search, begun=begun, penalty_alpha=strategy.penalty_alpha)
+    elif strategy.best_of > 1:
+        begin = partial(_best, begun=begun, tokenizer=tokenizer, copies=copies)
+    if guidance is None:
+        return Search(slots, capacity, begin)
+    return Search(
+        2 * slots, capacity + guidance.longer, lambda lane: begin(GuidedLane(lane, guidance))
+    )
 
 
 def _by_beams(
-    runner: Runner,
-    begun: Continuation,
-    strategy: Strategy,
-    tokenizer: Tokenizer | None,
-    max_new_tokens: int,
-) -> Pieces:
-    best = beam_search(
-        runner,
+    lane: Lane, begun: Continuation, strategy: Strategy, tokenizer: Tokenizer | None
+) -> Steps[Completion]:
+    asked = begun.request.max_new_tokens
+    max_new_tokens = min(lane.capacity - begun.n_prompt + 1, asked)
+    found = yield from beam_search(
+        lane,
         begun.ids,
         num_beams=strategy.num_beams,
         max_new_tokens=max_new_tokens,
@@ -75,37 +86,15 @@ def _by_beams(
         early_stopping=strategy.early_stopping,
         adjust=_adjust(begun),
         n_tokens=None if tokenizer is None else len(tokenizer),
-    )[0]
-    ended = best.ids[-1] == runner.config.eos_token_id
+    )
+    best = found[0]
+    ended = best.ids[-1] == lane.config.eos_token_id
     text = ""
     if tokenizer is not None:
         decoder = tokenizer.stream(after=begun.ids[-1])
         text = "".join(map(decoder.push, best.ids[: len(best.ids) - ended])) + decoder.finish()
-        yield text
-    cut: FinishReason = "length" if max_new_tokens == begun.request.max_new_tokens else "context"
+    cut: FinishReason = "length" if max_new_tokens == asked else "context"
     return Completion(best.ids, text, "stop" if ended else cut, best.logprobs)
-
-
-def _contrastively(
-    runner: Runner, begun: Continuation, alpha: float, tokenizer: Tokenizer | None, room: int
-) -> Pieces:
-    found = contrastive_search(
-        runner,
-        list(begun.ids),
-        top_k=begun.request.top_k or 1,
-        penalty_alpha=alpha,
-        max_new_tokens=min(room, begun.request.max_new_tokens),
-        adjust=_adjust(begun),
-        n_tokens=None if tokenizer is None else len(tokenizer),
-    )
-    for token, logits in found:
-        if piece := begun.note(token, logits):
-            yield piece
-        if begun.finish_reason is not None:
-            return begun.completion()
-    if piece := begun.finish("context"):
-        yield piece
-    return begun.completion()
 
 
 def _adjust(begun: Continuation) -> Adjust:
@@ -114,20 +103,19 @@ def _adjust(begun: Continuation) -> Adjust:
 
 
 def _best(
-    runner: Runner, begun: Continuation, n: int, tokenizer: Tokenizer | None, copies: int
-) -> Pieces:
-    best = best_of(runner, begun.ids, begun.request, n=n, tokenizer=tokenizer, copies=copies)[0]
-    yield best.text
-    return best
+    lane: Lane, begun: Continuation, tokenizer: Tokenizer | None, copies: int
+) -> Steps[Completion]:
+    samples = yield from best_of(lane, begun, tokenizer=tokenizer, copies=copies)
+    return samples[0]
 
 
-def _drawn(runner: Runner, begun: Continuation, tokenizer: Tokenizer | None, copies: int) -> Pieces:
-    request = begun.request
-    capacity = min(runner.config.n_positions, begun.n_prompt + request.max_new_tokens - 1)
-    scheduler = Scheduler(runner.session(slots=1, capacity=capacity), tokenizer=tokenizer)
-    sequence = scheduler.add(begun.ids, request, copies=copies)
-    while scheduler.busy:
-        for _, piece in scheduler.step():
+def _drawn(
+    lane: Lane, begun: Continuation, tokenizer: Tokenizer | None, copies: int
+) -> Steps[Completion]:
+    sequences = Sequences(lane, tokenizer=tokenizer)
+    sequence = sequences.add(begun.ids, begun.request, copies=copies)
+    while sequences.busy:
+        for _, piece in (yield from sequences.steps()):
             if sequence.error is not None:
                 raise sequence.error
             if piece:

@@ -5,20 +5,21 @@ as it is what the sequence's own draws choose: the text is the same as without, 
 temperature.
 
 Drafts must be worth their price. So each sequence guesses all the time, which costs a look-up, and
-sees how far its guesses come true; they are read as drafts only where that has lately gained more
-tokens than reading them costs.
+sees how far its guesses come true. Of a guess as much is read as a draft as promises the most
+tokens for the time, and nothing where that would not pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 GRAMS = (3, 2)
 """Lengths of what must have occurred before, the first that has being taken."""
 MEMORY = 0.25
-"""The weight of the newest guess in what guesses gain."""
-MARGIN = 2.0
-"""Drafts are read where they promise this times their price."""
+"""The weight of the newest guess in what is known of guesses."""
+MARGIN = 1.25
+LEAST = 0.3
+"""Drafts are read where they promise more tokens than this, and MARGIN times their price."""
 
 
 class Drafter:
@@ -26,27 +27,25 @@ class Drafter:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.gain = 0.0
-        """Tokens of a guess that lately came true."""
+        self._hits, self._misses = 0.0, 1.0  # of a guess, lately
         self._ends: dict[tuple[int, ...], int] = {}  # where these tokens last ended
         self._n_indexed = 0
         self._guess: list[int] = []
         self._at = 0  # where the guess begins
 
-    def draft(self, ids: Sequence[int], *, price: float, room: int) -> list[int]:
+    def draft(self, ids: Sequence[int], *, price: Callable[[int], float], room: int) -> list[int]:
         """Return what probably follows `ids`, at most `room` tokens; [] where it would not pay.
 
-        `price`: what reading a draft costs, in tokens that could be generated meanwhile.
+        `price`: draft's length -> what reading it costs, in tokens that could be generated
+        meanwhile.
         """
         self._index(ids)
         hits = self._settle(ids)
         if not self._guess:
             self._guess, self._at, hits = self._look_up(ids), len(ids), 0
-        promise = max(self.gain, hits / 2)
-        if promise <= MARGIN * price:
-            return []
-        n = min(room, 2 + int(2 * promise))
-        return self._guess[len(ids) - self._at :][: max(0, n)]
+        likely = max(self._hits / (self._hits + self._misses), hits / (hits + 2))
+        rest = self._guess[len(ids) - self._at :][: max(0, room)]
+        return rest[: _best_length(likely, len(rest), price)]
 
     def _index(self, ids: Sequence[int]) -> None:
         """Note where each run of tokens ends, except at the very end: nothing follows there yet."""
@@ -64,9 +63,10 @@ class Drafter:
             if guessed != token:
                 break
             hits += 1
-        if hits < min(len(came), len(self._guess)) or hits == len(self._guess):
-            if self._guess:
-                self.gain += MEMORY * (hits - self.gain)
+        failed = hits < min(len(came), len(self._guess))
+        if self._guess and (failed or hits == len(self._guess)):
+            self._hits += MEMORY * (hits - self._hits)
+            self._misses += MEMORY * (failed - self._misses)
             self._guess = []
         return hits
 
@@ -80,26 +80,54 @@ class Drafter:
         return []
 
 
-class Price:
-    """What reading a draft costs, learnt from the clock: in tokens, for one sequence of a batch."""
+def _best_length(likely: float, most: int, price: Callable[[int], float]) -> int:
+    """Return the length of draft that gives the most tokens for the time; 0 where none pays.
 
-    UNKNOWN = 0.25
-    """Before any was read."""
-    FORGETTING = 0.005
+    `likely`: how probably a token comes true after those before it did.
+    """
+    best, highest, promise = 0, 1.0, 0.0
+    if likely <= LEAST * (1 - likely):  # however long
+        return best
+    for n in range(1, most + 1):
+        promise += likely**n
+        cost = price(n)
+        if promise > LEAST + MARGIN * cost and (1 + promise) / (1 + cost) > highest:
+            best, highest = n, (1 + promise) / (1 + cost)
+    return best
+
+
+class Price:
+    """What reading drafts costs, learnt from the clock: in tokens, for one sequence of a batch."""
+
+    UNKNOWN = 0.1
+    """Of each token beyond the longest draft that was read."""
+    FORGETTING = 0.001
     """How fast, step by step, a price that was high is given another chance."""
 
     def __init__(self) -> None:
-        self.tokens = self.UNKNOWN
         self._plain: dict[int, float] = {}  # seconds of a step of so many sequences, no drafts
+        self._known: dict[int, float] = {}  # by the draft's length
+
+    def of(self, n: int) -> float:
+        """Return the price of a draft of n tokens, by those whose lengths are the nearest."""
+        shorter = max((m for m in self._known if m <= n), default=0)
+        longer = min((m for m in self._known if m > n), default=0)
+        low = self._known.get(shorter, 0.0)
+        a_token = (self._known[longer] - low) / (longer - shorter) if longer else self.UNKNOWN
+        return low + a_token * (n - shorter)
 
     def note_plain(self, seconds: float, *, sequences: int) -> None:
         """A step that read one token of each sequence took this long."""
         before = self._plain.get(sequences, seconds)
         self._plain[sequences] = min(seconds, before + 0.2 * (seconds - before))
-        self.tokens += self.FORGETTING * (self.UNKNOWN - self.tokens)
+        for n in self._known:
+            self._known[n] *= 1 - self.FORGETTING
 
-    def note_drafted(self, seconds: float, *, sequences: int, drafts: int) -> None:
-        """A step that also read `drafts` drafts took this long."""
-        if sequences in self._plain:
-            extra = max(0.0, seconds / self._plain[sequences] - 1) * sequences / drafts
-            self.tokens += 0.5 * (min(extra, 10.0) - self.tokens)
+    def note_drafted(self, seconds: float, *, sequences: int, drafts: Sequence[int]) -> None:
+        """A step that also read drafts of these lengths took this long."""
+        if sequences not in self._plain:
+            return
+        a_token = max(0.0, seconds / self._plain[sequences] - 1) * sequences / sum(drafts)
+        for n in set(drafts):
+            before = self.of(n)  # a step that was held up is not to count for too much
+            self._known[n] = before + 0.5 * (min(a_token * n, 3 * before + 1) - before)

@@ -81,9 +81,9 @@ class Strategy:
             raise UserError(f"penalty_alpha={self.penalty_alpha!r} is not a number from 0 to 1")
         if self.early_stopping not in (True, False, "never"):
             raise UserError(f"early_stopping={self.early_stopping!r} is no bool and not 'never'")
-        searches = [name for name in ("num_beams", "penalty_alpha", "best_of") if self._asks(name)]
-        if len(searches) > 1:
-            raise UserError(f"{' and '.join(searches)} exclude each other: choose one")
+        asked = [name for name in ("num_beams", "penalty_alpha", "best_of") if self._asks(name)]
+        if len(asked) > 1:
+            raise UserError(f"{' and '.join(asked)} exclude each other: choose one")
         for name in ("length_penalty", "early_stopping"):
             if self._asks(name) and self.num_beams == 1:
                 raise UserError(f"{name} is for beam search: give num_beams above 1 as well")
@@ -98,8 +98,8 @@ class Strategy:
         return self.guidance_scale != 1
 
     @property
-    def alone(self) -> bool:
-        """Whether each prompt is completed by itself, and not together with others."""
+    def searches(self) -> bool:
+        """Whether a prompt takes a search of its own, and not a slot beside others."""
         return self.guided or any(map(self._asks, ("num_beams", "penalty_alpha", "best_of")))
 
     def constrained(
