@@ -27,6 +27,7 @@ from tiedgpt.infer.kernels.vectors import (
     load16,
     max16,
     nearest,
+    put16,
     scale16,
     shift16,
     store16,
@@ -49,27 +50,28 @@ def _keep(x, n, position, keys, key_scales):
     if keys.dtype == types.int8:
 
         def to_int8(x, n, position, keys, key_scales):
-            block, lane = position // LANES, position % LANES
+            at, lane = _place(keys, position)
             scale = _scale(x, n)
             key_scales[position] = scale
             inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for d in range(n):
-                keys[block, d, lane] = np.int8(np.int32(nearest(x[d] * inverse)))
+                whole = np.int8(np.int32(nearest(x[d] * inverse)))
+                put16(keys, at + d * LANES, lane, whole)
 
         return to_int8
     if keys.dtype == types.uint16:
 
         def rounded(x, n, position, keys, key_scales):
-            block, lane = position // LANES, position % LANES
+            at, lane = _place(keys, position)
             for d in range(n):
-                keys[block, d, lane] = to_bf16(x[d])
+                put16(keys, at + d * LANES, lane, to_bf16(x[d]))
 
         return rounded
 
     def copied(x, n, position, keys, key_scales):
-        block, lane = position // LANES, position % LANES
+        at, lane = _place(keys, position)
         for d in range(n):
-            keys[block, d, lane] = x[d]
+            put16(keys, at + d * LANES, lane, x[d])
 
     return copied
 
@@ -103,6 +105,12 @@ def _keep_value(x, n, position, values, value_scales):
             values[position, d] = x[d]
 
     return copied
+
+
+@njit(inline="always", error_model="numpy")
+def _place(keys, position):
+    """Return where the block of a position begins, and its lane there."""
+    return position // LANES * keys.shape[1] * LANES, position % LANES
 
 
 @njit(error_model="numpy")

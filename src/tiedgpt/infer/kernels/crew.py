@@ -17,7 +17,8 @@ from typing import Any
 
 from numba.core.caching import NullCache
 
-from tiedgpt.infer.kernels.forward import OVER, control_for, forward
+from tiedgpt.infer.kernels.forward import forward, phases_of
+from tiedgpt.infer.kernels.queue import control_for
 
 BEHIND = 8
 """Steps that may wait for a helper that does not come."""
@@ -31,7 +32,7 @@ class Crew:
     """
 
     def __init__(self, n_layer: int, threads: int) -> None:
-        self._n_layer = n_layer
+        self._phases = phases_of(n_layer)
         self._helpers = threads - 1
         self._process: int | None = None
         self._compiled = False
@@ -47,15 +48,16 @@ class Crew:
         """
         self.settle()
         if not self._compiled:
-            over = control_for(self._n_layer)
-            over[OVER] = 1
+            over = control_for(self._phases, 1 + self._helpers)
+            over.counters[0] = 1
             _compile(over, *arguments)
             self._compiled = True
-        work = self._unfinished = (control_for(self._n_layer), *arguments)
-        for queue in self._work:
+        control = control_for(self._phases, 1 + self._helpers)
+        self._unfinished = (control, *arguments)
+        for number, queue in enumerate(self._work, 1):
             if queue.qsize() < BEHIND:
-                queue.put(work)
-        forward(*work)
+                queue.put((control._replace(me=number), *arguments))
+        forward(control, *arguments)
         self._unfinished = None
 
     def settle(self) -> None:

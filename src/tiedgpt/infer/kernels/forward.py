@@ -15,19 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from tiedgpt.infer.kernels.arithmetic import normalise, prepare
 from tiedgpt.infer.kernels.attention import TOGETHER, attend, keep, keep_value
 from tiedgpt.infer.kernels.product import activated_product, product
-from tiedgpt.infer.kernels.queue import LINE, finish, read, take, write
+from tiedgpt.infer.kernels.queue import end, finish, is_over, take
 from tiedgpt.infer.kernels.rows import read_row
 
 PHASES_A_LAYER, PHASES_BESIDE = 8, 3
 PLAIN, NORM, KEEP = range(3)
 """What is read: h, norm(h), or norm(h) that takes the place of h."""
-OVER = 0
-"""Where the control says that the step is over: its first line; a line for each phase follows."""
 
 
 class Matrix(NamedTuple):
@@ -246,9 +243,9 @@ def _score(control, phase, model, buffers, call):
     )  # fmt: skip
 
 
-def control_for(n_layer: int) -> NDArray[np.int64]:
-    """Return what threads share a step by; each step takes a new one."""
-    return np.zeros((1 + PHASES_A_LAYER * n_layer + PHASES_BESIDE) * LINE, np.int64)
+def phases_of(n_layer: int) -> int:
+    """Return how many phases a step has."""
+    return PHASES_A_LAYER * n_layer + PHASES_BESIDE
 
 
 def _compiled(kernels: int):
@@ -259,12 +256,12 @@ def _compiled(kernels: int):
     """
 
     def forward(control, model, buffers, cache, call):
-        if not read(control, OVER) and kernels:
-            phase = _embed(control, 1, model, buffers, call)
+        if not is_over(control) and kernels:
+            phase = _embed(control, 0, model, buffers, call)
             for layer in range(model.windows.shape[0]):
                 phase = _layer(control, phase, layer, model, buffers, cache, call)
             _score(control, phase, model, buffers, call)
-            write(control, OVER, 1)
+            end(control)
 
     forward.__qualname__ = f"forward_{kernels:x}"  # names the file that is kept
     compiler = partial(njit, nogil=True, error_model="numpy")

@@ -1,24 +1,28 @@
 """Work shared by threads without locks: phases of chunks, taken one by one.
 
 A step is a row of phases. In each, threads take chunks until none is left, and go on when all are
-done. No thread is waited for that has not taken a chunk: one that comes late, or is put to sleep by
-the system, finds fewer chunks to take. A chunk computes the same whoever takes it.
+done. A thread begins with its own part of the chunks, which lie side by side and are its own in
+each step, and then takes from the parts of others. No thread is waited for that has not taken a
+chunk: one that comes late, or is put to sleep by the system, finds fewer chunks to take. A chunk
+computes the same whoever takes it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from tiedgpt.infer.kernels.simd import call, i32, pointer
 
-NEXT, DONE, LINE = 0, 8, 16
-"""Where a phase counts chunks taken and chunks done: cache lines apart, in int64."""
+LINE = 8
+"""Counters lie as many int64 apart: a cache line."""
 SPINS = 4000
 """Looks at a counter before the thread offers its core to others."""
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
@@ -81,22 +85,63 @@ def give_way(typing: Any) -> Any:
     return types.void(), emit
 
 
+class Control(NamedTuple):
+    """What the threads share a step by, as one of them sees it."""
+
+    counters: Any
+    """A line for the step, then for each phase one of chunks done, and one of each part's taken."""
+    threads: Any
+    me: Any
+    """Which of them this one is."""
+
+
+def control_for(phases: int, threads: int) -> Control:
+    """Return what threads share a step of so many phases by; each step takes a new one."""
+    lines = 1 + phases * (1 + threads)
+    counters: NDArray[np.int64] = np.zeros(lines * LINE, np.int64)
+    return Control(counters, threads, 0)
+
+
 @njit(inline="always", error_model="numpy")
+def is_over(control):
+    """Return whether all phases are done."""
+    return read(control.counters, 0) != 0
+
+
+@njit(inline="always", error_model="numpy")
+def end(control):
+    """Say that all phases are done."""
+    write(control.counters, 0, 1)
+
+
+@njit(inline="always", error_model="numpy")
+def _line(control, phase):
+    return (1 + phase * (1 + control.threads)) * LINE
+
+
+@njit(error_model="numpy")
 def take(control, phase, chunks):
-    """Return the next chunk of a phase that no thread has taken, or -1."""
-    if chunks == 1 and read(control, phase * LINE + NEXT) > 0:
-        return -1
-    chunk = add(control, phase * LINE + NEXT, 1)
-    return chunk if chunk < chunks else -1
+    """Return the next chunk of a phase that no thread has taken, or -1: of one's own part first."""
+    counters, threads = control.counters, control.threads
+    for further in range(threads):
+        part = (control.me + further) % threads
+        first, last = chunks * part // threads, chunks * (part + 1) // threads
+        counter = _line(control, phase) + (1 + part) * LINE
+        if first + read(counters, counter) < last:
+            chunk = first + add(counters, counter, 1)
+            if chunk < last:
+                return chunk
+    return -1
 
 
 @njit(inline="always", error_model="numpy")
 def finish(control, phase, mine, chunks):
     """Count the chunks that this thread did, wait until all are done; return the next phase."""
+    done = _line(control, phase)
     if mine:
-        add(control, phase * LINE + DONE, mine)
+        add(control.counters, done, mine)
     spins = 0
-    while read(control, phase * LINE + DONE) < chunks:
+    while read(control.counters, done) < chunks:
         pause()
         spins += 1
         if spins > SPINS:
