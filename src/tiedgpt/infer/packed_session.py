@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.kernels.arithmetic import ACTIVATIONS
+from tiedgpt.infer.kernels.attention import SPAN
 from tiedgpt.infer.kernels.crew import Crew
 from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
 from tiedgpt.infer.room import require_memory
@@ -22,7 +23,6 @@ from tiedgpt.weights.packed.panels import padded
 
 AT_ONCE = 512
 """Tokens read in one call; longer prompts go in several."""
-LANES = 16
 CACHE_DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 
 
@@ -176,7 +176,7 @@ class PackedSession:
         self._crew.settle()  # what was cut short must not write to the target afterwards
         n = padded(self.lengths[source])
         c = self._cache
-        c.keys[:, target, :, : n // LANES] = c.keys[:, source, :, : n // LANES]
+        c.keys[:, target, :, : n // SPAN] = c.keys[:, source, :, : n // SPAN]
         for array in (c.values, c.key_scales, c.value_scales):
             array[:, target, :, :n] = array[:, source, :, :n]
         self.lengths[target] = self.lengths[source]
@@ -201,7 +201,7 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
     require_memory(n_bytes, what)
     try:
         return Cache(
-            np.zeros((*heads, room // LANES, size, LANES), dtype),
+            np.zeros((*heads, room // SPAN, size, SPAN), dtype),
             np.zeros((*heads, room, size), dtype),
             np.zeros(scaled, np.float32),
             np.zeros(scaled, np.float32),

@@ -12,7 +12,6 @@ from numba.core.caching import Cache, IndexDataCacheFile
 from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.kernels import crew
-from tiedgpt.infer.kernels.forward import OVER
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.weights.packed.gpt import pack_gpt
 
@@ -105,7 +104,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
             return forward(*work)
         if threading.current_thread() is main:
             waited = failed if not failed.is_set() else served
-            if not work[0][OVER]:
+            if not work[0].counters[0]:
                 assert waited.wait(20)
         elif not failed.is_set():
             names.add(threading.current_thread().name)
@@ -150,7 +149,7 @@ def test_kernels_are_compiled_by_the_caller_before_helpers_get_work(runner, monk
 
     def noted(*work):
         if work[3] is session._cache:
-            seen.append((threading.current_thread(), bool(work[0][OVER])))
+            seen.append((threading.current_thread(), bool(work[0].counters[0])))
         forward(*work)
 
     monkeypatch.setattr(crew, "forward", noted)

@@ -1,8 +1,8 @@
 """Attention of new positions over a cache, whose cost grows with the filled length only.
 
-Keys lie in blocks of 16 positions (C/16, D/H, 16), so that a register holds one dimension of 16
-keys; values lie by position (C, D/H). Both are float32, bf16 (as uint16), or int8 with a scale for
-each position.
+Keys lie in blocks of 64 positions (C/64, D/H, 64), so that a register holds one dimension of 16
+keys, and a block is read from its beginning to its end; values lie by position (C, D/H). Both are
+float32, bf16 (as uint16), or int8 with a scale for each position.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tiedgpt.infer.kernels.vectors import (
     add16,
     bits_of_float,
     exp16,
+    fetch16,
     filled16,
     float_of_bits,
     largest16,
@@ -56,7 +57,7 @@ def _keep(x, n, position, keys, key_scales):
             inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for d in range(n):
                 whole = np.int8(np.int32(nearest(x[d] * inverse)))
-                put16(keys, at + d * LANES, lane, whole)
+                put16(keys, at + d * SPAN, lane, whole)
 
         return to_int8
     if keys.dtype == types.uint16:
@@ -64,14 +65,14 @@ def _keep(x, n, position, keys, key_scales):
         def rounded(x, n, position, keys, key_scales):
             at, lane = _place(keys, position)
             for d in range(n):
-                put16(keys, at + d * LANES, lane, to_bf16(x[d]))
+                put16(keys, at + d * SPAN, lane, to_bf16(x[d]))
 
         return rounded
 
     def copied(x, n, position, keys, key_scales):
         at, lane = _place(keys, position)
         for d in range(n):
-            put16(keys, at + d * LANES, lane, x[d])
+            put16(keys, at + d * SPAN, lane, x[d])
 
     return copied
 
@@ -109,8 +110,9 @@ def _keep_value(x, n, position, values, value_scales):
 
 @njit(inline="always", error_model="numpy")
 def _place(keys, position):
-    """Return where the block of a position begins, and its lane there."""
-    return position // LANES * keys.shape[1] * LANES, position % LANES
+    """Return where the 16 numbers begin among which a position's first stands, and its lane."""
+    at = position // SPAN * keys.shape[1] * SPAN + position % SPAN // LANES * LANES
+    return at, position % LANES
 
 
 @njit(error_model="numpy")
@@ -123,35 +125,43 @@ def _scale(x, n):
 
 @njit(error_model="numpy")
 def attend(
-    queries, row, n, at, size, position, window, keys, values, key_scales, value_scales, scaled, p,
-    mixed, out,
+    queries, row, n, at, size, position, window, keys, values, key_scales, value_scales, scaled,
+    after, p, mixed, out,
 ):  # fmt: skip
     """Attend from n queries (1 or 4), rows of `queries` from `row`, columns from `at`.
 
     They stand at `position` and after; each sees what is at or before it, `window` of it (0: all).
-    The result goes to the same place of `out`. `p` (4, C) and `mixed` (4, D/H) are scratch. A
-    query's result is the same whether it is read alone or with others: what it does not see adds
-    zeros.
+    The result goes to the same place of `out`. `after` are the keys that are wanted next. `p`
+    (4, C) and `mixed` (4, D/H) are scratch. A query's result is the same whether it is read alone
+    or with others: what it does not see adds zeros.
     """
     last = position + n - 1
     first = max(0, position - window + 1) if window else 0
     begin, end = first // SPAN * SPAN, (last // SPAN + 1) * SPAN
     stride, padded = queries.shape[1], values.shape[1]
     factor = np.float32(1.0 / math.sqrt(size))
+    if n == 1 and scaled:
+        for t in range(begin, end, LANES):
+            fetch16(key_scales, t)
+            fetch16(value_scales, t)
     for span in range(begin, end, SPAN):
         if n == TOGETHER:
-            score4(queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1])
+            score4(
+                queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1], values
+            )
         else:
-            score1(queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1])
+            score1(
+                queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1], values
+            )
     for query in range(n):
         stand = position + query
         low = max(0, stand - window + 1) if window else 0
         _soften(p[query], begin, low, stand, end, factor, key_scales, value_scales, scaled)
     for part in range(0, padded, SPAN):
         if n == TOGETHER:
-            mix4(p, p.shape[1], first, last + 1, values, part, padded, mixed)
+            mix4(p, p.shape[1], first, last + 1, values, part, padded, mixed, after)
         else:
-            mix1(p, p.shape[1], first, last + 1, values, part, padded, mixed)
+            mix1(p, p.shape[1], first, last + 1, values, part, padded, mixed, after)
     for query in range(n):
         for d in range(size):
             out[row + query, at + d] = mixed[query, d]

@@ -1,37 +1,61 @@
-"""Attention's two products, made as those of weights are (`tiles.py`): 1 or 4 queries at a time."""
+"""Attention's two products, made as those of weights are (`tiles.py`): 1 or 4 queries at a time.
+
+One query alone waits for memory. So while it reads rows of 64 keys' numbers, it has the rows at the
+same places of `after` fetched: the values that are read next; and with those the next head's keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tiedgpt.infer.kernels.simd import LANES, fma, pointer, splat, store, widened
-from tiedgpt.infer.kernels.tiles import PARTS, cleared, loaded, zero
+from tiedgpt.infer.kernels.simd import (
+    LANES,
+    fma,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    widened,
+)  # fmt: skip
+from tiedgpt.infer.kernels.tiles import PANEL, PARTS, cleared, loaded, zero
+
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def _fetch(builder: Any, address: Any, dtype: Any) -> None:
+    """Have a row of 64 numbers fetched."""
+    for at in range(0, PANEL, LINE * 8 // dtype.bitwidth):
+        prefetch(builder, builder.gep(address, [ir.Constant(ir.IntType(64), at)]))
 
 
 def _score(n: int) -> Callable[..., None]:
-    """Make the scores of 64 keys, which lie in blocks of 16, for n queries."""
+    """Make the scores of 64 keys, a block, for n queries."""
 
     @intrinsic
-    def score(typing, queries, start, stride, size, keys, span, padded, p, p_stride):
+    def score(typing, queries, start, stride, size, keys, span, padded, p, p_stride, after):
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            q, start, stride, size, keys, span, padded, p, p_stride = arguments
+            q, start, stride, size, keys, span, padded, p, p_stride, after = arguments
             kinds, kind = signature.args, start.type
             sums = cleared(builder, n)
             q_at = pointer(context, builder, kinds[0], q, start)
-            base = pointer(context, builder, kinds[4], keys, builder.mul(span, padded))
-            block = builder.mul(padded, kind(LANES))
+            begin = builder.mul(span, padded)
+            base = pointer(context, builder, kinds[4], keys, begin)
+            next_base = pointer(context, builder, kinds[9], after, begin)
             with cgutils.for_range(builder, size) as loop:
                 d = loop.index
-                row = builder.gep(base, [builder.mul(d, kind(LANES))])
+                place = builder.mul(d, kind(PANEL))
+                row = builder.gep(base, [place])
+                if n == 1:
+                    _fetch(builder, builder.gep(next_base, [place]), kinds[9].dtype)
                 k = [
-                    widened(
-                        builder, builder.gep(row, [builder.mul(block, kind(b))]), kinds[4].dtype
-                    )
+                    widened(builder, builder.gep(row, [kind(LANES * b)]), kinds[4].dtype)
                     for b in range(PARTS)
                 ]
                 for m in range(n):
@@ -48,7 +72,7 @@ def _score(n: int) -> Callable[..., None]:
             return context.get_dummy_value()
 
         intp = types.intp
-        return types.void(queries, intp, intp, intp, keys, intp, intp, p, intp), emit
+        return types.void(queries, intp, intp, intp, keys, intp, intp, p, intp, after), emit
 
     return score
 
@@ -57,16 +81,20 @@ def _mix(n: int) -> Callable[..., None]:
     """Make the sums of values weighed by p, of n queries, 64 dimensions from `part`."""
 
     @intrinsic
-    def mix(typing, p, p_stride, first, end, values, part, padded, out):
+    def mix(typing, p, p_stride, first, end, values, part, padded, out, after):
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            p, p_stride, first, end, values, part, padded, out = arguments
+            p, p_stride, first, end, values, part, padded, out, after = arguments
             kinds, kind = signature.args, first.type
             sums = cleared(builder, n)
             base = pointer(context, builder, kinds[4], values, part)
+            next_base = pointer(context, builder, kinds[8], after, part)
             weights = pointer(context, builder, kinds[0], p, zero())
             with cgutils.for_range(builder, end, start=first) as loop:
                 t = loop.index
-                row = builder.gep(base, [builder.mul(t, padded)])
+                place = builder.mul(t, padded)
+                row = builder.gep(base, [place])
+                if n == 1:
+                    _fetch(builder, builder.gep(next_base, [place]), kinds[8].dtype)
                 v = [
                     widened(builder, builder.gep(row, [kind(LANES * b)]), kinds[4].dtype)
                     for b in range(PARTS)
@@ -85,7 +113,7 @@ def _mix(n: int) -> Callable[..., None]:
             return context.get_dummy_value()
 
         intp = types.intp
-        return types.void(p, intp, intp, intp, values, intp, intp, out), emit
+        return types.void(p, intp, intp, intp, values, intp, intp, out, after), emit
 
     return mix
 

@@ -79,7 +79,7 @@ class Buffers(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys (L, S, H, C/16, D/H, 16) and values (L, S, H, C, D/H), with scales where int8."""
+    """Keys (L, S, H, C/64, D/H, 64) and values (L, S, H, C, D/H), with scales where int8."""
 
     keys: Any
     values: Any
@@ -205,6 +205,7 @@ def _attention(control, phase, layer, model, buffers, cache, call):
         keys, values = cache.keys[layer, slot, head], cache.values[layer, slot, head]
         key_scales = cache.key_scales[layer, slot, head]
         value_scales = cache.value_scales[layer, slot, head]
+        after = cache.keys[layer, slot, head + 1] if head + 1 < heads else keys
         at = head * size
         for m in range(begin, end):
             qkv, position = buffers.qkv[m], call.positions[m]
@@ -215,7 +216,7 @@ def _attention(control, phase, layer, model, buffers, cache, call):
             together = TOGETHER if end - m >= TOGETHER else 1
             attend(
                 buffers.qkv, m, together, at, size, call.positions[m], window, keys, values,
-                key_scales, value_scales, scaled, p, mixed, buffers.mixed,
+                key_scales, value_scales, scaled, after, p, mixed, buffers.mixed,
             )  # fmt: skip
             m += together
     return finish(control, phase, mine, chunks)

@@ -93,6 +93,13 @@ def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Have the cache line at an address fetched, if it is not there; no address is wrong."""
+    byte = builder.bitcast(address, i8.as_pointer())
+    for_reading, keep, data = i32(0), i32(3), i32(1)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, for_reading, keep, data])
+
+
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
     return call(builder, "llvm.fma.v16f32", vector(f32), [a, b, c])

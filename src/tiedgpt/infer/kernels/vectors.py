@@ -23,6 +23,7 @@ from tiedgpt.infer.kernels.simd import (
     larger,
     load,
     pointer,
+    prefetch,
     splat,
     store,
     vector,
@@ -64,6 +65,17 @@ def store16(typing, array, offset, value):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, F16), emit
+
+
+@intrinsic
+def fetch16(typing, array, offset):
+    """Have the sixteen numbers from element `offset` of a float32 array's data fetched."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        prefetch(builder, pointer(context, builder, signature.args[0], *arguments))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), emit
 
 
 @intrinsic
