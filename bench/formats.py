@@ -60,8 +60,12 @@ class Files:
     def gguf(self, precision: str) -> Path:
         """llama.cpp's: fp32, bf16, q8_0, or q4_0, which llama.cpp makes of fp32."""
         if precision == "q4_0":
-            return self._made("q4_0.gguf", ["-c", Q4_0, str(self.gguf("fp32"))])
+            made = self.directory / self.size / "q4_0.gguf"
+            return made if made.exists() else self._made(made.name, self._quantizing())
         return self._converted(f"{precision}.gguf", "gguf", precision)
+
+    def _quantizing(self) -> list[str]:
+        return ["-c", Q4_0, str(self.gguf("fp32"))]
 
     def ctranslate2(self, precision: str) -> Path:
         """float32 or int8."""
