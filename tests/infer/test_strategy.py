@@ -226,3 +226,16 @@ def test_a_sliding_context_keeps_to_the_constraint(engine):
     )
     assert completion.dropped > 0
     assert re.fullmatch("((cat|dog),){20,30}", completion.text)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("max_tokens", "is max_new_tokens meant"), ("qqq", "there are bad_words")]
+)
+def test_an_option_that_does_not_exist_is_named_with_what_is_meant(engine, name, said):
+    with pytest.raises(TypeError, match=said):
+        engine.generate("a", **{name: 3})
+
+
+def test_no_prompt_at_all_is_an_error_of_ours(engine):
+    with pytest.raises(UserError, match="neither a text nor ids"):
+        engine.generate(None)

@@ -43,6 +43,8 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
 
 def one_or_many(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """Return the prompts as a list, and whether a list was given."""
+    if not hasattr(prompts, "__len__"):
+        raise UserError(f"{prompts!r} is neither a text nor ids, nor a list of them")
     if isinstance(prompts, str) or (len(prompts) and is_id(prompts[0])):
         return [cast(Prompt, prompts)], False
     return list(cast(Sequence[Prompt], prompts)), True

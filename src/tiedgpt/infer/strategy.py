@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,9 +156,15 @@ def split(options: SearchOptions) -> tuple[Strategy, Request]:
     """Part the keywords into a strategy and a request that fits it.
 
     The searches that draw nothing have temperature 0 unless another is given, which is refused.
+    Raises `TypeError` for a keyword that is none of either.
     """
     given: dict[str, Any] = dict(options)
     names = {field.name for field in dataclasses.fields(Strategy)}
+    known = names | {field.name for field in dataclasses.fields(Request) if field.init}
+    for name in given.keys() - known:
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        meant = f": is {near[0]} meant?" if near else f"; there are {', '.join(sorted(known))}"
+        raise TypeError(f"{name} is no option of generation{meant}")
     strategy = Strategy(**{name: value for name, value in given.items() if name in names})
     rest = {name: value for name, value in given.items() if name not in names}
     if strategy.num_beams > 1 or strategy.penalty_alpha is not None:

@@ -20,6 +20,6 @@ def found(inventory: Inventory) -> Found:
     tensors = {name: FileTensor(tensor) for name, tensor in inventory.tensors.items()}
     coarse = {t.dtype for t in inventory.tensors.values()} - {"float32", "fp32 panels"}
     what = " and ".join(sorted(coarse))
-    note = f"{what}, packed for CPU kernels, become float32 when they are loaded"
+    note = f"{what}, packed for CPU kernels, become float32 where torch loads them"
     notes = (note,) if coarse else ()
     return Found("tiedgpt packed", fields, tensors, foreign=foreign, notes=notes)
