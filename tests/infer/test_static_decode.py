@@ -371,6 +371,21 @@ def test_what_a_broken_sequence_left_does_not_reach_the_next_session():
     decode(model, runner.session(slots=1, capacity=20), range(4))
 
 
+@pytest.mark.parametrize("way", ["static", "ragged"])
+def test_what_a_broken_sequence_left_does_not_reach_the_next_in_its_slot(way):
+    model = strong()
+    session = TorchRunner(model, decode=way).session(slots=2, capacity=20)
+    session.read([0], [list(range(9))])
+    with torch.inference_mode():
+        session._cache.keys[:, 0, :, :9] = torch.nan
+        session._cache.values[:, 0, :, :9] = torch.inf
+    session.cut(0, 0)
+    session.read([1], [[1, 2, 3, 4]])
+    session.read([0], [[1]])
+    for scores in session.read([0, 1], [[2], [3]]):
+        assert np.isfinite(scores.logits).all()
+
+
 def test_a_mode_is_no_change_and_is_left_as_it_was():
     model, kernels = strong(), Kernels()
     model.train()

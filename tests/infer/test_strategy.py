@@ -1,6 +1,7 @@
 """The ways to search, as keywords of `Engine.generate` and `Engine.stream`."""
 
 import json
+import math
 import re
 
 import pytest
@@ -239,3 +240,10 @@ def test_an_option_that_does_not_exist_is_named_with_what_is_meant(engine, name,
 def test_no_prompt_at_all_is_an_error_of_ours(engine):
     with pytest.raises(UserError, match="neither a text nor ids"):
         engine.generate(None)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 2}, {}])
+def test_where_every_token_is_ruled_out_it_is_said(engine, options):
+    nothing = dict.fromkeys(range(engine.runner.config.vocab_size), -math.inf)
+    with pytest.raises(UserError, match="no token is left"):
+        engine.generate("a", logit_bias=nothing, max_new_tokens=3, **options)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from copy import copy, deepcopy
 
 import numpy as np
 import pytest
@@ -96,3 +97,8 @@ def test_torchs_number_is_put_back_when_several_have_used_others():
     leave.set()
     other.join()
     assert torch.get_num_threads() == own
+
+
+def test_a_runner_with_threads_can_be_copied(engine):
+    runner = Engine(engine.model, threads=1, backend="torch").runner
+    assert copy(runner).threads == deepcopy(runner).threads == 1

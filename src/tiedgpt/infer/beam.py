@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.joint import Lane, Read, Steps
+from tiedgpt.infer.sampling import require_choice
 
 EarlyStopping = bool | Literal["never"]
 Adjust = Callable[[Sequence[int], Array], Array]
@@ -87,6 +88,7 @@ def beam_search(
                 for beam, row in zip(beams, log_p, strict=True)
             ]
         )
+        require_choice(totals.max(axis=0))
         growing: list[_Beam] = []
         for rank, flat in enumerate(_highest(totals.ravel(), 2 * num_beams)):
             row, token = divmod(int(flat), totals.shape[1])

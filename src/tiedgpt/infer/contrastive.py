@@ -18,6 +18,7 @@ from tiedgpt.infer import filters
 from tiedgpt.infer.continuation import Completion, Continuation
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.joint import Lane, Read, Steps
+from tiedgpt.infer.sampling import require_choice
 from tiedgpt.infer.session import Scores
 
 CHUNK = 64
@@ -38,7 +39,9 @@ def contrastive_search(
     # together with their next candidate: nothing is copied.
     unread: list[list[int]] = [[] for _ in range(lane.slots)]
     for _ in range(lane.capacity - begun.n_prompt):
-        likeliest = filters.likeliest(begun.adjusted(logits), lane.slots)
+        adjusted = begun.adjusted(logits)
+        require_choice(adjusted)
+        likeliest = filters.likeliest(adjusted, lane.slots)
         log_p = np.array([value for _, value in likeliest if value > -np.inf])
         candidates = [token for token, _ in likeliest][: len(log_p)]
         scores = yield from lane.read(

@@ -105,14 +105,7 @@ class Sampling:
     ) -> int:
         """Return the next id after a text of ids `seen`, given the logits (V,) at its end."""
         scores = self._adjusted(logits, seen, n_prompt)
-        highest = scores.max()
-        if highest == -np.inf:
-            raise UserError(
-                "no token is left to choose from: logit_bias, bad_words or a constraint rules all "
-                "of them out"
-            )
-        if not np.isfinite(highest):
-            raise UserError("the model's scores are not numbers: its weights are damaged")
+        require_choice(scores)
         if self.greedy:
             return int(scores.argmax())
         kept, scores = self._filtered(scores)
@@ -162,6 +155,18 @@ _FILTERS: dict[str, Callable[..., Ids | None]] = {
     "min_p": filters.min_p,
     "typical_p": filters.typical_p,
 }
+
+
+def require_choice(scores: Array) -> None:
+    """Raise `UserError` where the highest of scores (V,) is no number, or none is above -inf."""
+    highest = scores.max()
+    if highest == -np.inf:
+        raise UserError(
+            "no token is left to choose from: logit_bias, bad_words or a constraint rules all of "
+            "them out"
+        )
+    if not np.isfinite(highest):
+        raise UserError("the model's scores are not numbers: its weights are damaged")
 
 
 def _as_it_may_stand(word: str) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ class OnThreads:
         self._runner = runner
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_runner":  # asked for while a copy is made
+            raise AttributeError(name)
         return getattr(self._runner, name)
 
     @property
@@ -65,6 +67,8 @@ class _SessionOnThreads:
         self._session, self._threads = session, threads
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_session":
+            raise AttributeError(name)
         return getattr(self._session, name)
 
     def read(self, *given: Any, **options: Any) -> list[Scores]:

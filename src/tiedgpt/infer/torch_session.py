@@ -147,7 +147,12 @@ class TorchSession:
         """Forget all but the first positions of a slot; what it has not is not made."""
         check_length(self, slot, length)
         row = self._rows[slot]
-        self._cache.lengths[row] = min(length, self._cache.lengths[row])
+        filled = self._cache.lengths[row]
+        if length < filled:
+            self._cache.lengths[row] = length
+            with torch.inference_mode():  # what is not seen has weight 0, and 0 times NaN is NaN
+                for tensor in (self._cache.keys, self._cache.values):
+                    tensor[:, row, :, length:filled] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Let a slot hold what another holds."""

@@ -63,8 +63,8 @@ class Crew:
     def settle(self) -> None:
         """Finish a step that an error or Ctrl-C cut short, as helpers may still be at it."""
         if self._process != os.getpid():  # the first step; or forked: threads are not, nor chunks
-            self._process, self._unfinished = os.getpid(), None
-            self._work[:] = _begun(self._helpers)
+            self._work[:], self._unfinished = _begun(self._helpers), None
+            self._process = os.getpid()
         if self._unfinished is not None:
             forward(*self._unfinished)
             self._unfinished = None
