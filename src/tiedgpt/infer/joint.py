@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from tiedgpt.core.config import GPTConfig
-from tiedgpt.infer.session import Runner, Scores, Session
+from tiedgpt.infer.session import Runner, Scores, Session, Slots
 from tiedgpt.infer.speculation import Price
 
 T = TypeVar("T")
@@ -38,40 +37,18 @@ Reading = Generator[list[Read], list[Scores], list[Scores]]
 Steps = Generator[list[Read] | str, list[Scores], T]
 
 
-class Lane(Protocol):
+class Lane(Slots, Protocol):
     """The slots of one search; as a `Session`, but what is read comes when others read, too."""
-
-    @property
-    def config(self) -> GPTConfig:
-        """The model's."""
 
     @property
     def price(self) -> Price:
         """What drafts cost."""
-
-    @property
-    def slots(self) -> int:
-        """How many sequences there is room for."""
-
-    @property
-    def capacity(self) -> int:
-        """Positions that a slot has room for."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Positions that are filled, by slot."""
 
     def read(self, reads: Sequence[Read]) -> Reading:
         """Append ids to slots and return the scores of each: `scores = yield from lane.read(..)`.
 
         Each slot at most once, as with `Session.read`.
         """
-
-    def cut(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot."""
-
-    def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Scores:
     """(n, D): what the head was given, where it was asked for."""
 
 
-class Session(Protocol):
-    """Sequences in slots: each holds the positions it has read, and goes on from there."""
+class Slots(Protocol):
+    """Room for sequences, each of which holds the positions that were read of it."""
 
     @property
     def config(self) -> GPTConfig:
@@ -46,6 +46,16 @@ class Session(Protocol):
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
 
+    def cut(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+
+
+class Session(Slots, Protocol):
+    """Sequences in slots, which go on from where they are."""
+
     def read(
         self,
         slots: Sequence[int],
@@ -59,12 +69,6 @@ class Session(Protocol):
         Any number of ids each, at least one; each slot at most once. With `every`, the scores after
         every id that was read; with `states`, what the head was given there as well.
         """
-
-    def cut(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot."""
-
-    def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
 
 
 class Runner(Protocol):
