@@ -28,7 +28,6 @@ from tiedgpt.infer.kernels.vectors import (
     load16,
     max16,
     nearest,
-    put16,
     scale16,
     shift16,
     store16,
@@ -51,28 +50,27 @@ def _keep(x, n, position, keys, key_scales):
     if keys.dtype == types.int8:
 
         def to_int8(x, n, position, keys, key_scales):
-            at, lane = _place(keys, position)
+            block, lane = position // SPAN, position % SPAN
             scale = _scale(x, n)
             key_scales[position] = scale
             inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for d in range(n):
-                whole = np.int8(np.int32(nearest(x[d] * inverse)))
-                put16(keys, at + d * SPAN, lane, whole)
+                keys[block, d, lane] = np.int8(np.int32(nearest(x[d] * inverse)))
 
         return to_int8
     if keys.dtype == types.uint16:
 
         def rounded(x, n, position, keys, key_scales):
-            at, lane = _place(keys, position)
+            block, lane = position // SPAN, position % SPAN
             for d in range(n):
-                put16(keys, at + d * SPAN, lane, to_bf16(x[d]))
+                keys[block, d, lane] = to_bf16(x[d])
 
         return rounded
 
     def copied(x, n, position, keys, key_scales):
-        at, lane = _place(keys, position)
+        block, lane = position // SPAN, position % SPAN
         for d in range(n):
-            put16(keys, at + d * SPAN, lane, x[d])
+            keys[block, d, lane] = x[d]
 
     return copied
 
@@ -106,13 +104,6 @@ def _keep_value(x, n, position, values, value_scales):
             values[position, d] = x[d]
 
     return copied
-
-
-@njit(inline="always", error_model="numpy")
-def _place(keys, position):
-    """Return where the 16 numbers begin among which a position's first stands, and its lane."""
-    at = position // SPAN * keys.shape[1] * SPAN + position % SPAN // LANES * LANES
-    return at, position % LANES
 
 
 @njit(error_model="numpy")

@@ -9,19 +9,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from tiedgpt.infer.kernels.simd import (
-    LANES,
     call,
     exponential,
     f32,
     folded,
     i32,
     larger,
-    load,
     pointer,
     prefetch,
     splat,
@@ -76,25 +73,6 @@ def fetch16(typing, array, offset):
         return context.get_dummy_value()
 
     return types.void(array, types.intp), emit
-
-
-@intrinsic
-def put16(typing, array, offset, lane, value):
-    """Write one of the sixteen numbers from element `offset` of an array's data.
-
-    All sixteen are read and written, so that who loads them next does not wait for a smaller store.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, offset, lane, value = arguments
-        address = pointer(context, builder, signature.args[0], array, offset)
-        lanes = ir.Constant(vector(i32), list(range(LANES)))
-        here = builder.icmp_signed("==", lanes, splat(builder, builder.trunc(lane, i32)))
-        before = load(builder, address, value.type)
-        store(builder, builder.select(here, splat(builder, value), before), address)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp, array.dtype), emit
 
 
 @intrinsic
