@@ -217,8 +217,8 @@ def test_a_copy_that_would_not_be_sound_never_appears(tmp_path, monkeypatch):
     source = with_head(tmp_path, torch.clone)
     whole = repair._write_config
 
-    def lie(path, inventory, plan):
-        whole(path, inventory, plan)
+    def lie(path, checkpoint, plan):
+        whole(path, checkpoint, plan)
         path.write_text(path.read_text().replace("true", "false"))
 
     monkeypatch.setattr(repair, "_write_config", lie)

@@ -13,7 +13,7 @@ from tests.weights.gpt1_release import block_shapes, write_release
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.writers.llmc import write_llmc
 from tiedgpt.weights.writers.onnx import write_onnx
 
@@ -118,7 +118,7 @@ def test_a_name_without_end_makes_no_message_without_end(rewrite):
 
 def test_an_onnx_files_data_beside_it_count_as_its_files(tiny, tmp_path):
     write_onnx(tiny, tmp_path / "m.onnx", largest_file=1000)
-    assert {file.name for file in open_inventory(tmp_path / "m.onnx").files} == {
+    assert {file.name for file in open_checkpoint(tmp_path / "m.onnx").files} == {
         "m.onnx", "m.onnx_data",
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Any checkpoint opens as the same inventory; no code in a pickle runs; lying files are refused."""
+"""Any checkpoint opens alike; no code in a pickle runs; lying files are refused."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tests.tie.checkpoints import matrix, write_gguf, write_onnx
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import by_storage
+from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.tensors import by_storage
 
 
 def test_every_format_is_recognised_by_its_content(tmp_path):
@@ -30,10 +30,10 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
     write_onnx(tmp_path / "e", "one", names=("wte.weight", ""))
     formats = ["safetensors", "torch", "torch", "GGUF", "ONNX"]
     for name, kind in zip("abcde", formats, strict=True):
-        inventory = open_inventory(tmp_path / name)
-        assert inventory.format == kind
+        checkpoint = open_checkpoint(tmp_path / name)
+        assert checkpoint.format == kind
         tensor = next(
-            t for n, t in inventory.tensors.items() if n in ("wte.weight", "token_embd.weight")
+            t for n, t in checkpoint.tensors.items() if n in ("wte.weight", "token_embd.weight")
         )
         assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((97, 32), "float32", 97 * 32 * 4)
         assert np.array_equal(tensor.rows(90, 97), matrix()[90:])
@@ -43,10 +43,10 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
 def test_views_in_a_torch_file_are_one_storage(tmp_path):
     w = torch.randn(10, 4)
     torch.save({"a": w, "b": w.T, "c": w[2:], "d": w.clone()}, tmp_path / "x.pt")
-    inventory = open_inventory(tmp_path / "x.pt")
-    groups = by_storage(inventory.tensors.values())
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    groups = by_storage(checkpoint.tensors.values())
     assert [[tensor.name for tensor in group] for group in groups] == [["a", "b", "c"], ["d"]]
-    assert np.array_equal(inventory.tensors["b"].rows(0, 4), w.T.numpy())
+    assert np.array_equal(checkpoint.tensors["b"].rows(0, 4), w.T.numpy())
 
 
 class Canary:
@@ -74,17 +74,17 @@ def test_what_is_no_state_dict_is_refused(tmp_path):
     for value in (torch.ones(3), [torch.ones(3)], {"a": 1}, {}, {"model": {"model": {}}}):
         torch.save(value, tmp_path / "a.pt")
         with pytest.raises(CorruptInputError, match=r"a\.pt holds"):
-            open_inventory(tmp_path / "a.pt")
+            open_checkpoint(tmp_path / "a.pt")
     torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     with pytest.raises(UserError, match="not read here"):
-        open_inventory(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "a.pt")
 
 
 def test_a_tensor_that_claims_more_than_its_storage_is_refused(tmp_path):
     huge = torch.ones(1).expand(2**40, 2**20)
     torch.save({"wte.weight": huge}, tmp_path / "a.pt")
     with pytest.raises(CorruptInputError, match="lies"):
-        open_inventory(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "a.pt")
 
 
 def test_torch_files_cut_or_changed_give_our_error(tmp_path):
@@ -94,7 +94,7 @@ def test_torch_files_cut_or_changed_give_our_error(tmp_path):
     for size in range(0, len(whole), len(whole) // 30):
         path.write_bytes(whole[:size])
         with pytest.raises(CorruptInputError, match=r"cut\.pt"):
-            open_inventory(path)
+            open_checkpoint(path)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -107,7 +107,7 @@ def test_changed_bytes_of_a_torch_file(tmp_path, data):
         whole[data.draw(st.integers(2, len(whole) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "a.pt").write_bytes(whole)
     try:
-        for tensor in open_inventory(tmp_path / "a.pt").tensors.values():
+        for tensor in open_checkpoint(tmp_path / "a.pt").tensors.values():
             tensor.native(0, tensor.matrix_shape[0])
     except TiedGPTError:
         pass
@@ -117,7 +117,7 @@ def test_another_zip_is_no_checkpoint(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
         file.writestr("hello.txt", "hello")
     with pytest.raises(CorruptInputError, match=r"a\.pt is no plain file of tensors"):
-        open_inventory(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_shards_may_not_lead_out_of_the_directory(tmp_path, shard):
     (inside / "x.index.json").write_text("{}")
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(CorruptInputError, match="shard"):
-        open_inventory(inside)
+        open_checkpoint(inside)
 
 
 def test_indexes_that_lie(tmp_path):
@@ -145,23 +145,23 @@ def test_indexes_that_lie(tmp_path):
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(CorruptInputError, match=why):
-            open_inventory(tmp_path)
+            open_checkpoint(tmp_path)
 
 
 def test_a_directory_of_several_files_is_asked_about(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name, {"token_embd.weight": matrix()})
     with pytest.raises(UserError, match=r"2 files of weights \(a\.gguf, b\.gguf\): name one"):
-        open_inventory(tmp_path)
+        open_checkpoint(tmp_path)
     (tmp_path / "b.gguf").unlink()
-    assert open_inventory(tmp_path).format == "GGUF"
+    assert open_checkpoint(tmp_path).format == "GGUF"
 
 
 def test_empty_and_unknown_files(tmp_path):
     for name, data in (("a", b""), ("b", b"hello world"), ("c.gguf", b"PE\0\0"), ("d", bytes(50))):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(CorruptInputError, match=name):
-            open_inventory(tmp_path / name)
+            open_checkpoint(tmp_path / name)
 
 
 def zipped(path, members, compression=zipfile.ZIP_STORED):
@@ -175,22 +175,22 @@ def test_zip_bombs_are_refused(tmp_path):
     sound = pickle.dumps({}, protocol=2)
     path = zipped(tmp_path / "a.pt", {"data.pkl": sound}, zipfile.ZIP_DEFLATED)
     with pytest.raises(CorruptInputError, match="compressed"):
-        open_inventory(path)
+        open_checkpoint(path)
     path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes(65)})
     with pytest.raises(CorruptInputError, match="byteorder"):
-        open_inventory(path)
+        open_checkpoint(path)
     nested = ()
     for _ in range(60):
         nested = (nested, nested)
     with pytest.raises(CorruptInputError, match="nests tuples"):
-        open_inventory(zipped(tmp_path / "c.pt", {"data.pkl": pickle.dumps(nested, protocol=2)}))
+        open_checkpoint(zipped(tmp_path / "c.pt", {"data.pkl": pickle.dumps(nested, protocol=2)}))
 
 
 def test_expanded_and_complex_tensors(tmp_path):
     w = torch.randn(32).expand(97, 32)
     torch.save({"wte.weight": w, "c": torch.zeros(3, 4, dtype=torch.complex128)}, tmp_path / "a.pt")
-    inventory = open_inventory(tmp_path / "a.pt")
-    assert np.array_equal(inventory.tensors["wte.weight"].rows(5, 7), w[5:7].numpy())
+    checkpoint = open_checkpoint(tmp_path / "a.pt")
+    assert np.array_equal(checkpoint.tensors["wte.weight"].rows(5, 7), w[5:7].numpy())
     assert audit(tmp_path / "a.pt").verdict == "tied"
     torch.save({"wte.weight": w.to(torch.complex128), "lm_head.weight": w}, tmp_path / "b.pt")
     assert "not comparable" in [finding.kind for finding in audit(tmp_path / "b.pt").findings]
@@ -199,9 +199,9 @@ def test_expanded_and_complex_tensors(tmp_path):
 def test_names_that_no_system_takes(tmp_path):
     torch.save({"wte.\ud800": torch.zeros(2, 3)}, tmp_path / "a.pt")
     with pytest.raises(CorruptInputError):
-        open_inventory(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "a.pt")
     for name in ("x" * 5000, "\ud800"):
         index = {"weight_map": {"w": name}}
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CorruptInputError, match="not beside it"):
-            open_inventory(tmp_path / "m.safetensors.index.json")
+            open_checkpoint(tmp_path / "m.safetensors.index.json")

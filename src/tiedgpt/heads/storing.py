@@ -18,9 +18,9 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import plain_matrix
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room, write_json
+from tiedgpt.weights.checkpoint import LazyTensor
 from tiedgpt.weights.config_json import config_json
 from tiedgpt.weights.formats.safetensors_file import Stored, write_safetensors
-from tiedgpt.weights.found import FileTensor
 from tiedgpt.weights.load import Loaded, load
 from tiedgpt.weights.names import (
     GPT1,
@@ -32,9 +32,9 @@ from tiedgpt.weights.names import (
     model_type_of,
     to_file,
 )
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.save import OUR_CARD, zero_biases
-from tiedgpt.weights.stored import StoredTensor
+from tiedgpt.weights.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from tiedgpt.heads.head import Head
@@ -54,11 +54,11 @@ def load_body(
 
     A file of a body alone has no matrix that predicts, whatever its config claims of it.
     """
-    inventory = open_inventory(source)
-    alone = inventory.headless and to_file(HEAD, TIEDGPT) not in inventory.tensors
+    checkpoint = open_checkpoint(source)
+    alone = checkpoint.headless and to_file(HEAD, TIEDGPT) not in checkpoint.tensors
     resolve = "tie" if alone else None
     loaded = load(
-        inventory.source,
+        checkpoint.source,
         resolve=resolve,
         dtype=dtype,
         others=lambda name: name.startswith(OWN_TENSORS),
@@ -78,22 +78,22 @@ def load_head(
     options: Mapping[str, Any],
 ) -> H:
     """Load a body and its head; `options` are the constructor's and win over the file's."""
-    inventory = open_inventory(source)
-    missing = [name for name in cls.own if name not in inventory.tensors]
+    checkpoint = open_checkpoint(source)
+    missing = [name for name in cls.own if name not in checkpoint.tensors]
     if missing and len(missing) == len(cls.own):
         raise UserError(
-            f"{inventory.source} has no {missing[0]}, so it is no {cls.__name__}: "
+            f"{checkpoint.source} has no {missing[0]}, so it is no {cls.__name__}: "
             f"{cls.__name__}.fresh(...) puts a new head on its body"
         )
     if missing:
-        raise CorruptInputError(f"{inventory.source}: {missing[0]} is missing")
-    stored = {name: inventory.tensors[name] for name in cls.own}
+        raise CorruptInputError(f"{checkpoint.source}: {missing[0]} is missing")
+    stored = {name: checkpoint.tensors[name] for name in cls.own}
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    _require_matrices(inventory.source, shapes)
-    chosen = cls.options_from(inventory.config, shapes) | dict(options)
-    gpt = load_body(inventory.source, dtype=dtype, keep_head=cls.predicts_tokens).model
+    _require_matrices(checkpoint.source, shapes)
+    chosen = cls.options_from(checkpoint.config, shapes) | dict(options)
+    gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens).model
     head = cls(gpt, **chosen)
-    _fill(head, stored, inventory.source)
+    _fill(head, stored, checkpoint.source)
     return head.eval()
 
 
@@ -114,7 +114,7 @@ def _fill(head: Head, stored: Mapping[str, StoredTensor], source: Path | str) ->
             raise CorruptInputError(
                 f"{source}: {name} is {tensor.shape}, not {tuple(parameter.shape)}"
             )
-        parameter.copy_(FileTensor(tensor).read())
+        parameter.copy_(LazyTensor(tensor).read())
 
 
 def save_head(head: Head, directory: str | os.PathLike[str]) -> None:

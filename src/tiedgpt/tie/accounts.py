@@ -21,7 +21,8 @@ from tiedgpt.errors import TiedGPTError
 from tiedgpt.tie.candidates import MAY_READ, READS, Roles, find_roles, is_position, role_word
 from tiedgpt.tie.explanations import megabytes, size
 from tiedgpt.tie.movements import Movement, compare_ledgers
-from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, by_storage
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,32 +144,32 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
 
     Works on any `torch.nn.Module`. Raises `CorruptInputError` for a file that cannot be read.
     """
-    from tiedgpt.tie.auditing import inventory_of
+    from tiedgpt.tie.auditing import checkpoint_of
 
-    inventory = inventory_of(source)
+    checkpoint = checkpoint_of(source)
     if isinstance(source, (str, os.PathLike)):
-        return _account(inventory, _costs(inventory))
+        return _account(checkpoint, _costs(checkpoint))
     from tiedgpt.tie.module_tensors import multiply_adds
 
-    return _account(inventory, multiply_adds(source))
+    return _account(checkpoint, multiply_adds(source))
 
 
-def _account(inventory: Inventory, costs: Mapping[str, int]) -> Ledger:
-    counted = [t for t in inventory.tensors.values() if _is_parameter(inventory, t)]
+def _account(checkpoint: Checkpoint, costs: Mapping[str, int]) -> Ledger:
+    counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
     names = {tensor.name for tensor in counted}
-    roles = _roles(inventory)
-    vocabulary = inventory.vocabulary
+    roles = _roles(checkpoint)
+    vocabulary = checkpoint.vocabulary
     tables = {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
-    live = inventory.format == "module"
+    live = checkpoint.format == "module"
     groups = by_storage(counted)
     rows = tuple(_row(group, costs, tables, vocabulary, live=live) for group in groups)
     alone = roles.input.name if roles.input is not None and roles.output is None else None
     both = (row for row in rows if alone in row.names and row.multiply_adds and not row.shared)
     return Ledger(
-        str(inventory.source),
-        inventory.format,
+        str(checkpoint.source),
+        checkpoint.format,
         rows,
-        tuple(name for name in inventory.tensors if name not in names),
+        tuple(name for name in checkpoint.tensors if name not in names),
         alone if any(both) else None,
     )
 
@@ -210,40 +211,40 @@ def _extent(group: list[StoredTensor], largest: StoredTensor) -> tuple[int, int]
     return n_bytes, n_bytes // FLOATS[largest.dtype]
 
 
-def _is_parameter(inventory: Inventory, tensor: StoredTensor) -> bool:
-    if inventory.format == "module":
+def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
+    if checkpoint.format == "module":
         return True
     if STATISTICS.search(tensor.name):
         return False
     if BUFFERS.search(tensor.name) and len(tensor.shape) != 1:
         return False
-    if inventory.format == "ONNX" and (tensor.count < 2 or not tensor.shape):
+    if checkpoint.format == "ONNX" and (tensor.count < 2 or not tensor.shape):
         return False
     return tensor.dtype not in NOT_PARAMETERS
 
 
-def _roles(inventory: Inventory) -> Roles:
+def _roles(checkpoint: Checkpoint) -> Roles:
     """Return which tensors read and predict, as far as names and shapes tell."""
     try:
-        return find_roles(inventory)
+        return find_roles(checkpoint)
     except TiedGPTError:
         return Roles(None, None)
 
 
-def _costs(inventory: Inventory) -> dict[str, int]:
+def _costs(checkpoint: Checkpoint) -> dict[str, int]:
     """Return each tensor's multiply-adds a token, by what its name and shape say that it does."""
-    if inventory.products is not None:
-        return {name: inventory.tensors[name].count for name in inventory.products}
+    if checkpoint.products is not None:
+        return {name: checkpoint.tensors[name].count for name in checkpoint.products}
     costs = {
         tensor.name: tensor.count if len(tensor.shape) >= 2 and not _is_lookup(tensor.name) else 0
-        for tensor in inventory.tensors.values()
+        for tensor in checkpoint.tensors.values()
     }
-    roles = _roles(inventory)
+    roles = _roles(checkpoint)
     for matrix in (roles.input, *roles.others):
         if matrix is not None:
             costs[matrix.name] = 0
     head = roles.output
-    if head is None and not roles.hidden and not inventory.headless:
+    if head is None and not roles.hidden and not checkpoint.headless:
         head = roles.input  # tied: it does the product
     if head is not None:
         costs[head.name] = head.count

@@ -29,8 +29,9 @@ from tiedgpt.tie.candidates import ONE_LAYOUT, Roles, find_roles
 from tiedgpt.tie.comparison import Comparison, compare
 from tiedgpt.tie.explanations import Finding
 from tiedgpt.tie.findings import Layout, collect, have_two_owners, is_one, is_turned
-from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import Inventory, StoredTensor, printable
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,42 +116,42 @@ def audit(
     `CorruptInputError` for a file that cannot be read, `UserError` where there is no embedding or
     there are several candidates.
     """
-    return examine(inventory_of(source), input_name=input_name, output_name=output_name)
+    return examine(checkpoint_of(source), input_name=input_name, output_name=output_name)
 
 
-def inventory_of(source: str | os.PathLike[str] | nn.Module) -> Inventory:
+def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; of files, without torch where it can be."""
     if isinstance(source, (str, os.PathLike)):
-        return open_inventory(source)
+        return open_checkpoint(source)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
         raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")
-    from tiedgpt.tie.module_tensors import module_inventory
+    from tiedgpt.tie.module_tensors import module_checkpoint
 
-    return module_inventory(source)
+    return module_checkpoint(source)
 
 
 def examine(
-    inventory: Inventory, *, input_name: str | None = None, output_name: str | None = None
+    checkpoint: Checkpoint, *, input_name: str | None = None, output_name: str | None = None
 ) -> Audit:
-    """Judge an inventory; see `audit`."""
-    roles = find_roles(inventory, input_name=input_name, output_name=output_name)
+    """Judge a checkpoint; see `audit`."""
+    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     reads, predicts = roles.input, roles.output
     apart = reads is not None and predicts is not None and not is_one(reads, predicts)
     layout = Layout(reads, predicts) if reads and predicts else None
     comparison = None
     if apart and reads and predicts and layout and layout.fits:
         comparison, layout = _compare(reads, predicts, layout)
-    verdict = _verdict(inventory, roles, layout, comparison)
+    verdict = _verdict(checkpoint, roles, layout, comparison)
     sound = verdict in SOUND
-    findings = collect(inventory, roles, layout, comparison, verdict, sound=sound)
+    findings = collect(checkpoint, roles, layout, comparison, verdict, sound=sound)
     duplicate = predicts is not None and comparison is not None and comparison.equal
     return Audit(
-        source=str(inventory.source),
-        format=inventory.format,
+        source=str(checkpoint.source),
+        format=checkpoint.format,
         verdict=verdict,
-        claim=inventory.claim,
-        claim_source=inventory.claim_source,
+        claim=checkpoint.claim,
+        claim_source=checkpoint.claim_source,
         matrices=_matrices(roles),
         comparison=comparison,
         transposed=layout is not None and layout.transposed,
@@ -176,20 +177,20 @@ def _compare(
 
 
 def _verdict(
-    inventory: Inventory, roles: Roles, layout: Layout | None, comparison: Comparison | None
+    checkpoint: Checkpoint, roles: Roles, layout: Layout | None, comparison: Comparison | None
 ) -> Verdict:
-    reads, predicts, claim = roles.input, roles.output, inventory.claim
-    live = inventory.format == "module"
-    misplaced = layout is not None and layout.transposed and inventory.format in ONE_LAYOUT
-    if inventory.derived:
+    reads, predicts, claim = roles.input, roles.output, checkpoint.claim
+    live = checkpoint.format == "module"
+    misplaced = layout is not None and layout.transposed and checkpoint.format in ONE_LAYOUT
+    if checkpoint.derived:
         return "untied as claimed" if claim is False else "broken"
-    misplaced = misplaced or (reads is not None and is_turned(inventory, reads))
+    misplaced = misplaced or (reads is not None and is_turned(checkpoint, reads))
     if reads is None or predicts is None:
         if roles.hidden:
             return "untied as claimed" if claim is False else "broken"
         if misplaced:
             return "broken"
-        if inventory.headless:
+        if checkpoint.headless:
             return "no head"
         return "tied" if claim is not False else "contradicts the claim"
     if is_one(reads, predicts):
@@ -203,7 +204,7 @@ def _verdict(
     equal = comparison is not None and comparison.equal and layout.extra == 0
     if equal:
         return "broken" if live and (reads.trainable or predicts.trainable) else "tied twice"
-    if inventory.format == "GGUF" and claim is None:
+    if checkpoint.format == "GGUF" and claim is None:
         return "untied as claimed"
     return "broken"
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
 READS = frozenset(
     "wte tokens_embed embed_tokens tok_embeddings word_embeddings word_embedding token_embd "
@@ -60,24 +61,24 @@ class Roles:
 
 
 def find_roles(
-    inventory: Inventory, *, input_name: str | None = None, output_name: str | None = None
+    checkpoint: Checkpoint, *, input_name: str | None = None, output_name: str | None = None
 ) -> Roles:
     """Return the matrices that read and predict; `UserError` lists candidates where in doubt."""
     matrices = [
-        t for t in inventory.tensors.values()
+        t for t in checkpoint.tensors.values()
         if len(t.shape) == 2 and t.count and t.shape[1] <= MAX_WIDTH
     ]  # fmt: skip
-    reads = _given(inventory, input_name, "input") or _input(inventory, matrices)
-    predicts = _given(inventory, output_name, "output") or _output(inventory, matrices, reads)
+    reads = _given(checkpoint, input_name, "input") or _input(checkpoint, matrices)
+    predicts = _given(checkpoint, output_name, "output") or _output(checkpoint, matrices, reads)
     if reads is None and predicts is None:
         raise UserError(
-            f"{inventory.source} has no matrix whose name suggests an embedding or a head; "
+            f"{checkpoint.source} has no matrix whose name suggests an embedding or a head; "
             f"its largest: {_listed(_largest(matrices))}; name them with --input and --output "
             "(input_name=, output_name=)"
         )
-    if reads is not None and predicts is reads and inventory.format != "ONNX":
+    if reads is not None and predicts is reads and checkpoint.format != "ONNX":
         predicts = None if output_name is None else predicts
-    if reads is not None and inventory.format in ONE_LAYOUT and lies_turned(inventory, reads):
+    if reads is not None and checkpoint.format in ONE_LAYOUT and lies_turned(checkpoint, reads):
         predicts = None if predicts is reads else predicts
         reads = reads.turned()
     same = [t for t in matrices if reads and t.name != reads.name and t.is_view_of(reads)]
@@ -87,14 +88,14 @@ def find_roles(
             hidden = [predicts]
             predicts = None
         elif predicts is None:
-            hidden = [t for t in inventory.tensors.values() if _may_hide_a_head(t, reads)]
+            hidden = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
     return Roles(reads, predicts, tuple(same), tuple(hidden))
 
 
-def lies_turned(inventory: Inventory, matrix: StoredTensor) -> bool | None:
+def lies_turned(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
     """Whether an embedding lies as (D, V), by the config's V and D; None where they do not tell."""
     rows, columns = matrix.shape
-    vocabulary, width = inventory.vocabulary, inventory.width
+    vocabulary, width = checkpoint.vocabulary, checkpoint.width
     if rows == columns:
         return None
     straight = rows == vocabulary or columns == width
@@ -122,33 +123,33 @@ def is_position(name: str) -> bool:
     return POSITIONS.search(name) is not None
 
 
-def _given(inventory: Inventory, name: str | None, role: str) -> StoredTensor | None:
+def _given(checkpoint: Checkpoint, name: str | None, role: str) -> StoredTensor | None:
     """Return the matrix that was asked for by name, with or without `.weight`."""
     if name is None:
         return None
     for full in (name, f"{name}.weight"):
-        tensor = inventory.tensors.get(full)
+        tensor = checkpoint.tensors.get(full)
         if tensor is not None:
             if len(tensor.shape) != 2 or not tensor.count or tensor.shape[1] > MAX_WIDTH:
                 raise UserError(f"--{role} {full} has shape {tensor.shape}: it is no such matrix")
             return tensor
-    matrices = [t for t in inventory.tensors.values() if len(t.shape) == 2]
+    matrices = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
     raise UserError(
-        f"--{role} {name!r} is not among the {len(inventory.tensors)} tensors; its largest "
+        f"--{role} {name!r} is not among the {len(checkpoint.tensors)} tensors; its largest "
         f"matrices: {_listed(_largest(matrices))}"
     )
 
 
-def _input(inventory: Inventory, matrices: list[StoredTensor]) -> StoredTensor | None:
+def _input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     ranks = {t.name: role_word(t.name, READS, MAY_READ) for t in matrices}
-    looked_up = [t for t in matrices if t.name in inventory.reads and not is_position(t.name)]
+    looked_up = [t for t in matrices if t.name in checkpoint.reads and not is_position(t.name)]
     for candidates in (
         [t for t in matrices if ranks[t.name] == 2],
-        _fitting(looked_up, [t for t in matrices if t.name in inventory.predicts]),
+        _fitting(looked_up, [t for t in matrices if t.name in checkpoint.predicts]),
         [t for t in matrices if ranks[t.name] == 1],
     ):
         if candidates:
-            return _only(inventory, "input", _used(candidates))
+            return _only(checkpoint, "input", _used(candidates))
     return None
 
 
@@ -159,10 +160,10 @@ def _fitting(reads: list[StoredTensor], predicts: list[StoredTensor]) -> list[St
 
 
 def _output(
-    inventory: Inventory, matrices: list[StoredTensor], reads: StoredTensor | None
+    checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
-    multiplied = [t for t in matrices if t.name in inventory.predicts]
-    if inventory.format == "ONNX" and reads is not None:  # the graph knows better than names
+    multiplied = [t for t in matrices if t.name in checkpoint.predicts]
+    if checkpoint.format == "ONNX" and reads is not None:  # the graph knows better than names
         last = [t for t in multiplied if t is reads or _covers(t, reads)]
         if last:
             return last[-1]
@@ -172,27 +173,27 @@ def _output(
         named = [t for t in matrices if ranks[t.name] == 1 and (reads is None or _like(t, reads))]
     if not named and reads is not None:
         named = [t for t in multiplied if t is not reads and _exact(t, reads)]
-        named = [t for t in named if inventory.format == "module"]
+        named = [t for t in named if checkpoint.format == "module"]
     if reads is not None and len(named) > 1:
         named = (
             [t for t in named if _exact(t, reads)] or [t for t in named if _like(t, reads)] or named
         )
     if named:
-        return _only(inventory, "output", _used(named))
-    if reads is not None and not inventory.derived:
-        _refuse_a_nameless_twin(inventory, matrices, reads)
-        _refuse_another_product(inventory, reads)
+        return _only(checkpoint, "output", _used(named))
+    if reads is not None and not checkpoint.derived:
+        _refuse_a_nameless_twin(checkpoint, matrices, reads)
+        _refuse_another_product(checkpoint, reads)
     return None
 
 
-def _refuse_another_product(inventory: Inventory, reads: StoredTensor) -> None:
+def _refuse_another_product(checkpoint: Checkpoint, reads: StoredTensor) -> None:
     """Ask where a graph ends in a product with something else, and W multiplies nowhere."""
-    if inventory.format != "ONNX" or not inventory.predicts:
+    if checkpoint.format != "ONNX" or not checkpoint.predicts:
         return
-    if reads.name not in (inventory.products or ()):
-        last = inventory.tensors[inventory.predicts[-1]]
+    if reads.name not in (checkpoint.products or ()):
+        last = checkpoint.tensors[checkpoint.predicts[-1]]
         raise UserError(
-            f"{inventory.source}: {reads.name} multiplies nowhere in the graph, whose last product "
+            f"{checkpoint.source}: {reads.name} multiplies nowhere in the graph, whose last product "  # noqa: E501
             f"is with {_listed([last])} (quantized, one of several pieces, or no head): give the "
             "name of what predicts as --output (output_name=)"
         )
@@ -222,7 +223,7 @@ def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
 
 
 def _refuse_a_nameless_twin(
-    inventory: Inventory, matrices: list[StoredTensor], reads: StoredTensor
+    checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor
 ) -> None:
     """Ask about a matrix of the embedding's shape whose name tells nothing; it may predict."""
     twins = [
@@ -237,7 +238,7 @@ def _refuse_a_nameless_twin(
     ]
     if twins:
         raise UserError(
-            f"{inventory.source}: {_listed(twins)} has the shape of {reads.name} and a name that "
+            f"{checkpoint.source}: {_listed(twins)} has the shape of {reads.name} and a name that "
             "does not tell whether it predicts: give the name of what predicts as --output "
             f"(output_name=), {reads.name} if nothing else does"
         )
@@ -269,7 +270,7 @@ def _used(candidates: list[StoredTensor]) -> list[StoredTensor]:
     return [t for t in used if "shared" in t.name.split(".")] or used
 
 
-def _only(inventory: Inventory, role: str, candidates: list[StoredTensor]) -> StoredTensor:
+def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> StoredTensor:
     apart: list[StoredTensor] = []
     for tensor in candidates:
         if not any(tensor.is_view_of(other) for other in apart):
@@ -278,7 +279,7 @@ def _only(inventory: Inventory, role: str, candidates: list[StoredTensor]) -> St
             break
     if len(apart) > 1:
         raise UserError(
-            f"{inventory.source}: several matrices could be the {role}: {_listed(apart)}; "
+            f"{checkpoint.source}: several matrices could be the {role}: {_listed(apart)}; "
             f"name one with --{role} ({role}_name=)"
         )
     return candidates[0]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.weights.stored import StoredTensor
+from tiedgpt.weights.tensors import StoredTensor
 
 Block = NDArray[np.floating[Any]]
 N_FIRST_ROWS = 10

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiedgpt.tie.comparison import Comparison
-from tiedgpt.weights.stored import StoredTensor
+from tiedgpt.weights.tensors import StoredTensor
 
 
 @dataclass(frozen=True)

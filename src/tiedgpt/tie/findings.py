@@ -6,7 +6,8 @@ from tiedgpt.tie import explanations as words
 from tiedgpt.tie.candidates import ONE_LAYOUT, Roles
 from tiedgpt.tie.comparison import Comparison, nonzero_rows, spread
 from tiedgpt.tie.explanations import Finding, size
-from tiedgpt.weights.stored import Inventory, StoredTensor
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import StoredTensor
 
 MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights")
 
@@ -29,9 +30,9 @@ class Layout:
         """Rows that the head has more (or, negative, fewer) than the embedding."""
 
 
-def is_turned(inventory: Inventory, matrix: StoredTensor) -> bool:
+def is_turned(checkpoint: Checkpoint, matrix: StoredTensor) -> bool:
     """Whether a matrix lies transposed in the file, and is seen here as it should lie."""
-    return inventory.tensors[matrix.name].shape != matrix.shape
+    return checkpoint.tensors[matrix.name].shape != matrix.shape
 
 
 def is_one(reads: StoredTensor, predicts: StoredTensor) -> bool:
@@ -45,7 +46,7 @@ def have_two_owners(reads: StoredTensor, predicts: StoredTensor) -> bool:
 
 
 def collect(
-    inventory: Inventory,
+    checkpoint: Checkpoint,
     roles: Roles,
     layout: Layout | None,
     comparison: Comparison | None,
@@ -56,8 +57,8 @@ def collect(
     """Return all that there is to tell, the matrices first and the claim last."""
     reads, predicts = roles.input, roles.output
     found: list[Finding] = []
-    if reads is not None and inventory.derived:
-        found.append(_derived(reads, inventory.derived))
+    if reads is not None and checkpoint.derived:
+        found.append(_derived(reads, checkpoint.derived))
     elif reads is not None and roles.hidden:
         found.append(_hidden_head(reads, roles.hidden))
     elif verdict == "no head":
@@ -65,60 +66,60 @@ def collect(
         assert matrix is not None
         found.append(_headless(matrix))
     elif reads is None or predicts is None:
-        found += _of_one(inventory, reads, predicts)
+        found += _of_one(checkpoint, reads, predicts)
     elif is_one(reads, predicts):
-        found += _of_shared(inventory, roles, reads, predicts)
+        found += _of_shared(checkpoint, roles, reads, predicts)
     elif layout is None or not layout.fits:
         found.append(words.unlike(reads, predicts))
     else:
-        found += _of_two(inventory, reads, predicts, layout, comparison)
-    if reads is not None and is_turned(inventory, reads):
-        found.append(words.transposed(inventory.tensors[reads.name], wrong=True))
-    found += _of_padding(inventory, reads, predicts, layout)
-    found += [words.misspelt(key) for key in MISSPELT if key in inventory.config]
+        found += _of_two(checkpoint, reads, predicts, layout, comparison)
+    if reads is not None and is_turned(checkpoint, reads):
+        found.append(words.transposed(checkpoint.tensors[reads.name], wrong=True))
+    found += _of_padding(checkpoint, reads, predicts, layout)
+    found += [words.misspelt(key) for key in MISSPELT if key in checkpoint.config]
     if verdict == "no head":
         return found  # a claim about the head says nothing here
-    live = inventory.format == "module"
+    live = checkpoint.format == "module"
     claim = words.agreement(
-        inventory.claim, inventory.claim_source, verdict, sound=sound, live=live
+        checkpoint.claim, checkpoint.claim_source, verdict, sound=sound, live=live
     )
     return [*found, claim]
 
 
 def _of_one(
-    inventory: Inventory, reads: StoredTensor | None, predicts: StoredTensor | None
+    checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
 ) -> list[Finding]:
     matrix = reads or predicts
     assert matrix is not None
-    if inventory.claim is False:
-        return [words.missing_head(matrix, inventory.claim_source)]
+    if checkpoint.claim is False:
+        return [words.missing_head(matrix, checkpoint.claim_source)]
     return [words.one_matrix(matrix) if reads else words.only_head(matrix)]
 
 
 def _of_shared(
-    inventory: Inventory, roles: Roles, reads: StoredTensor, predicts: StoredTensor
+    checkpoint: Checkpoint, roles: Roles, reads: StoredTensor, predicts: StoredTensor
 ) -> list[Finding]:
     names = [reads.name, *(tensor.name for tensor in roles.others)]
     found = [
         words.one_matrix(reads) if len(names) == 1 else words.same_storage(reads, predicts, names)
     ]
-    if inventory.claim is False:
-        found.append(words.shared_though_claimed_apart(reads, inventory.claim_source))
+    if checkpoint.claim is False:
+        found.append(words.shared_though_claimed_apart(reads, checkpoint.claim_source))
     if have_two_owners(reads, predicts):
         found.append(words.two_owners(reads, predicts))
-    if Layout(reads, predicts).transposed and inventory.format in ONE_LAYOUT:
+    if Layout(reads, predicts).transposed and checkpoint.format in ONE_LAYOUT:
         found.append(words.transposed(predicts, wrong=True))
     return found
 
 
 def _of_two(
-    inventory: Inventory,
+    checkpoint: Checkpoint,
     reads: StoredTensor,
     predicts: StoredTensor,
     layout: Layout,
     comparison: Comparison | None,
 ) -> list[Finding]:
-    live = inventory.format == "module"
+    live = checkpoint.format == "module"
     lies = ", transposed" if layout.transposed else ""
     found: list[Finding] = []
     if reads.storage.overlaps(predicts.storage):
@@ -137,7 +138,7 @@ def _of_two(
     if comparison is not None and comparison.not_finite_rows:
         found.append(words.not_finite(comparison.not_finite_rows))
     if layout.transposed:
-        found.append(words.transposed(predicts, wrong=inventory.format in ONE_LAYOUT))
+        found.append(words.transposed(predicts, wrong=checkpoint.format in ONE_LAYOUT))
     if layout.extra:
         longer, rows = (predicts, reads.shape[0]) if layout.extra > 0 else (reads, layout.head_rows)
         across = layout.transposed and longer is predicts
@@ -145,10 +146,10 @@ def _of_two(
         nonzero = (
             nonzero_rows(longer, rows, end, transposed=across) if longer.is_decodable else None
         )
-        wrong = inventory.claim is not False
+        wrong = checkpoint.claim is not False
         shorter = reads if longer is predicts else predicts
         beyond = f"rows of {shorter.name}"
-        if inventory.vocabulary == rows:
+        if checkpoint.vocabulary == rows:
             beyond = "tokens that config.json tells of"
         found.append(words.padded(longer, rows, abs(layout.extra), nonzero, beyond, wrong=wrong))
     return found
@@ -172,13 +173,13 @@ def _of_noise(
 
 
 def _of_padding(
-    inventory: Inventory,
+    checkpoint: Checkpoint,
     reads: StoredTensor | None,
     predicts: StoredTensor | None,
     layout: Layout | None,
 ) -> list[Finding]:
     """Hold the rows against the config's vocabulary."""
-    vocabulary = inventory.vocabulary
+    vocabulary = checkpoint.vocabulary
     matrix = reads or predicts
     if vocabulary is None or matrix is None or matrix.shape[0] <= vocabulary:
         return []

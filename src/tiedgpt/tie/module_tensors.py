@@ -1,4 +1,4 @@
-"""A module in memory as an inventory of its parameters, with what each is used for.
+"""A module in memory as a checkpoint of its parameters, with what each is used for.
 
 Two names on one storage, and views of it, count as one; two Parameters on one storage are told
 apart by their owner, since an optimizer would step both.
@@ -17,14 +17,14 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.candidates import MAY_PREDICT, PREDICTS, is_position, role_word
 from tiedgpt.tie.heads import unembeds
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.torch_file import stored_tensor
 from tiedgpt.weights.opening import CLAIM, claim_of
-from tiedgpt.weights.stored import Inventory
 
 PRODUCTS = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
 
 
-def module_inventory(module: nn.Module) -> Inventory:
+def module_checkpoint(module: nn.Module) -> Checkpoint:
     """Return the module's parameters by all their names."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -54,7 +54,7 @@ def module_inventory(module: nn.Module) -> Inventory:
     said = "nothing in the module says whether the head is tied"
     if claim is not None:
         said = f"the module's config says {CLAIM}={claim}"
-    return Inventory(
+    return Checkpoint(
         type(module).__name__, "module", tensors, config=config, claim=claim, claim_source=said,
         reads=tuple(reads), predicts=tuple(predicts), derived=derived, headless=headless,
     )  # fmt: skip

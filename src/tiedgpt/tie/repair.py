@@ -22,10 +22,11 @@ from tiedgpt.tie.auditing import Audit, examine
 from tiedgpt.tie.candidates import Roles, find_roles
 from tiedgpt.tie.explanations import megabytes
 from tiedgpt.tie.repair_plan import Plan, plan_repair
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.safetensors_file import write_safetensors
-from tiedgpt.weights.opening import CLAIM, open_inventory
-from tiedgpt.weights.stored import Inventory, printable
+from tiedgpt.weights.opening import CLAIM, open_checkpoint
 from tiedgpt.weights.tensor_copy import Copy
+from tiedgpt.weights.tensors import printable
 
 Keep = Literal["input", "output", "both"]
 GO_ALONG = (
@@ -95,51 +96,53 @@ def fix(
     if keep is not None and keep not in get_args(Keep):
         raise UserError(f"keep={keep!r} is none of {', '.join(map(repr, get_args(Keep)))}")
     dest = Path(dest)
-    inventory = open_inventory(source)
-    if inventory.format in INSTEAD:
+    checkpoint = open_checkpoint(source)
+    if checkpoint.format in INSTEAD:
         raise UserError(
-            f"{inventory.source} is {inventory.format}, which is audited but not written here: "
-            f"{INSTEAD[inventory.format]}"
+            f"{checkpoint.source} is {checkpoint.format}, which is audited but not written here: "
+            f"{INSTEAD[checkpoint.format]}"
         )
-    home = _home(inventory)
-    _check_dest(dest, Path(inventory.source))
-    roles = find_roles(inventory, input_name=input_name, output_name=output_name)
-    before = examine(inventory, input_name=input_name, output_name=output_name)
-    plan = plan_repair(inventory, roles, before, keep)
-    copies = _copies(inventory, roles, plan)
+    home = _home(checkpoint)
+    _check_dest(dest, Path(checkpoint.source))
+    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
+    before = examine(checkpoint, input_name=input_name, output_name=output_name)
+    plan = plan_repair(checkpoint, roles, before, keep)
+    copies = _copies(checkpoint, roles, plan)
     n_bytes = sum(copy.n_bytes for copy in copies.values())
     for copy in copies.values():
         _ = copy.format_name  # refuses a type that cannot be written, before anything is
-    beside, left = _beside(home, inventory)
+    beside, left = _beside(home, checkpoint)
     actions = plan.actions
     if left:
         listed = ", ".join(printable(name) for name in left[:8]) + (", ..." if left[8:] else "")
         actions += (f"not copied, since no loader needs it: {listed}",)
-    if not inventory.config:
+    if not checkpoint.config:
         actions += (f"no config.json lies beside the file: the new one holds {CLAIM} alone",)
     n_bytes += sum(file.stat().st_size for file in beside)
     require_room(dest.parent, n_bytes)
     with replacing(dest) as temporary:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
-        _write_config(temporary / "config.json", inventory, plan)
+        _write_config(temporary / "config.json", checkpoint, plan)
         for file in beside:
             shutil.copyfile(file, temporary / file.name)
         after = _check(temporary, dest, plan, input_name=input_name, output_name=output_name)
     return Repair(
-        source=str(inventory.source),
+        source=str(checkpoint.source),
         dest=str(dest),
         actions=actions,
         before=before,
         after=after,
-        bytes_before=sum(file.stat().st_size for file in inventory.files if file.suffix != ".json"),
+        bytes_before=sum(
+            file.stat().st_size for file in checkpoint.files if file.suffix != ".json"
+        ),
         bytes_after=(dest / "model.safetensors").stat().st_size,
     )
 
 
-def _home(inventory: Inventory) -> Path | None:
+def _home(checkpoint: Checkpoint) -> Path | None:
     """Return the model directory that the weights lie in, or None for a lone file."""
-    path = Path(inventory.source)
+    path = Path(checkpoint.source)
     if path.is_dir():
         return path
     return path.parent if (path.parent / "config.json").is_file() else None
@@ -153,11 +156,11 @@ def _check_dest(dest: Path, source: Path) -> None:
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
-def _copies(inventory: Inventory, roles: Roles, plan: Plan) -> dict[str, Copy]:
+def _copies(checkpoint: Checkpoint, roles: Roles, plan: Plan) -> dict[str, Copy]:
     """Return what the new file holds, in the order of the old one."""
     dropped = {tensor.name for tensor in (roles.input, roles.output, *roles.others) if tensor}
     copies: dict[str, Copy] = {}
-    for name, tensor in inventory.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         if name in dropped:
             copies |= {new: copy for new, copy in plan.matrices.items() if new == name}
         else:
@@ -165,8 +168,8 @@ def _copies(inventory: Inventory, roles: Roles, plan: Plan) -> dict[str, Copy]:
     return {**{new: copy for new, copy in plan.matrices.items() if new not in copies}, **copies}
 
 
-def _write_config(path: Path, inventory: Inventory, plan: Plan) -> None:
-    config = dict(inventory.config)
+def _write_config(path: Path, checkpoint: Checkpoint, plan: Plan) -> None:
+    config = dict(checkpoint.config)
     inner = config.get("text_config")
     if CLAIM not in config and isinstance(inner, dict) and CLAIM in inner:
         config["text_config"] = inner | {CLAIM: plan.tied}
@@ -180,11 +183,11 @@ def _write_config(path: Path, inventory: Inventory, plan: Plan) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _beside(home: Path | None, inventory: Inventory) -> tuple[list[Path], list[str]]:
+def _beside(home: Path | None, checkpoint: Checkpoint) -> tuple[list[Path], list[str]]:
     """Return what goes along with the weights (tokenizer, card), and the names of what does not."""
     if home is None:
         return [], []
-    weights = {file.name for file in inventory.files} | {"config.json"}
+    weights = {file.name for file in checkpoint.files} | {"config.json"}
     others = [file for file in sorted(home.iterdir()) if file.name not in weights]
     wanted = [
         file for file in others
@@ -195,7 +198,7 @@ def _beside(home: Path | None, inventory: Inventory) -> tuple[list[Path], list[s
 
 def _check(directory: Path, dest: Path, plan: Plan, **names: str | None) -> Audit:
     """Audit what was written; what is not sound never appears."""
-    opened = open_inventory(directory)
+    opened = open_checkpoint(directory)
     known = {key: name for key, name in names.items() if name in opened.tensors}
     after = examine(opened, **known)
     wanted = "tied" if plan.tied else "untied as claimed"

@@ -12,9 +12,10 @@ from tiedgpt.tie.candidates import Roles, lies_turned
 from tiedgpt.tie.comparison import nonzero_rows
 from tiedgpt.tie.explanations import size
 from tiedgpt.tie.findings import Layout, is_one, is_turned
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.opening import CLAIM
-from tiedgpt.weights.stored import Inventory, StoredTensor
 from tiedgpt.weights.tensor_copy import Copy
+from tiedgpt.weights.tensors import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,20 @@ class Plan:
     actions: tuple[str, ...]
 
 
-def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
+def plan_repair(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) -> Plan:
     """Decide what to write; `UserError` where nothing is to be mended or a choice is missing."""
     reads, predicts = roles.input, roles.output
     if roles.hidden:
         raise UserError(
-            f"{inventory.source}: {roles.hidden[0].name} predicts and is not read here (quantized, "
+            f"{checkpoint.source}: {roles.hidden[0].name} predicts and is not read here (quantized, "  # noqa: E501
             "or in parts): mend the checkpoint it was made from"
         )
     if audit.verdict == "no head":
         raise UserError(
-            f"{inventory.source} does not predict tokens (no head): there is no tie to mend"
+            f"{checkpoint.source} does not predict tokens (no head): there is no tie to mend"
         )
     if reads is None or predicts is None or is_one(reads, predicts):
-        return _of_one(inventory, roles, audit, keep)
+        return _of_one(checkpoint, roles, audit, keep)
     layout = Layout(reads, predicts, transposed=audit.transposed)
     if not layout.fits:
         if keep != "input":
@@ -49,35 +50,39 @@ def plan_repair(inventory: Inventory, roles: Roles, audit: Audit, keep: str | No
                 f"{predicts.name} {size(predicts.shape)} does not fit {reads.name} "
                 f'{size(reads.shape)} and cannot be its tie: keep="input" drops it'
             )
-        vectors, _ = _beside(inventory, predicts, layout.head_rows, reads.shape[0])
-        plan = _tied(inventory, reads, predicts, Copy(reads), "input", audit)
+        vectors, _ = _beside(checkpoint, predicts, layout.head_rows, reads.shape[0])
+        plan = _tied(checkpoint, reads, predicts, Copy(reads), "input", audit)
         if vectors:
             raise UserError(f"{min(vectors)} belongs to {predicts.name}, which would be dropped")
         return plan
-    _require_orientation(inventory, layout, reads)
-    if inventory.claim is False and keep in (None, "both") and audit.verdict == "untied as claimed":
+    _require_orientation(checkpoint, layout, reads)
+    if (
+        checkpoint.claim is False
+        and keep in (None, "both")
+        and audit.verdict == "untied as claimed"
+    ):
         raise UserError(
-            f"{inventory.source} is untied as claimed: nothing to mend; "
+            f"{checkpoint.source} is untied as claimed: nothing to mend; "
             'keep="input" or keep="output" makes one matrix of the two'
         )
-    if keep == "both" or (inventory.claim is False and keep is None):
-        return _untied(inventory, reads, predicts, layout)
-    chosen = keep or _lossless(inventory, reads, predicts, layout, audit)
+    if keep == "both" or (checkpoint.claim is False and keep is None):
+        return _untied(checkpoint, reads, predicts, layout)
+    chosen = keep or _lossless(checkpoint, reads, predicts, layout, audit)
     if chosen is None:
-        raise UserError(_ask(inventory, reads, predicts, audit))
+        raise UserError(_ask(checkpoint, reads, predicts, audit))
     copy = Copy(reads) if chosen == "input" else Copy(predicts, transposed=layout.transposed)
-    vocabulary = inventory.vocabulary
+    vocabulary = checkpoint.vocabulary
     if layout.extra and vocabulary is not None and vocabulary < copy.shape[0]:
         copy = Copy(copy.tensor, transposed=copy.transposed, rows=vocabulary)
     if chosen == "output" and vocabulary is not None and copy.shape[0] < vocabulary:
         raise UserError(
-            f"{inventory.source}: {predicts.name} has {copy.shape[0]:,} rows for a vocabulary of "
+            f"{checkpoint.source}: {predicts.name} has {copy.shape[0]:,} rows for a vocabulary of "
             f"{vocabulary:,}: it scores something other than tokens, and tying to it would lose "
             'them; keep="input" drops it'
         )
-    plan = _tied(inventory, reads, predicts, copy, chosen, audit)
+    plan = _tied(checkpoint, reads, predicts, copy, chosen, audit)
     gone = _gone(reads, copy.shape[0]) + _gone(predicts, copy.shape[0], across=layout.transposed)
-    vectors, cut = _beside(inventory, predicts, layout.head_rows, copy.shape[0])
+    vectors, cut = _beside(checkpoint, predicts, layout.head_rows, copy.shape[0])
     matrices = {**plan.matrices, **vectors}
     return replace(plan, matrices=matrices, actions=(*plan.actions, *gone, *cut))
 
@@ -94,14 +99,14 @@ def _gone(matrix: StoredTensor, kept: int, *, across: bool = False) -> list[str]
 
 
 def _beside(
-    inventory: Inventory, head: StoredTensor, head_rows: int, rows: int
+    checkpoint: Checkpoint, head: StoredTensor, head_rows: int, rows: int
 ) -> tuple[dict[str, Copy], list[str]]:
     """Cut what has a number for each row of the head; `UserError` where that cannot be."""
     if head_rows == rows:
         return {}, []
     module = head.name.rpartition(".")[0]
     found: dict[str, Copy] = {}
-    for name, tensor in inventory.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         beside = bool(module) and name.rpartition(".")[0] in (module, module.rpartition(".")[0])
         if not (beside or name.endswith("final_logits_bias")) or head_rows not in tensor.shape:
             continue
@@ -116,43 +121,43 @@ def _beside(
     return found, [f"{name} is cut to {rows:,} numbers" for name in found]
 
 
-def _require_orientation(inventory: Inventory, layout: Layout, reads: StoredTensor) -> None:
+def _require_orientation(checkpoint: Checkpoint, layout: Layout, reads: StoredTensor) -> None:
     """Ask where one of the two lies transposed and nothing tells which."""
-    if layout.transposed and lies_turned(inventory, reads) is None:
+    if layout.transposed and lies_turned(checkpoint, reads) is None:
         raise UserError(
-            f"{inventory.source}: {reads.name} {size(reads.shape)} and the head lie across each "
+            f"{checkpoint.source}: {reads.name} {size(reads.shape)} and the head lie across each "
             "other, and nothing tells which is (V, D): say vocab_size and n_embd (or hidden_size), "
             "two different numbers, in a config.json beside it"
         )
 
 
-def _of_one(inventory: Inventory, roles: Roles, audit: Audit, keep: str | None) -> Plan:
+def _of_one(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) -> Plan:
     """Keep the one matrix, under the embedding's name, and make the claim true."""
     matrix = roles.input or roles.output
     assert matrix is not None
     if keep == "both":
         raise UserError(
-            f"{inventory.source} holds one matrix, {matrix.name}: there is no head to keep beside "
+            f"{checkpoint.source} holds one matrix, {matrix.name}: there is no head to keep beside "
             "it, and none is made up"
         )
     actions = []
     name = matrix.name
     if roles.input is None:
-        name = _embedding_name(inventory, matrix.name)
+        name = _embedding_name(checkpoint, matrix.name)
         actions.append(f"the one matrix, {matrix.name}, is called {name}, where loaders look")
-    if inventory.claim is False:
+    if checkpoint.claim is False:
         actions.append(f"config.json says {CLAIM}: true, since there is one matrix")
-    if roles.input is not None and is_turned(inventory, matrix):
+    if roles.input is not None and is_turned(checkpoint, matrix):
         actions.append(f"{name} is put as {size(matrix.shape)}, a token in each row")
     if audit.verdict == "broken" and roles.output is not None:
         actions.append(f"{roles.output.name}, a second name of {name}, is dropped")
     if not actions:
-        raise UserError(f"{inventory.source} is {audit.verdict}: nothing to mend")
+        raise UserError(f"{checkpoint.source} is {audit.verdict}: nothing to mend")
     return Plan({name: Copy(matrix)}, True, None, tuple(actions))
 
 
 def _lossless(
-    inventory: Inventory,
+    checkpoint: Checkpoint,
     reads: StoredTensor,
     predicts: StoredTensor,
     layout: Layout,
@@ -163,11 +168,11 @@ def _lossless(
         return None
     if layout.extra <= 0:
         return "input"
-    if inventory.vocabulary is not None:
-        return "output" if inventory.vocabulary > reads.shape[0] else "input"
+    if checkpoint.vocabulary is not None:
+        return "output" if checkpoint.vocabulary > reads.shape[0] else "input"
     if not _is_zero(predicts, reads.shape[0], layout):
         raise UserError(
-            f"{inventory.source}: {predicts.name} has {layout.extra:,} rows more than {reads.name}"
+            f"{checkpoint.source}: {predicts.name} has {layout.extra:,} rows more than {reads.name}"
             ', they are not zero, and no config.json tells vocab_size: keep="output" keeps them, '
             'keep="input" drops them'
         )
@@ -181,7 +186,7 @@ def _is_zero(head: StoredTensor, start: int, layout: Layout) -> bool:
 
 
 def _tied(
-    inventory: Inventory,
+    checkpoint: Checkpoint,
     reads: StoredTensor,
     predicts: StoredTensor,
     copy: Copy,
@@ -201,11 +206,11 @@ def _tied(
     if copy.rows is not None:
         cut = (copy.tensor.shape[1] if copy.transposed else copy.tensor.shape[0]) - copy.rows
         actions.append(f"{cut:,} rows of padding are cut")
-    if inventory.claim is not True:
+    if checkpoint.claim is not True:
         actions.append(f"config.json says {CLAIM}: true")
-    if copy.tensor is reads and is_turned(inventory, reads):
+    if copy.tensor is reads and is_turned(checkpoint, reads):
         actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
-    vocabulary = inventory.vocabulary
+    vocabulary = checkpoint.vocabulary
     changed = audit.comparison is not None and copy.shape[0] != vocabulary
     if changed and vocabulary is not None and reads.shape != predicts.shape:
         actions.append(f"config.json says vocab_size: {copy.shape[0]}, not {vocabulary}")
@@ -214,7 +219,7 @@ def _tied(
 
 
 def _untied(
-    inventory: Inventory, reads: StoredTensor, predicts: StoredTensor, layout: Layout
+    checkpoint: Checkpoint, reads: StoredTensor, predicts: StoredTensor, layout: Layout
 ) -> Plan:
     if layout.extra:
         raise UserError(
@@ -224,15 +229,15 @@ def _untied(
     actions = []
     if layout.transposed:
         actions.append(f"{predicts.name} is put from {size(predicts.shape)} to {size(reads.shape)}")
-    if inventory.claim is not False:
+    if checkpoint.claim is not False:
         actions.append(f"both matrices stay, and config.json says {CLAIM}: false")
-    if is_turned(inventory, reads):
+    if is_turned(checkpoint, reads):
         actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
     head = Copy(predicts, transposed=layout.transposed)
     return Plan({reads.name: Copy(reads), predicts.name: head}, False, None, tuple(actions))
 
 
-def _ask(inventory: Inventory, reads: StoredTensor, predicts: StoredTensor, audit: Audit) -> str:
+def _ask(checkpoint: Checkpoint, reads: StoredTensor, predicts: StoredTensor, audit: Audit) -> str:
     c = audit.comparison
     apart = "could not be compared"
     if c is not None:
@@ -241,19 +246,19 @@ def _ask(inventory: Inventory, reads: StoredTensor, predicts: StoredTensor, audi
             apart += f" (largest difference {c.largest:.3g}"
             apart += ")" if c.cosine is None else f", cosine {c.cosine:.4f})"
     return (
-        f"{inventory.source}: {reads.name} and {predicts.name} {apart}: choose whose numbers stay, "
+        f"{checkpoint.source}: {reads.name} and {predicts.name} {apart}: choose whose numbers stay, "  # noqa: E501
         'keep="input" or keep="output", or keep="both" to declare them untied'
     )
 
 
-def _embedding_name(inventory: Inventory, head: str) -> str:
+def _embedding_name(checkpoint: Checkpoint, head: str) -> str:
     """Return the name that the family's loaders look for, by the names of the other tensors."""
-    names = [name for name in inventory.tensors if name != head]
+    names = [name for name in checkpoint.tensors if name != head]
     prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
     if any(re.match(r"(transformer\.)?h\.\d+\.", name) for name in names):
         openai = any("positions_embed" in name for name in names)
         return prefix + ("tokens_embed.weight" if openai else "wte.weight")
     raise UserError(
-        f"{inventory.source} holds only {head} and is of no family whose embedding's name is known "
+        f"{checkpoint.source} holds only {head} and is of no family whose embedding's name is known "  # noqa: E501
         "here: rename it yourself"
     )

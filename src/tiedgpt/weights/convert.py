@@ -22,14 +22,14 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import remove, sync, writing
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.checkpoint import Checkpoint, as_gpt
 from tiedgpt.weights.evidence import Evidence
-from tiedgpt.weights.found import found
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.save import save_model, write_description
-from tiedgpt.weights.stored import Inventory, by_storage
 from tiedgpt.weights.targets import DTYPES, TARGETS, TOLERANCES, Target, choose, require_place
+from tiedgpt.weights.tensors import by_storage
 
 HEADERS_AND_VOCABULARY = 16 << 20
 """Bytes beside tensors that a file of a small model may well have."""
@@ -163,7 +163,7 @@ def _compare(
     """Open what was written; return the facts of `Written`, or raise `CheckFailedError`."""
     try:
         again = load(path)
-        inventory = open_inventory(path)
+        checkpoint = open_checkpoint(path)
         carried = target.holds_tokenizer or target.is_directory(path)
         if carried and tokenizer is not None:
             again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
@@ -184,7 +184,7 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    copies, matrix_bytes = _copies(inventory)
+    copies, matrix_bytes = _copies(checkpoint)
     return {
         "n_bytes": _size(path), "matrix_bytes": matrix_bytes, "copies": copies,
         "exact": exact, "difference": difference, "tolerance": tolerance,
@@ -214,13 +214,13 @@ def _sample(tokenizer: Tokenizer) -> str:
         return tokenizer.decode(ids)
 
 
-def _copies(inventory: Inventory) -> tuple[int, int]:
+def _copies(checkpoint: Checkpoint) -> tuple[int, int]:
     """Count the places of W and of matrices like it, unlisted bytes included; and W's bytes."""
-    tensors = found(inventory).tensors
+    tensors = as_gpt(checkpoint).tensors
     matrices = [tensors[name].stored for name in (EMBEDDING, HEAD) if name in tensors]
     copies = len(by_storage(matrices))
-    listed = sum(group[0].n_bytes for group in by_storage(inventory.tensors.values()))
-    whole = sum(file.stat().st_size for file in inventory.files)
+    listed = sum(group[0].n_bytes for group in by_storage(checkpoint.tensors.values()))
+    whole = sum(file.stat().st_size for file in checkpoint.files)
     one = matrices[0].n_bytes
     unlisted = (whole - listed) // one if one > HEADERS_AND_VOCABULARY else 0
     return copies + unlisted, one

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import GPTCheckpoint, LazyTensor, as_gpt
 from tiedgpt.weights.config_json import FIELDS, drop_foreign_ids
-from tiedgpt.weights.found import FileTensor, Found, found
 from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
-from tiedgpt.weights.opening import open_inventory
-from tiedgpt.weights.stored import by_storage, printable
+from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.tensors import by_storage, printable
 from tiedgpt.weights.two_matrices import settle
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -79,9 +79,9 @@ def load(
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
-    inventory = open_inventory(source)
-    path = Path(inventory.source)
-    gpt = found(inventory)
+    checkpoint = open_checkpoint(source)
+    path = Path(checkpoint.source)
+    gpt = as_gpt(checkpoint)
     files = {name: t for name, t in gpt.tensors.items() if others is None or not others(name)}
     supplied = _supply(gpt.fields, config)
     settled = settle(
@@ -103,13 +103,13 @@ def load(
                 f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
             )
     _check_tensors(path, files, shapes(built))
-    _check_size(path, files, inventory.files)
+    _check_size(path, files, checkpoint.files)
     model, rounded = _build(built, files, dtype, progress)
     guesses = (note for name, note in gpt.guesses.items() if name not in supplied)
     notes = (*gpt.notes, *guesses, *settled.notes, *rounded)
     model.foreign_config = dict(gpt.foreign)
     return Loaded(
-        model, path, f"{inventory.format}, {gpt.layout}",
+        model, path, f"{checkpoint.format}, {gpt.layout}",
         sum(tensor.stored.n_bytes for tensor in files.values()), notes,
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def _supply(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _config(
-    path: Path, fields: dict[str, Any], tensors: dict[str, FileTensor], gpt: Found
+    path: Path, fields: dict[str, Any], tensors: dict[str, LazyTensor], gpt: GPTCheckpoint
 ) -> GPTConfig:
     """Return the config; where what the file says and its weights differ on a size, weights decide.
 
@@ -169,7 +169,7 @@ def _config(
 
 
 def _check_tensors(
-    path: Path, tensors: dict[str, FileTensor], expected: dict[str, tuple[int, ...]]
+    path: Path, tensors: dict[str, LazyTensor], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Every parameter is there once, in its shape, and nothing else is."""
     problems = (
@@ -192,7 +192,7 @@ def _check_tensors(
         tensor.require_readable()
 
 
-def _check_size(path: Path, tensors: dict[str, FileTensor], files: tuple[Path, ...]) -> None:
+def _check_size(path: Path, tensors: dict[str, LazyTensor], files: tuple[Path, ...]) -> None:
     """Refuse tensors that are more than the files: rows that repeat, one place under many names.
 
     Twice as much is a matrix that was saved once and is wanted twice.
@@ -220,7 +220,7 @@ class _NoDraws(TorchFunctionMode):
 
 def _build(
     config: GPTConfig,
-    tensors: dict[str, FileTensor],
+    tensors: dict[str, LazyTensor],
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[GPT, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Any checkpoint as an inventory of its tensors: recognised by content, headers only.
+"""Any checkpoint as a checkpoint of its tensors: recognised by content, headers only.
 
 SOURCE: a file of safetensors, torch.save, GGUF, ONNX, Keras or llm.c; a sharded index; a TensorFlow
 or numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
@@ -17,11 +17,12 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.packed.checkpoint import open_packed_checkpoint
 from tiedgpt.weights.packed.file import FORMAT
-from tiedgpt.weights.packed.inventory import open_packed_inventory
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader, printable
 
 PATTERNS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "model*.weights.h5",
@@ -56,7 +57,7 @@ TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 CLAIM = "tie_word_embeddings"
 
 
-def open_inventory(source: str | os.PathLike[str]) -> Inventory:
+def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     """Return what a checkpoint holds, without reading its tensors.
 
     Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
@@ -97,7 +98,7 @@ def _may_be_weights(path: Path) -> bool:
         return file.read(4) not in LLMC_OTHERS
 
 
-def _open_file(path: Path) -> Inventory:
+def _open_file(path: Path) -> Checkpoint:
     """Recognise a file by its first bytes and open it."""
     if not path.is_file():
         raise UserError(f"{path} is neither a file nor a directory")
@@ -115,7 +116,7 @@ def _open_file(path: Path) -> Inventory:
     return _refuse_an_adapter(_opener(path, head)(path))
 
 
-def _opener(path: Path, head: bytes) -> Callable[[Path], Inventory]:
+def _opener(path: Path, head: bytes) -> Callable[[Path], Checkpoint]:
     """Return what opens a file that begins so; a name counts only where no beginning tells."""
     if head[:4] == b"GGUF":
         from tiedgpt.weights.formats.gguf_file import open_gguf
@@ -176,10 +177,10 @@ def _is_tensorflow_index(path: Path) -> bool:
         return file.read() == TABLE_MAGIC
 
 
-def _open_safetensors(path: Path) -> Inventory:
+def _open_safetensors(path: Path) -> Checkpoint:
     file = SafetensorsFile.open(path)
     if file.metadata.get("format") == FORMAT:
-        return open_packed_inventory(path)
+        return open_packed_checkpoint(path)
     tensors = {}
     for name, entry in file.entries.items():
         columns = entry.shape[-1] if entry.shape else 1
@@ -191,21 +192,21 @@ def _open_safetensors(path: Path) -> Inventory:
             Storage(str(path), entry.start, entry.start + entry.size),
             plain_reader(path, entry.start, columns, ITEM_BYTES[entry.dtype]),
         )
-    return Inventory(path, "safetensors", tensors, files=(path,))
+    return Checkpoint(path, "safetensors", tensors, files=(path,))
 
 
-def _refuse_an_adapter(inventory: Inventory) -> Inventory:
+def _refuse_an_adapter(checkpoint: Checkpoint) -> Checkpoint:
     """Ask for the merged model: what an adapter changes cannot be seen from its file."""
-    for name in inventory.tensors:
+    for name in checkpoint.tensors:
         if "lora_A" in name or ".lora_" in name:
             raise UserError(
-                f"{inventory.source} holds an adapter ({printable(name)}): merge it into its model "
+                f"{checkpoint.source} holds an adapter ({printable(name)}): merge it into its model "  # noqa: E501
                 "first, then look"
             )
-    return inventory
+    return checkpoint
 
 
-def _open_index(path: Path) -> Inventory:
+def _open_index(path: Path) -> Checkpoint:
     """Open the shards that an index lists; they lie beside it."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -229,13 +230,13 @@ def _open_index(path: Path) -> Inventory:
         files.append(file)
     if missing := sorted(weight_map.keys() - tensors.keys()):
         raise CorruptInputError(f"{path} promises {missing[0]!r}, and no shard holds it")
-    return Inventory(path, kind, tensors, files=(*files, path))
+    return Checkpoint(path, kind, tensors, files=(*files, path))
 
 
-def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
+def _with_claim(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
     """Add what config.json says, where there is one."""
     if not config_path.is_file():
-        return inventory
+        return checkpoint
     config = read_json(config_path)
     claim = claim_of(config)
     if claim is not None and not isinstance(claim, bool):
@@ -243,11 +244,11 @@ def _with_claim(inventory: Inventory, config_path: Path) -> Inventory:
     source = f"config.json says {CLAIM}: {str(claim).lower()}"
     if claim is None:
         source = f"config.json does not say {CLAIM}"
-        if inventory.claim is not None or inventory.format in ("GGUF", "llm.c"):
-            claim, source = inventory.claim, inventory.claim_source
-    config |= inventory.config  # what the file says of itself holds
+        if checkpoint.claim is not None or checkpoint.format in ("GGUF", "llm.c"):
+            claim, source = checkpoint.claim, checkpoint.claim_source
+    config |= checkpoint.config  # what the file says of itself holds
     return replace(
-        inventory, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
+        checkpoint, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tiedgpt.errors import UserError
 from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES
-from tiedgpt.weights.stored import BLOCK_BYTES, Native, StoredTensor
+from tiedgpt.weights.tensors import BLOCK_BYTES, Native, StoredTensor
 
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()} | {
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3",

@@ -17,7 +17,7 @@ from torch import Tensor
 from tiedgpt.errors import CorruptInputError, UserError
 
 if TYPE_CHECKING:
-    from tiedgpt.weights.found import FileTensor
+    from tiedgpt.weights.checkpoint import LazyTensor
 
 RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 BLOCK_ROWS = 4096
@@ -27,8 +27,8 @@ BLOCK_ROWS = 4096
 class Settled:
     """The matrix that reads; the head's own, or None when tied; what there is to tell."""
 
-    embedding: FileTensor | None
-    head: FileTensor | None
+    embedding: LazyTensor | None
+    head: LazyTensor | None
     notes: tuple[str, ...] = ()
 
 
@@ -45,8 +45,8 @@ def settle(
     path: Path,
     *,
     claim: bool | None,
-    embedding: FileTensor | None,
-    head: FileTensor | None,
+    embedding: LazyTensor | None,
+    head: LazyTensor | None,
     resolve: str | None,
 ) -> Settled:
     """Decide which matrix reads and which predicts; see the top of this file."""

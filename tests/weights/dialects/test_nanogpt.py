@@ -23,7 +23,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.dialects import nanogpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 
 
 def same_logits(ours: GPT, theirs: torch.nn.Module, args: dict = ARGS) -> None:
@@ -174,7 +174,9 @@ def test_the_first_mingpt_loads(tmp_path):
     assert loaded.layout == "torch, minGPT"
     assert loaded.model.config.activation_function == "gelu"
     same_logits(loaded.model, theirs, MINGPT)
-    joined = nanogpt.found(open_inventory(tmp_path / "model.pt")).tensors["h.1.attn.c_attn.weight"]
+    joined = nanogpt.as_gpt(open_checkpoint(tmp_path / "model.pt")).tensors[
+        "h.1.attn.c_attn.weight"
+    ]
     whole = joined.read().numpy()
     assert (joined.stored.rows(30, 70) == whole[30:70]).all()
     assert (joined.stored.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()
@@ -230,10 +232,10 @@ def test_only_plain_values_are_kept_of_what_lies_beside(tmp_path):
               "g": None, "h\n": 1, 5: 1, "i": 2**80, "j": 0.5, "k": {}}  # fmt: skip
     state = {"transformer.wte.weight": torch.ones(3, 2)}
     torch.save({"model": state, "config": beside, "model_args": 3}, tmp_path / "a.pt")
-    inventory = open_inventory(tmp_path / "a.pt")
-    assert inventory.config == {"config": {"a": 1, "b": "x", "g": None, "j": 0.5}}
+    checkpoint = open_checkpoint(tmp_path / "a.pt")
+    assert checkpoint.config == {"config": {"a": 1, "b": "x", "g": None, "j": 0.5}}
     torch.save({"model": state, "config": {str(n): n for n in range(999)}}, tmp_path / "a.pt")
-    assert len(open_inventory(tmp_path / "a.pt").config["config"]) == 256
+    assert len(open_checkpoint(tmp_path / "a.pt").config["config"]) == 256
 
 
 def test_a_checkpoint_cut_anywhere_is_refused(tmp_path):

@@ -12,7 +12,8 @@ from tests.weights.fixtures.make_tensorflow import DIRECTORY, HPARAMS, values
 from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.dialects.openai import found, recognises
+from tiedgpt.weights.checkpoint import as_gpt
+from tiedgpt.weights.dialects.openai import recognises
 from tiedgpt.weights.formats.npy_shards import open_npy_shards
 from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
 from tiedgpt.weights.load import load
@@ -81,12 +82,12 @@ def test_without_hparams_the_heads_are_asked_for():
 
 
 def test_the_end_of_text_is_known_for_the_releases_vocabulary_alone():
-    inventory = open_bundle(DIRECTORY / "gpt2" / "model.ckpt.index")
-    assert "eos_token_id" not in found(inventory).assumed
-    wte = inventory.tensors["model/wte"]
+    checkpoint = open_bundle(DIRECTORY / "gpt2" / "model.ckpt.index")
+    assert "eos_token_id" not in as_gpt(checkpoint).assumed
+    wte = checkpoint.tensors["model/wte"]
     full = type(wte)("model/wte", (50257, 12), "float32", 0, wte.storage, None)
-    inventory = type(inventory)(inventory.source, "TensorFlow", {"model/wte": full})
-    assert found(inventory).assumed["eos_token_id"] == 50256
+    checkpoint = type(checkpoint)(checkpoint.source, "TensorFlow", {"model/wte": full})
+    assert as_gpt(checkpoint).assumed["eos_token_id"] == 50256
 
 
 def test_other_checkpoints_of_tensorflow_are_not_taken_for_a_gpt():
@@ -120,13 +121,13 @@ def test_what_hparams_says_beside_the_sizes_is_told(gpt2_copy):
 
 
 def test_extra_tensors_are_kept_so_that_an_error_can_name_them(gpt2_copy):
-    inventory = open_bundle(gpt2_copy / "model.ckpt.index")
-    tensor = inventory.tensors["model/ln_f/g"]
+    checkpoint = open_bundle(gpt2_copy / "model.ckpt.index")
+    tensor = checkpoint.tensors["model/ln_f/g"]
     extra = {name: tensor for name in ("lm_head/w", "model/h0/gate/w", "model/nothing/Adam")}
-    inventory = type(inventory)(
-        inventory.source, inventory.format, {**inventory.tensors, **extra}, inventory.config
+    checkpoint = type(checkpoint)(
+        checkpoint.source, checkpoint.format, {**checkpoint.tensors, **extra}, checkpoint.config
     )
-    assert extra.keys() <= found(inventory).tensors.keys()
+    assert extra.keys() <= as_gpt(checkpoint).tensors.keys()
 
 
 # GPT-1: params_*.npy.
@@ -173,15 +174,15 @@ def test_gpt1s_release_computes_what_transformers_does(with_names, release):
 def test_the_heads_are_assumed_for_the_releases_shape_alone(release):
     with pytest.raises(UserError, match="give n_head"):
         GPT.from_pretrained(release[0])
-    inventory = open_npy_shards(release[0])
-    assert "n_head" not in found(inventory).assumed
-    any_tensor = inventory.tensors["model/h0/ln_2/g"]
+    checkpoint = open_npy_shards(release[0])
+    assert "n_head" not in as_gpt(checkpoint).assumed
+    any_tensor = checkpoint.tensors["model/h0/ln_2/g"]
     shapes = {"model/wpe": (512, 768), "model/wte": (40478, 768)}
     shapes |= {f"model/h{layer}/ln_2/g": (768,) for layer in range(12)}
     full = {
         n: type(any_tensor)(n, s, "float32", 0, any_tensor.storage, None) for n, s in shapes.items()
     }
-    assert found(type(inventory)("", "numpy", full)).assumed["n_head"] == 12
+    assert as_gpt(type(checkpoint)("", "numpy", full)).assumed["n_head"] == 12
 
 
 def one_matrix(release, n_special):

@@ -20,15 +20,15 @@ with warnings.catch_warnings():
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 def test_rows_are_what_their_library_reads(tmp_path, kind):
     path = write_gguf(tmp_path / "a.gguf", {"w": matrix(), "n": matrix()[0]}, kind=kind)
-    inventory = open_gguf(path)
-    assert inventory.config["general.architecture"] == "gpt2"
+    checkpoint = open_gguf(path)
+    assert checkpoint.config["general.architecture"] == "gpt2"
     theirs = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    for name, ours in inventory.tensors.items():
+    for name, ours in checkpoint.tensors.items():
         expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
         assert ours.n_bytes == theirs[name].n_bytes
         rows = ours.matrix_shape[0]
         assert np.array_equal(ours.rows(0, rows), expected.reshape(ours.matrix_shape))
-    w = inventory.tensors["w"]
+    w = checkpoint.tensors["w"]
     assert w.shape == (97, 32)
     assert np.array_equal(w.rows(3, 5), w.rows(0, 97)[3:5])
 

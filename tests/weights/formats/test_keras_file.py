@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.weights.keras_saved import unpack
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.formats.keras_file import is_archive, open_keras, tokenizer_files
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ def test_blocks_are_read_where_they_lie(saved):
 def test_shards_make_one_inventory(saved):
     whole = ours(saved / "preset" / "model.weights.h5")
     assert_same(ours(saved / "sharded" / "model.weights.json"), whole)
-    inventory = open_inventory(saved / "sharded")
-    assert [file.name for file in inventory.files] == [
+    checkpoint = open_checkpoint(saved / "sharded")
+    assert [file.name for file in checkpoint.files] == [
         "model.weights.json", "model_00000.weights.h5", "model_00001.weights.h5",
     ]  # fmt: skip
-    assert inventory.claim is True and inventory.config["class_name"] == "GPT2Backbone"
+    assert checkpoint.claim is True and checkpoint.config["class_name"] == "GPT2Backbone"
 
 
 def test_an_archive_is_known_by_what_is_in_it(saved):
     shutil.copy(saved / "model.keras", saved / "model.bin")
-    assert open_inventory(saved / "model.bin").format == "Keras HDF5"
+    assert open_checkpoint(saved / "model.bin").format == "Keras HDF5"
     with zipfile.ZipFile(saved / "other.zip", "w") as archive:
         archive.writestr("archive/data.pkl", b"")
     assert not is_archive(saved / "other.zip")
@@ -146,7 +146,7 @@ def test_hostile_indices_are_refused(name, saved):
     value, why = INDICES[name]
     (saved / "sharded" / "model.weights.json").write_text(json.dumps(value))
     with pytest.raises(CorruptInputError, match=why):
-        open_inventory(saved / "sharded")
+        open_checkpoint(saved / "sharded")
 
 
 def test_a_link_to_another_directory_is_refused(saved):
@@ -154,7 +154,7 @@ def test_a_link_to_another_directory_is_refused(saved):
     shard.rename(saved / "elsewhere")
     shard.symlink_to(saved / "elsewhere")
     with pytest.raises(CorruptInputError, match="a link out of its directory"):
-        open_inventory(saved / "sharded")
+        open_checkpoint(saved / "sharded")
 
 
 def test_two_shards_with_one_tensor_are_refused(saved):

@@ -11,7 +11,7 @@ from tests.weights.dialects.llmc import HEADER, number_of, write_checkpoint
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.llmc_file import count, open_llmc, parameters
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 
 SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
 
@@ -21,11 +21,11 @@ def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
     path = tmp_path / "model.bin"
     sizes = SIZES | ({"Vp": 5} if version == 1 else {})
     numbers = write_checkpoint(path, version, **sizes)
-    inventory = open_llmc(path)
-    assert inventory.format == "llm.c"
-    assert inventory.config["vocab_size"] == 5 and inventory.config["num_heads"] == 2
-    assert len(inventory.tensors) == 2 + 2 * 12 + 2
-    for name, tensor in inventory.tensors.items():
+    checkpoint = open_llmc(path)
+    assert checkpoint.format == "llm.c"
+    assert checkpoint.config["vocab_size"] == 5 and checkpoint.config["num_heads"] == 2
+    assert len(checkpoint.tensors) == 2 + 2 * 12 + 2
+    for name, tensor in checkpoint.tensors.items():
         expected = numbers[name][:5] if name == "wte.weight" else numbers[name]
         assert tensor.shape == expected.shape
         found = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
@@ -39,7 +39,7 @@ def test_the_count_by_formula_is_that_of_the_tensors():
 
 def test_it_is_recognised_by_its_first_bytes_and_is_tied(tmp_path):
     write_checkpoint(tmp_path / "x", 3, **SIZES)
-    assert open_inventory(tmp_path / "x").format == "llm.c"
+    assert open_checkpoint(tmp_path / "x").format == "llm.c"
     assert audit(tmp_path / "x").verdict == "tied"
 
 

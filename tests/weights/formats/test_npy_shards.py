@@ -36,16 +36,16 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
-    inventory = open_npy_shards(release)
+    checkpoint = open_npy_shards(release)
     shapes = json.loads((release / "params_shapes.json").read_text())
     pieces = [np.load(release / f"params_{number}.npy") for number in range(10)]
     ends = np.cumsum([np.prod(shape) for shape in shapes])
     theirs = np.split(np.concatenate(pieces), ends)[:-1]
     expected_names = ["model/wpe", "model/wte", *(n.removesuffix(":0") for n in names(2)[1:-2])]
-    assert list(inventory.tensors) == expected_names
-    for tensor, shape, array in zip(inventory.tensors.values(), shapes, theirs, strict=True):
+    assert list(checkpoint.tensors) == expected_names
+    for tensor, shape, array in zip(checkpoint.tensors.values(), shapes, theirs, strict=True):
         assert np.array_equal(numbers(tensor), array.reshape(shape)), tensor.name
-    assert (inventory.format, inventory.config, len(inventory.files)) == ("numpy", {}, 11)
+    assert (checkpoint.format, checkpoint.config, len(checkpoint.files)) == ("numpy", {}, 11)
 
 
 @pytest.mark.parametrize("n_pieces", [1, 3, 57])
@@ -78,10 +78,10 @@ def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
     for with_names in (False, True):
         if with_names:
             (directory / "parameters_names.json").write_text(json.dumps(names(1)))
-        inventory = open_npy_shards(directory)
-        assert next(iter(inventory.tensors)) == "model/we"
-        assert list(inventory.tensors)[-2:] == ["model/clf/w", "model/clf/b"]
-        assert inventory.config == {"encoder_size": 2, "hparams": {"n_ctx": POSITIONS}}
+        checkpoint = open_npy_shards(directory)
+        assert next(iter(checkpoint.tensors)) == "model/we"
+        assert list(checkpoint.tensors)[-2:] == ["model/clf/w", "model/clf/b"]
+        assert checkpoint.config == {"encoder_size": 2, "hparams": {"n_ctx": POSITIONS}}
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("<f2", "float16"), ("<f8", "float64")])

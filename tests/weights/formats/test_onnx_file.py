@@ -25,19 +25,19 @@ def graph_of(*tensors, nodes=()):
 @pytest.mark.parametrize("external", [False, True])
 def test_initializers_are_what_onnx_reads(tmp_path, external):
     path = write_onnx(tmp_path / "a.onnx", "other", external=external)
-    inventory = open_onnx(path)
+    checkpoint = open_onnx(path)
     theirs = {
         t.name: numpy_helper.to_array(t, str(tmp_path)) for t in onnx.load(path).graph.initializer
     }
-    assert set(inventory.tensors) == set(theirs)
+    assert set(checkpoint.tensors) == set(theirs)
     for name, expected in theirs.items():
-        ours = inventory.tensors[name]
+        ours = checkpoint.tensors[name]
         assert ours.shape == expected.shape
         assert np.array_equal(ours.rows(0, len(expected)), expected)
         assert np.array_equal(ours.columns(2, 7), expected.T[2:7])
-    assert inventory.reads == ("W", "wpe")
-    assert inventory.predicts == ("H",)
-    assert inventory.products == ("block", "H")
+    assert checkpoint.reads == ("W", "wpe")
+    assert checkpoint.predicts == ("H",)
+    assert checkpoint.products == ("block", "H")
 
 
 @pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"])
@@ -222,5 +222,5 @@ def test_the_metadata_of_others_are_let_be(tmp_path):
     model = graph_of(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
     helper.set_model_props(model, {"author": "x" * 200_000, "tie_word_embeddings": "no", "e": ""})
     onnx.save(model, tmp_path / "a.onnx")
-    inventory = open_onnx(tmp_path / "a.onnx")
-    assert (inventory.config, inventory.claim) == ({}, None)
+    checkpoint = open_onnx(tmp_path / "a.onnx")
+    assert (checkpoint.config, checkpoint.claim) == ({}, None)

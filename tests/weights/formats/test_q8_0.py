@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tiedgpt.weights.formats.q8_0 import BLOCK_BYTES, quantize
-from tiedgpt.weights.stored import decode
+from tiedgpt.weights.tensors import decode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.formats.crc32c import crc32c, masked
 from tiedgpt.weights.formats.leveldb_table import MAGIC, read_table
 from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
-from tiedgpt.weights.stored import decode
+from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
 DATA = "model.ckpt.data-00000-of-00001"
@@ -28,13 +28,13 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_was_saved():
-    inventory = open_bundle(DIRECTORY / "gpt2" / INDEX)
+    checkpoint = open_bundle(DIRECTORY / "gpt2" / INDEX)
     expected = values()
-    assert inventory.format == "TensorFlow"
-    assert inventory.config == {"hparams": HPARAMS}
-    assert [file.name for file in inventory.files] == [INDEX, DATA]
-    assert inventory.tensors.keys() == expected.keys()
-    for name, tensor in inventory.tensors.items():
+    assert checkpoint.format == "TensorFlow"
+    assert checkpoint.config == {"hparams": HPARAMS}
+    assert [file.name for file in checkpoint.files] == [INDEX, DATA]
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, tensor in checkpoint.tensors.items():
         assert (tensor.dtype, tensor.shape) == ("float32", expected[name].shape)
         assert np.array_equal(numbers(tensor), expected[name]), name
 
@@ -48,12 +48,12 @@ def test_rows_and_columns_are_read_where_they_lie():
 
 
 def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
-    inventory = open_bundle(DIRECTORY / "tuned" / INDEX)
-    assert len({tensor.storage.place for tensor in inventory.tensors.values()}) == 2
+    checkpoint = open_bundle(DIRECTORY / "tuned" / INDEX)
+    assert len({tensor.storage.place for tensor in checkpoint.tensors.values()}) == 2
     for name, value in values().items():
-        assert np.array_equal(numbers(inventory.tensors[name]), value)
-        assert inventory.tensors[f"{name}/Adam"].shape == value.shape
-    step = inventory.tensors["global_step"]
+        assert np.array_equal(numbers(checkpoint.tensors[name]), value)
+        assert checkpoint.tensors[f"{name}/Adam"].shape == value.shape
+    step = checkpoint.tensors["global_step"]
     assert (step.shape, step.dtype, step.native(0, 1).item()) == ((), "int64", 1)
 
 

@@ -16,7 +16,7 @@ from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.weights.dialects.gguf import to_theirs
 from tiedgpt.weights.gguf_tokenizer import tokenizer_in
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_inventory
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.writers.gguf import write_gguf
 
 with warnings.catch_warnings():
@@ -143,7 +143,7 @@ def test_an_untied_head_is_kept_even_where_it_is_equal(tokenizer, tmp_path):
         model.head.weight.copy_(model.wte.weight)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
     assert GPT.from_pretrained(tmp_path / "a.gguf").head is not None
-    assert open_inventory(tmp_path / "a.gguf").claim is False
+    assert open_checkpoint(tmp_path / "a.gguf").claim is False
 
 
 def test_biases_that_are_not_there_are_zeros(tokenizer, tmp_path):

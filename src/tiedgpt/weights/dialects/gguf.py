@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.formats.gguf_file import TIE_CLAIM
-from tiedgpt.weights.found import FileTensor, Found
-from tiedgpt.weights.stored import Inventory, printable
+from tiedgpt.weights.tensors import printable
 
 ARCHITECTURE = "gpt2"
 TOP_NAMES = {
@@ -50,18 +50,18 @@ _OURS = {theirs: ours for ours, theirs in TOP_NAMES.items()}
 _OURS_IN_BLOCK = {theirs: ours for ours, theirs in BLOCK_NAMES.items()}
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether this is a GGUF file, of whatever architecture."""
-    return inventory.format == "GGUF"
+    return checkpoint.format == "GGUF"
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a GGUF file.
 
     Raises `UserError` for other architectures and for types of weights that are not read,
     `CorruptInputError` where the pairs contradict each other.
     """
-    source, pairs = inventory.source, inventory.config
+    source, pairs = checkpoint.source, checkpoint.config
     architecture = pairs.get("general.architecture")
     if architecture != ARCHITECTURE:
         named = printable(str(architecture)[:40])
@@ -70,8 +70,8 @@ def found(inventory: Inventory) -> Found:
             f"which GGUF calls {ARCHITECTURE!r}"
         )
     fields = _fields(str(source), pairs)
-    tensors: dict[str, FileTensor] = {}
-    for their_name, stored in inventory.tensors.items():
+    tensors: dict[str, LazyTensor] = {}
+    for their_name, stored in checkpoint.tensors.items():
         name = to_ours(their_name)
         if name in tensors:
             raise CorruptInputError(f"{source} holds {printable(name)} twice, under two names")
@@ -81,11 +81,13 @@ def found(inventory: Inventory) -> Found:
                 "Q8_0 are read: convert it first with llama.cpp's "
                 "`llama-quantize --allow-requantize FILE NEW_FILE F16`"
             )
-        tensors[name] = FileTensor(stored)
+        tensors[name] = LazyTensor(stored)
     quantized = sum(tensor.stored.dtype == "Q8_0" for tensor in tensors.values())
     note = f"{quantized} matrices of 8 bits (Q8_0) become float32 when they are loaded"
     assumed = {"activation_function": "gelu_new", "norm": "pre", "layer_norm_epsilon": 1e-5}
-    return Found("GGUF gpt2", fields, tensors, assumed=assumed, notes=(note,) if quantized else ())
+    return GPTCheckpoint(
+        "GGUF gpt2", fields, tensors, assumed=assumed, notes=(note,) if quantized else ()
+    )
 
 
 def to_theirs(name: str) -> str:

@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.formats.keras_file import FORMAT
-from tiedgpt.weights.found import FileTensor, Found
-from tiedgpt.weights.joined import joined
-from tiedgpt.weights.stored import Inventory, Native, StoredTensor, printable
+from tiedgpt.weights.tensors import Native, StoredTensor, joined, printable
 
 BACKBONE, TASKS = "GPT2Backbone", ("GPT2CausalLM",)
 TOP_NAMES = {
@@ -60,26 +59,26 @@ _BODY = re.compile(r"(?:.*/)?(?:layers|_layer_checkpoint_dependencies)/")
 _BLOCK = re.compile(r"transformer_decoder(?:_([1-9]\d{0,5}))?/([\w/]+)/vars/([01])")
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether it is Keras's, of whatever model."""
-    return inventory.format == FORMAT
+    return checkpoint.format == FORMAT
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in what Keras saved.
 
     Raises `UserError` for other models, `CorruptInputError` where variables contradict each other.
     """
-    source = str(inventory.source)
-    fields: dict[str, Any] = dict(ALWAYS) | _said(source, inventory.config)
-    tensors: dict[str, FileTensor] = {}
+    source = str(checkpoint.source)
+    fields: dict[str, Any] = dict(ALWAYS) | _said(source, checkpoint.config)
+    tensors: dict[str, LazyTensor] = {}
     apart: dict[str, dict[str, StoredTensor]] = {}
     n_heads: set[int] = set()
-    for path, stored in inventory.tensors.items():
+    for path, stored in checkpoint.tensors.items():
         inner = _BODY.sub("", path, count=1)
         block = _BLOCK.fullmatch(inner)
         if block is None:
-            name, tensor = TOP_NAMES.get(inner, path), FileTensor(stored)
+            name, tensor = TOP_NAMES.get(inner, path), LazyTensor(stored)
         else:
             layer, part, kind = int(block[1] or 0), block[2], KINDS[int(block[3])]
             if part in QKV:
@@ -106,7 +105,7 @@ def found(inventory: Inventory) -> Found:
             f"{source}: its layers have {' and '.join(map(str, sorted(n_heads)))} heads, where "
             f"{fields.get('n_head', 'one number')} are said"
         )
-    return Found("KerasHub GPT-2", fields, tensors)
+    return GPTCheckpoint("KerasHub GPT-2", fields, tensors)
 
 
 def _said(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def _heads_joined(source: str, stored: StoredTensor, kind: str, n_heads: set[int
     return replace(stored, shape=(*stored.shape[:-2], width), read=None if whole is None else read)
 
 
-def _c_attn(source: str, name: str, parts: dict[str, StoredTensor]) -> FileTensor:
+def _c_attn(source: str, name: str, parts: dict[str, StoredTensor]) -> LazyTensor:
     """Return queries, keys and values as the rows of one matrix, (3 D, D)."""
     if missing := [part for part in QKV if part not in parts]:
         raise CorruptInputError(f"{source}: {missing[0]} is missing in {name}")
@@ -162,11 +161,11 @@ def _c_attn(source: str, name: str, parts: dict[str, StoredTensor]) -> FileTenso
     if whole is None:
         shapes = ", ".join(f"{part.shape} {part.dtype}" for part in there)
         raise CorruptInputError(f"{source}: {name} is made of parts that are not alike: {shapes}")
-    return FileTensor(whole)
+    return LazyTensor(whole)
 
 
-def _in_our_layout(stored: StoredTensor, name: str) -> FileTensor:
+def _in_our_layout(stored: StoredTensor, name: str) -> LazyTensor:
     """Return a matrix to be changed over; the output's heads, (H, D/H, D), become rows of one."""
     if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:
         stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-    return FileTensor(stored, transposed=name.endswith(".weight"))
+    return LazyTensor(stored, transposed=name.endswith(".weight"))

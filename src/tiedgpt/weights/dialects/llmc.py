@@ -6,8 +6,7 @@ everywhere, one matrix that reads and predicts.
 
 from __future__ import annotations
 
-from tiedgpt.weights.found import FileTensor, Found
-from tiedgpt.weights.stored import Inventory
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 
 FIELDS = {
     "max_seq_len": "n_positions",
@@ -26,13 +25,13 @@ ALWAYS = {
 }
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether this is a checkpoint of llm.c."""
-    return inventory.format == "llm.c"
+    return checkpoint.format == "llm.c"
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
-    told = {ours: inventory.config[theirs] for theirs, ours in FIELDS.items()}
-    tensors = {name: FileTensor(tensor) for name, tensor in inventory.tensors.items()}
-    return Found("llm.c", ALWAYS | told, tensors)
+    told = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
+    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
+    return GPTCheckpoint("llm.c", ALWAYS | told, tensors)

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.found import FileTensor, Found
-from tiedgpt.weights.joined import joined
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.names import EMBEDDING, HEAD, MASK_BUFFERS
-from tiedgpt.weights.stored import Inventory, StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor, joined, printable
 
 PREFIX = "transformer."
 MODEL_ARGS = {
@@ -60,69 +59,69 @@ GELU_NOTE = (
 )
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether this is nanoGPT's or minGPT's: by "model_args", or a c_attn that lies (out, in)."""
-    if inventory.format not in ("torch", "safetensors"):
+    if checkpoint.format not in ("torch", "safetensors"):
         return False
-    if {"n_embd", "block_size"} <= _model_args(inventory).keys():
+    if {"n_embd", "block_size"} <= _model_args(checkpoint).keys():
         return True
-    if isinstance(inventory.config.get("model_type"), str):
+    if isinstance(checkpoint.config.get("model_type"), str):
         return False  # config.json of transformers
-    if _is_first_mingpt(inventory):
+    if _is_first_mingpt(checkpoint):
         return True
     names = [prefix + "h.0.attn.c_attn.weight" for prefix in (PREFIX, "")]
-    shapes = [inventory.tensors[name].shape for name in names if name in inventory.tensors]
+    shapes = [checkpoint.tensors[name].shape for name in names if name in checkpoint.tensors]
     return any(len(shape) == 2 and shape[0] == 3 * shape[1] for shape in shapes)
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in such a checkpoint; one storage under two names is one matrix."""
-    if _is_first_mingpt(inventory):
-        return Found(
-            "minGPT", _mingpt_fields(inventory), _first_mingpt(inventory),
+    if _is_first_mingpt(checkpoint):
+        return GPTCheckpoint(
+            "minGPT", _mingpt_fields(checkpoint), _first_mingpt(checkpoint),
             assumed={"activation_function": "gelu"},
         )  # fmt: skip
-    tensors: dict[str, FileTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     masked = False
-    for their_name, stored in inventory.tensors.items():
+    for their_name, stored in checkpoint.tensors.items():
         name = their_name.removeprefix(PREFIX)
         name = HEAD if name == "lm_head.weight" else name
         if MASK_BUFFERS.fullmatch(name):
             masked = True
         elif name in tensors:
-            raise CorruptInputError(f"{inventory.source} holds {name} twice, with {PREFIX} too")
+            raise CorruptInputError(f"{checkpoint.source} holds {name} twice, with {PREFIX} too")
         else:
-            tensors[name] = FileTensor(stored)
+            tensors[name] = LazyTensor(stored)
     _drop_shared_head(tensors)
-    args = _model_args(inventory)
+    args = _model_args(checkpoint)
     biased = any(name.endswith(".bias") for name in tensors)
     if not args and masked and biased and HEAD in tensors:
-        return Found(
-            "minGPT", _mingpt_fields(inventory), tensors,
+        return GPTCheckpoint(
+            "minGPT", _mingpt_fields(checkpoint), tensors,
             assumed={"activation_function": "gelu_new"},
         )  # fmt: skip
-    fields: dict[str, Any] = {"bias": biased, **_claim(inventory), **_fields(inventory, args)}
+    fields: dict[str, Any] = {"bias": biased, **_claim(checkpoint), **_fields(checkpoint, args)}
     assumed, guess = _gelu(args, masked)
     told = fields.get("activation_function", "gelu")
     notes = (f"it was trained with {told}; nanoGPT since June 2023 computes gelu on it",)
-    return Found(
+    return GPTCheckpoint(
         "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
         notes=notes if told != "gelu" else (),
         guesses={} if guess is None else {"activation_function": guess},
     )  # fmt: skip
 
 
-def _claim(inventory: Inventory) -> dict[str, Any]:
+def _claim(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a config.json beside the file claims of the tie, where it says so."""
-    return {} if inventory.claim is None else {"tie_word_embeddings": inventory.claim}
+    return {} if checkpoint.claim is None else {"tie_word_embeddings": checkpoint.claim}
 
 
-def _model_args(inventory: Inventory) -> Mapping[str, Any]:
-    args = inventory.config.get("model_args")
+def _model_args(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    args = checkpoint.config.get("model_args")
     return args if isinstance(args, Mapping) else {}
 
 
-def _fields(inventory: Inventory, args: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return what nanoGPT's model_args say, and what our writer adds, under our names."""
     fields: dict[str, Any] = {}
     for name, value in args.items():
@@ -131,10 +130,10 @@ def _fields(inventory: Inventory, args: Mapping[str, Any]) -> dict[str, Any]:
                 fields |= dict.fromkeys(MODEL_ARGS[name], value)
         elif value:
             raise UserError(
-                f"{inventory.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
+                f"{checkpoint.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
                 "itself does not know and which may change the computation: it is not built here"
             )
-    beside = inventory.config.get("config")
+    beside = checkpoint.config.get("config")
     if isinstance(beside, Mapping):
         fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
     return fields
@@ -155,7 +154,7 @@ def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str | None]:
     return taken, GELU_NOTE.format(taken=taken, other=other, whose=whose)
 
 
-def _drop_shared_head(tensors: dict[str, FileTensor]) -> None:
+def _drop_shared_head(tensors: dict[str, LazyTensor]) -> None:
     """Leave lm_head out where it is wte under a second name."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if embedding is None or head is None or embedding.shape != head.shape:
@@ -164,12 +163,12 @@ def _drop_shared_head(tensors: dict[str, FileTensor]) -> None:
         del tensors[HEAD]
 
 
-def _mingpt_fields(inventory: Inventory) -> dict[str, Any]:
+def _mingpt_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what minGPT's own config.json says, where it lies beside: heads and dropout."""
-    model = inventory.config.get("model")
+    model = checkpoint.config.get("model")
     if not isinstance(model, Mapping):
-        return _claim(inventory)
-    told = _claim(inventory) | {
+        return _claim(checkpoint)
+    told = _claim(checkpoint) | {
         name: model[name]
         for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdrop")
         if model.get(name) is not None
@@ -180,21 +179,21 @@ def _mingpt_fields(inventory: Inventory) -> dict[str, Any]:
     return told
 
 
-def _is_first_mingpt(inventory: Inventory) -> bool:
-    return {"tok_emb.weight", "blocks.0.attn.key.weight"} <= inventory.tensors.keys()
+def _is_first_mingpt(checkpoint: Checkpoint) -> bool:
+    return {"tok_emb.weight", "blocks.0.attn.key.weight"} <= checkpoint.tensors.keys()
 
 
-def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
+def _first_mingpt(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
     """Return the first minGPT's tensors by our names, queries, keys and values joined."""
-    tensors: dict[str, FileTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     joined: dict[str, list[StoredTensor | None]] = {}
 
     def put(name: str, stored: StoredTensor) -> None:
         if name in tensors:
-            raise CorruptInputError(f"{inventory.source} holds {printable(name)} under two names")
-        tensors[name] = FileTensor(stored)
+            raise CorruptInputError(f"{checkpoint.source} holds {printable(name)} under two names")
+        tensors[name] = LazyTensor(stored)
 
-    for their_name, stored in inventory.tensors.items():
+    for their_name, stored in checkpoint.tensors.items():
         match = FIRST_BLOCK.fullmatch(their_name)
         if FIRST_MASK.fullmatch(their_name):
             continue
@@ -211,19 +210,19 @@ def _first_mingpt(inventory: Inventory) -> dict[str, FileTensor]:
             continue
         put(f"h.{layer}.{FIRST_NAMES.get(part, part)}.{kind}", stored)
     for name, parts in joined.items():
-        put(name, _join(inventory, name, parts))
+        put(name, _join(checkpoint, name, parts))
     _drop_shared_head(tensors)
     return tensors
 
 
-def _join(inventory: Inventory, name: str, parts: list[StoredTensor | None]) -> StoredTensor:
+def _join(checkpoint: Checkpoint, name: str, parts: list[StoredTensor | None]) -> StoredTensor:
     """Return queries, keys and values as the rows of one tensor; nothing is read."""
     there = [part for part in parts if part is not None]
     whole = joined(name, there) if len(there) == len(parts) else None
     if whole is None:
         shapes = ", ".join(f"{part.name} {part.shape} {part.dtype}" for part in there)
         raise CorruptInputError(
-            f"{inventory.source}: {name} is made of {', '.join(QKV)}, one shape and type each; "
+            f"{checkpoint.source}: {name} is made of {', '.join(QKV)}, one shape and type each; "
             f"there are {shapes}"
         )
     return whole

@@ -7,47 +7,47 @@ from __future__ import annotations
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.formats.onnx_file import CONSTANT, METADATA_KEY
-from tiedgpt.weights.found import FileTensor, Found
 from tiedgpt.weights.names import EMBEDDING, HEAD, is_transposed
-from tiedgpt.weights.stored import Inventory, printable
+from tiedgpt.weights.tensors import printable
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether it is ONNX, by whomever."""
-    return inventory.format == "ONNX"
+    return checkpoint.format == "ONNX"
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a file of ours; another's, or a later version's, is a `UserError`."""
-    fields = inventory.config.get(METADATA_KEY)
+    fields = checkpoint.config.get(METADATA_KEY)
     if not isinstance(fields, dict):
         raise UserError(
-            f"{inventory.source} is ONNX that tiedgpt did not write: `tie` looks into it, and it "
+            f"{checkpoint.source} is ONNX that tiedgpt did not write: `tie` looks into it, and it "
             "is not loaded as a model; load the checkpoint that it was exported from"
         )
     known = GPTConfig.__dataclass_fields__
     if unknown := sorted(printable(name) for name in fields.keys() - known.keys()):
         raise UserError(
-            f"{inventory.source} says {unknown[0][:80]}, which this version of tiedgpt does not "
+            f"{checkpoint.source} says {unknown[0][:80]}, which this version of tiedgpt does not "
             "know: it was written by a later one"
         )
     if not isinstance(tied := fields.get("tie_word_embeddings"), bool):
-        raise CorruptInputError(f"{inventory.source} does not say whether its head is tied")
-    _check_graph(inventory, EMBEDDING if tied else HEAD)
+        raise CorruptInputError(f"{checkpoint.source} does not say whether its head is tied")
+    _check_graph(checkpoint, EMBEDDING if tied else HEAD)
     tensors = {
-        name: FileTensor(tensor, transposed=is_transposed(name))
-        for name, tensor in inventory.tensors.items()
+        name: LazyTensor(tensor, transposed=is_transposed(name))
+        for name, tensor in checkpoint.tensors.items()
         if not name.startswith(CONSTANT)
     }
-    return Found(layout="tiedgpt ONNX", fields=fields, tensors=tensors)
+    return GPTCheckpoint(layout="tiedgpt ONNX", fields=fields, tensors=tensors)
 
 
-def _check_graph(inventory: Inventory, head: str) -> None:
+def _check_graph(checkpoint: Checkpoint, head: str) -> None:
     """The graph reads and predicts with what the metadata says."""
-    if EMBEDDING not in inventory.reads or inventory.predicts != (head,):
-        predicts = ", ".join(printable(name) for name in inventory.predicts) or "nothing"
+    if EMBEDDING not in checkpoint.reads or checkpoint.predicts != (head,):
+        predicts = ", ".join(printable(name) for name in checkpoint.predicts) or "nothing"
         raise CorruptInputError(
-            f"{inventory.source}: its metadata say that {EMBEDDING} reads and {head} predicts, its "
+            f"{checkpoint.source}: its metadata say that {EMBEDDING} reads and {head} predicts, its "  # noqa: E501
             f"graph predicts with {predicts[:200]}: it was changed after tiedgpt wrote it"
         )

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.config_json import config_fields
-from tiedgpt.weights.found import FileTensor, Found
 from tiedgpt.weights.names import EMBEDDING
-from tiedgpt.weights.stored import Inventory, StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 SCOPE = "model/"
 TOKENS, POSITIONS, BOTH = "model/wte", "model/wpe", "model/we"
@@ -45,14 +45,14 @@ GPT1_SPECIALS = (0, 3)
 """Special tokens that the release has, and that its program adds: start, delimiter, classify."""
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether it holds the variables of one of OpenAI's programs."""
-    if inventory.format == "TensorFlow":
-        return any(name in inventory.tensors for name in (TOKENS, BOTH))
-    return inventory.format == "numpy"
+    if checkpoint.format == "TensorFlow":
+        return any(name in checkpoint.tensors for name in (TOKENS, BOTH))
+    return checkpoint.format == "numpy"
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without what only training needs.
 
     Left out, and told in a note, are an optimizer's slots (a variable's name and one more part),
@@ -60,28 +60,28 @@ def found(inventory: Inventory) -> Found:
 
     Raises `UserError` where one matrix holds tokens and positions and nothing says how many.
     """
-    tensors, notes = _without_training(inventory.tensors)
-    fields, foreign, more = _said(inventory.config)
+    tensors, notes = _without_training(checkpoint.tensors)
+    fields, foreign, more = _said(checkpoint.config)
     notes += more
-    is_gpt1 = inventory.format == "numpy" or BOTH in tensors
+    is_gpt1 = checkpoint.format == "numpy" or BOTH in tensors
     fields["norm"] = "post" if is_gpt1 else "pre"
     if BOTH in tensors:
         matrix = tensors.pop(BOTH)
         if TOKENS in tensors or POSITIONS in tensors or len(matrix.shape) != 2:
             raise CorruptInputError(
-                f"{inventory.source}: {BOTH} of shape {matrix.shape} is not the one matrix of "
+                f"{checkpoint.source}: {BOTH} of shape {matrix.shape} is not the one matrix of "
                 "tokens and positions"
             )
-        n_tokens, note = _tokens_in(inventory, matrix.shape[0], fields.get("n_positions"))
+        n_tokens, note = _tokens_in(checkpoint, matrix.shape[0], fields.get("n_positions"))
         tensors[TOKENS] = matrix.row_range(0, n_tokens)
         tensors[POSITIONS] = matrix.row_range(n_tokens, matrix.shape[0])
         notes.append(note)
     ours = {_our_name(name): _in_our_layout(tensor) for name, tensor in tensors.items()}
     if len(ours) < len(tensors):
         raise CorruptInputError(
-            f"{inventory.source} holds a tensor twice, by OpenAI's name and ours"
+            f"{checkpoint.source} holds a tensor twice, by OpenAI's name and ours"
         )
-    return Found(
+    return GPTCheckpoint(
         "OpenAI GPT-1" if is_gpt1 else "OpenAI GPT-2",
         fields, ours, FUNCTIONS | _assumed(ours, is_gpt1=is_gpt1), foreign, tuple(notes),
     )  # fmt: skip
@@ -126,13 +126,13 @@ def _said(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], li
     return fields, foreign, [more] if unused else []
 
 
-def _tokens_in(inventory: Inventory, n_rows: int, n_positions: Any) -> tuple[int, str]:
+def _tokens_in(checkpoint: Checkpoint, n_rows: int, n_positions: Any) -> tuple[int, str]:
     """Return how many rows of the one matrix are tokens, special ones included, and why.
 
     The positions come last. How many there are is said beside, or they are the release's 512, if
     the encoder's tokens and those that the program adds are what is left.
     """
-    encoder = inventory.config.get("encoder_size")
+    encoder = checkpoint.config.get("encoder_size")
     encoder = encoder if type(encoder) is int else None
     why = "as it is said beside"
     if n_positions is None and encoder is not None:
@@ -140,13 +140,13 @@ def _tokens_in(inventory: Inventory, n_rows: int, n_positions: Any) -> tuple[int
             n_positions, why = GPT1_POSITIONS, "as in the release"
     if n_positions is None:
         raise UserError(
-            f"{inventory.source}: the {n_rows:,} rows of {BOTH} are tokens, special tokens and, "
+            f"{checkpoint.source}: the {n_rows:,} rows of {BOTH} are tokens, special tokens and, "
             'last, positions, and nothing says how many: write {"n_ctx": ...} into hparams.json '
             "beside it"
         )
     if type(n_positions) is not int or not 0 < n_positions < n_rows - (encoder or 0) + 1:
         raise CorruptInputError(
-            f"{inventory.source}: {n_positions!r} positions do not fit into the {n_rows:,} rows of "
+            f"{checkpoint.source}: {n_positions!r} positions do not fit into the {n_rows:,} rows of "  # noqa: E501
             f"{BOTH}" + (f" beside the encoder's {encoder:,} tokens" if encoder else "")
         )
     n_tokens = n_rows - n_positions
@@ -166,15 +166,15 @@ def _our_name(name: str) -> str:
     return ".".join([re.sub(r"^h(\d+)$", r"h.\1", parts[0]), *parts[1:], LAST[last]])
 
 
-def _in_our_layout(tensor: StoredTensor) -> FileTensor:
+def _in_our_layout(tensor: StoredTensor) -> LazyTensor:
     """Return a convolution of width 1 as the matrix that it is, (out, in)."""
     is_matrix = tensor.name.endswith("/w")
     if is_matrix and len(tensor.shape) == 3 and tensor.shape[0] == 1:
         tensor = tensor.reshaped(tensor.shape[1:])
-    return FileTensor(tensor, transposed=is_matrix)
+    return LazyTensor(tensor, transposed=is_matrix)
 
 
-def _assumed(tensors: Mapping[str, FileTensor], *, is_gpt1: bool) -> dict[str, int]:
+def _assumed(tensors: Mapping[str, LazyTensor], *, is_gpt1: bool) -> dict[str, int]:
     """Return what no file says of the very models that OpenAI released."""
     shape = tensors[EMBEDDING].shape if EMBEDDING in tensors else ()
     if not is_gpt1:

@@ -10,48 +10,48 @@ import re
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.config_json import TRANSFORMERS_DEFAULTS, config_fields, model_type_from
-from tiedgpt.weights.found import FileTensor, Found
 from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT, from_file, is_transposed
-from tiedgpt.weights.stored import Inventory, StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
 """A classifier's bias says nothing of the body's."""
 
 
-def recognises(inventory: Inventory) -> bool:
+def recognises(checkpoint: Checkpoint) -> bool:
     """Whether it is a format in which transformers writes."""
-    return inventory.format in ("safetensors", "torch")
+    return checkpoint.format in ("safetensors", "torch")
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return what is there, mask buffers left out."""
-    claims = inventory.config
+    claims = checkpoint.config
     model_type = model_type_from(claims)
-    tensors: dict[str, FileTensor] = {}
-    for their_name, stored in inventory.tensors.items():
+    tensors: dict[str, LazyTensor] = {}
+    for their_name, stored in checkpoint.tensors.items():
         name = from_file(their_name, model_type)
         if name is None:
             continue
         if name in tensors:
             raise CorruptInputError(
-                f"{inventory.source} holds {printable(name)} twice, with and without its prefix"
+                f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
-        tensors[name] = FileTensor(stored, transposed=is_transposed(name))
+        tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
     if EMBEDDING not in tensors and HEAD not in tensors:
         raise CorruptInputError(
-            f"{inventory.source} holds no GPT: there is no {EMBEDDING} among its tensors"
+            f"{checkpoint.source} holds no GPT: there is no {EMBEDDING} among its tensors"
         )
     fields, foreign = config_fields(claims)
     tensors, fields, notes = _without_biases(tensors, fields)
     assumed = TRANSFORMERS_DEFAULTS if "model_type" in claims else {}
     layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
-    return Found(layout, fields, tensors, assumed, foreign, notes)
+    return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
 
 
 def _without_biases(
-    tensors: dict[str, FileTensor], fields: dict[str, Any]
-) -> tuple[dict[str, FileTensor], dict[str, Any], tuple[str, ...]]:
+    tensors: dict[str, LazyTensor], fields: dict[str, Any]
+) -> tuple[dict[str, LazyTensor], dict[str, Any], tuple[str, ...]]:
     """Leave out the zeros that stand for biases where the config says that there are none."""
     biases = {name for name in tensors if BODY_BIAS.fullmatch(name)}
     if fields.get("bias") is not False or not biases:

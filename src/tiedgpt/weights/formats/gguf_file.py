@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, byte_reader, plain_reader
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import Storage, StoredTensor, byte_reader, plain_reader
 
 MAGIC = b"GGUF"
 SCALARS = {
@@ -135,7 +136,7 @@ class _Cursor:
         self.take(self.number("Q"))
 
 
-def open_gguf(path: Path) -> Inventory:
+def open_gguf(path: Path) -> Checkpoint:
     """Read the header of a GGUF file; `CorruptInputError` where it lies or the file is cut off."""
     pairs, tensors = _open(path)
     claim, claim_source = pairs.get(TIE_CLAIM), HEAD_RULE
@@ -143,7 +144,7 @@ def open_gguf(path: Path) -> Inventory:
         if not isinstance(claim, bool):
             raise CorruptInputError(f"{path}: {TIE_CLAIM} is {claim!r}, neither true nor false")
         claim_source = f"the file says {TIE_CLAIM}: {str(claim).lower()}"
-    return Inventory(
+    return Checkpoint(
         path, "GGUF", tensors, claim=claim, claim_source=claim_source, files=(path,),
         config={key: value for key, value in pairs.items() if isinstance(value, (str, int, float))},
     )  # fmt: skip

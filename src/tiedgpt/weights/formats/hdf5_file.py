@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.formats.hdf5_bytes import Hdf5Bytes
-from tiedgpt.weights.stored import printable
+from tiedgpt.weights.tensors import printable
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_DEPTH = 32

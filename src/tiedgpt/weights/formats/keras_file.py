@@ -6,7 +6,7 @@
                           model.weights.h5, or the sharded files
 
 (keras-team/keras `src/saving/saving_lib.py`.) The tensors of an archive are read where they lie in
-it. What an optimizer keeps is left out. The archive's config.json becomes the inventory's config,
+it. What an optimizer keeps is left out. The archive's config.json becomes the checkpoint's config,
 under "keras"; no class that it names is ever imported.
 """
 
@@ -23,8 +23,9 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import beside, read_json
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.hdf5_file import MAGIC, read_datasets
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader, printable
 
 FORMAT = "Keras HDF5"
 WEIGHTS, SHARDED, CONFIG = "model.weights.h5", "model.weights.json", "config.json"
@@ -46,7 +47,7 @@ class _Range:
     size: int | None = None
 
 
-def open_keras(path: Path) -> Inventory:
+def open_keras(path: Path) -> Checkpoint:
     """Open a `.weights.h5`, a `.weights.json` with its shards beside it, or a `.keras` archive.
 
     Raises `CorruptInputError` for what is damaged, `UserError` for what is not read here.
@@ -69,7 +70,7 @@ def open_keras(path: Path) -> Inventory:
     embeddings = tuple(name for name in tensors if name.endswith(EMBEDDING))
     tied = len(embeddings) == 1
     files = dict.fromkeys([path, *(lies.path for lies in ranges)])
-    return Inventory(
+    return Checkpoint(
         path, FORMAT, tensors, config, files=tuple(files), reads=embeddings, predicts=embeddings,
         claim=True if tied else None,
         claim_source="Keras's ReversibleEmbedding: one matrix reads and predicts" if tied

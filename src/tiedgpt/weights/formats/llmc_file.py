@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
 
 MAGIC = 20240326
 HEADER_INTS = 256
@@ -38,7 +39,7 @@ BLOCK = {
 CLAIM_RULE = "the llm.c format: one matrix, wte, reads and predicts"
 
 
-def open_llmc(path: Path) -> Inventory:
+def open_llmc(path: Path) -> Checkpoint:
     """Read the header; `CorruptInputError` where it lies or the file is not exactly as long."""
     try:
         with path.open("rb") as file:
@@ -59,7 +60,7 @@ def open_llmc(path: Path) -> Inventory:
             plain_reader(path, at, stored[-1], width),
         )  # fmt: skip
         at += math.prod(shape) * width
-    return Inventory(
+    return Checkpoint(
         path, "llm.c", tensors, config=sizes, claim_source=CLAIM_RULE, files=(path,)
     )  # fmt: skip
 

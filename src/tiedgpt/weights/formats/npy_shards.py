@@ -26,10 +26,10 @@ import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.stored import (
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import (
     BLOCK_BYTES,
     FLOATS,
-    Inventory,
     Native,
     Read,
     Storage,
@@ -76,10 +76,10 @@ class _Piece:
     count: int
 
 
-def open_npy_shards(directory: Path) -> Inventory:
+def open_npy_shards(directory: Path) -> Checkpoint:
     """Read the shapes and the headers of a release's directory.
 
-    The inventory's config tells `encoder_size`, the number of tokens in the encoder beside, where
+    The checkpoint's config tells `encoder_size`, the number of tokens in the encoder beside, where
     one matrix holds tokens and positions, and what `hparams.json` says, where there is one.
 
     Raises `CorruptInputError` where something is damaged or missing, or where the numbers are not
@@ -113,7 +113,7 @@ def open_npy_shards(directory: Path) -> Inventory:
     if (directory / HPARAMS).is_file():
         config["hparams"] = read_json(directory / HPARAMS)
     files = (directory / SHAPES, *(piece.path for piece in pieces))
-    return Inventory(
+    return Checkpoint(
         directory, "numpy", tensors, config, files=files,
         claim_source="an .npy file says nothing of a tie",
     )  # fmt: skip

@@ -15,8 +15,9 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import leads_out
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.protobuf import Span
-from tiedgpt.weights.stored import Inventory, Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader, printable
 
 TYPES = {
     1: ("float32", 4), 2: ("uint8", 1), 3: ("int8", 1), 4: ("uint16", 2), 5: ("int16", 2),
@@ -60,7 +61,7 @@ class _Graph:
     """What the last product multiplies with, whatever its shape."""
 
 
-def open_onnx(path: Path) -> Inventory:
+def open_onnx(path: Path) -> Checkpoint:
     """Read the graph of an ONNX file; `CorruptInputError` where it is damaged."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -83,7 +84,7 @@ def open_onnx(path: Path) -> Inventory:
     source = "an ONNX graph says nothing of a tie"
     if isinstance(claim, bool):
         source = f"its metadata say tie_word_embeddings: {str(claim).lower()}"
-    return Inventory(
+    return Checkpoint(
         path, "ONNX", graph.tensors,
         config={**graph.said, METADATA_KEY: graph.said} if graph.said else {},
         files=(path, *graph.others),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.weights.stored import Q8_BLOCK
+from tiedgpt.weights.tensors import Q8_BLOCK
 
 BLOCK = 32
 BLOCK_BYTES = Q8_BLOCK.itemsize

@@ -19,12 +19,12 @@ import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.crc32c import crc32c_in_place, masked
 from tiedgpt.weights.formats.leveldb_table import read_table
 from tiedgpt.weights.formats.protobuf import Span
-from tiedgpt.weights.stored import (
+from tiedgpt.weights.tensors import (
     BLOCK_BYTES,
-    Inventory,
     Native,
     Read,
     Storage,
@@ -66,7 +66,7 @@ class _Entry:
     sliced: bool = False
 
 
-def open_bundle(index_path: Path) -> Inventory:
+def open_bundle(index_path: Path) -> Checkpoint:
     """Read the index of a checkpoint; the tensors' files must lie beside it.
 
     Raises `CorruptInputError` where something is damaged, missing, or not as long as it must be,
@@ -97,7 +97,7 @@ def open_bundle(index_path: Path) -> Inventory:
         raise CorruptInputError(f"{index_path} holds slices of a tensor that it does not name")
     hparams = index_path.parent / HPARAMS
     config: dict[str, Any] = {"hparams": read_json(hparams)} if hparams.is_file() else {}
-    return Inventory(
+    return Checkpoint(
         index_path, "TensorFlow", tensors, config, files=(index_path, *shards),
         claim_source="a TensorFlow checkpoint says nothing of a tie",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""torch.save's files as an inventory: mapped, weights only, no code in them ever runs.
+"""torch.save's files as a checkpoint: mapped, weights only, no code in them ever runs.
 
 The state dict may lie under "model" or "state_dict", and its names may carry what a compiled or
 wrapped module puts before them. Two names on one storage stay one storage. What nanoGPT's
-checkpoints say beside it in plain values ("model_args", "config") is the inventory's config.
+checkpoints say beside it in plain values ("model_args", "config") is the checkpoint's config.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.torch_places import base_address, data_places
-from tiedgpt.weights.stored import (
-    Inventory,
-    Native,
-    Read,
-    Storage,
-    StoredTensor,
-    plain_reader,
-)
+from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +39,7 @@ MAX_KEPT, MAX_KEPT_TEXT = 256, 1024
 WRAPPERS = ("_orig_mod.", "module.")
 
 
-def open_torch(path: Path) -> Inventory:
+def open_torch(path: Path) -> Checkpoint:
     """Open a file of torch.save; one that holds no tensors by name is a `CorruptInputError`."""
     saved = _load(path)
     state = _state_dict(path, saved)
@@ -69,7 +63,7 @@ def open_torch(path: Path) -> Inventory:
             stored = replace(stored, read=read)
         tensors[name] = stored
     config = {key: _plain(saved[key]) for key in KEPT if isinstance(saved.get(key), Mapping)}
-    return Inventory(path, "torch", tensors, config=config, files=(path,))
+    return Checkpoint(path, "torch", tensors, config=config, files=(path,))
 
 
 def _base_address(path: Path, state: Mapping[str, Tensor]) -> int | None:

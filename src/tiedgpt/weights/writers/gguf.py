@@ -28,7 +28,7 @@ from tiedgpt.weights.formats import q8_0
 from tiedgpt.weights.formats.gguf_file import TIE_CLAIM, TYPES
 from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.save import require_plain_head
-from tiedgpt.weights.stored import BLOCK_BYTES
+from tiedgpt.weights.tensors import BLOCK_BYTES
 from tiedgpt.weights.writers.gguf_pairs import Info, Pair, header, padding
 from tiedgpt.weights.writers.gguf_vocabulary import vocabulary_pairs
 from tiedgpt.weights.writers.limits import require_gelu

@@ -35,7 +35,7 @@ from tiedgpt.weights.formats.onnx_file import METADATA_KEY
 from tiedgpt.weights.formats.protobuf_writer import Message
 from tiedgpt.weights.names import is_transposed, shapes
 from tiedgpt.weights.save import require_plain_head
-from tiedgpt.weights.stored import BLOCK_BYTES
+from tiedgpt.weights.tensors import BLOCK_BYTES
 from tiedgpt.weights.writers.onnx_graph import IR_VERSION, OPSET, gpt_graph
 
 if TYPE_CHECKING:

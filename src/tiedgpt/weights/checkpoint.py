@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.stored import FLOATS, Inventory, StoredTensor, printable
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,49 @@ DIALECTS = ("openai", "gguf", "onnx", "llmc", "keras", "packed", "nanogpt", "tra
 
 
 @dataclass(frozen=True)
-class FileTensor:
+class Checkpoint:
+    """All tensors of a checkpoint, none of them read, and what is said about them."""
+
+    source: Path | str
+    format: str
+    """safetensors, torch, GGUF, ONNX, or module."""
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the file itself says beside its tensors, and what else a config.json beside it says."""
+    claim: bool | None = None
+    """Whether it is claimed that the head is tied; None where nothing says so."""
+    claim_source: str = "nothing says whether the head is tied"
+    reads: tuple[str, ...] = ()
+    """Names of matrices that are known to be looked up, by graph or by module."""
+    predicts: tuple[str, ...] = ()
+    """Names of matrices that are known to predict, or, of a module, that may."""
+    products: tuple[str, ...] | None = None
+    """Names of all matrices that multiply, where a graph tells; else None."""
+    files: tuple[Path, ...] = ()
+    headless: bool = False
+    """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
+    derived: str = ""
+    """Of a module, why its head computes with something derived from, or other than, W."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens, where the config tells it."""
+        return self._told("vocab_size")
+
+    @property
+    def width(self) -> int | None:
+        """The width of the model, where the config tells it."""
+        told = (self._told(key) for key in ("n_embd", "hidden_size", "d_model"))
+        return next((width for width in told if width is not None), None)
+
+    def _told(self, key: str) -> int | None:
+        inner = self.config.get("text_config")
+        value = self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+        return value if type(value) is int and value > 0 else None
+
+
+@dataclass(frozen=True)
+class LazyTensor:
     """A stored tensor as one of ours: as it lies, or a matrix with its axes changed over."""
 
     stored: StoredTensor
@@ -70,14 +113,14 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class GPTCheckpoint:
     """What a checkpoint holds and says of a GPT."""
 
     layout: str
     """Whose names and layout: "transformers gpt2", "nanoGPT", ..."""
     fields: Mapping[str, Any]
     """What it says, under GPTConfig's names."""
-    tensors: dict[str, FileTensor]
+    tensors: dict[str, LazyTensor]
     """Our names; `head.weight` where there is a second matrix."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """What such a checkpoint means where it is silent."""
@@ -88,7 +131,7 @@ class Found:
     """Notes on what is assumed and uncertain, by its field; one that the caller gives is none."""
 
 
-def found(inventory: Inventory) -> Found:
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint.
 
     Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
@@ -96,7 +139,7 @@ def found(inventory: Inventory) -> Found:
     """
     for name in DIALECTS:
         dialect = import_module(f"tiedgpt.weights.dialects.{name}")
-        if dialect.recognises(inventory):
-            answer: Found = dialect.found(inventory)
+        if dialect.recognises(checkpoint):
+            answer: GPTCheckpoint = dialect.as_gpt(checkpoint)
             return answer
-    raise CorruptInputError(f"{inventory.source} holds no GPT that is known here")
+    raise CorruptInputError(f"{checkpoint.source} holds no GPT that is known here")

@@ -8,8 +8,8 @@ floats on request, so that copying is exact and numpy needs no bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,48 +149,6 @@ class StoredTensor:
             yield start, min(rows, start + step)
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """All tensors of a checkpoint, none of them read, and what is said about them."""
-
-    source: Path | str
-    format: str
-    """safetensors, torch, GGUF, ONNX, or module."""
-    tensors: Mapping[str, StoredTensor]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What the file itself says beside its tensors, and what else a config.json beside it says."""
-    claim: bool | None = None
-    """Whether it is claimed that the head is tied; None where nothing says so."""
-    claim_source: str = "nothing says whether the head is tied"
-    reads: tuple[str, ...] = ()
-    """Names of matrices that are known to be looked up, by graph or by module."""
-    predicts: tuple[str, ...] = ()
-    """Names of matrices that are known to predict, or, of a module, that may."""
-    products: tuple[str, ...] | None = None
-    """Names of all matrices that multiply, where a graph tells; else None."""
-    files: tuple[Path, ...] = ()
-    headless: bool = False
-    """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
-    derived: str = ""
-    """Of a module, why its head computes with something derived from, or other than, W."""
-
-    @property
-    def vocabulary(self) -> int | None:
-        """The number of tokens, where the config tells it."""
-        return self._told("vocab_size")
-
-    @property
-    def width(self) -> int | None:
-        """The width of the model, where the config tells it."""
-        told = (self._told(key) for key in ("n_embd", "hidden_size", "d_model"))
-        return next((width for width in told if width is not None), None)
-
-    def _told(self, key: str) -> int | None:
-        inner = self.config.get("text_config")
-        value = self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
-        return value if type(value) is int and value > 0 else None
-
-
 def printable(name: str) -> str:
     """Return a name from a file as it can be shown: no control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
@@ -271,3 +229,33 @@ def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     for group in groups.values():
         group.sort(key=lambda tensor: rank[id(tensor)])
     return sorted(groups.values(), key=lambda group: rank[id(group[0])])
+
+
+def joined(name: str, parts: list[StoredTensor]) -> StoredTensor | None:
+    """Return vectors or matrices, joined along their first axis; None unless they are alike."""
+    first = parts[0]
+    alike = {(part.shape, part.dtype, part.read is None) for part in parts}
+    if len(alike) > 1 or len(first.shape) not in (1, 2):
+        return None
+    n_bytes = sum(part.n_bytes for part in parts)
+    return replace(
+        first, name=name, shape=(len(parts) * first.shape[0], *first.shape[1:]), n_bytes=n_bytes,
+        storage=Storage(tuple(part.storage for part in parts), 0, n_bytes), strides=None,
+        read=None if first.read is None else _reader(parts),
+    )  # fmt: skip
+
+
+def _reader(parts: list[StoredTensor]) -> Read:
+    """Read across tensors of one shape that follow each other along their first axis."""
+    length, axis = parts[0].shape[0], len(parts[0].shape) == 1
+
+    def read(first: int, end: int, left: int, right: int) -> Native:
+        blocks = []
+        start, stop = (left, right) if axis else (first, end)
+        for at, part in enumerate(parts):
+            a, b = max(start - at * length, 0), min(stop - at * length, length)
+            if a < b:
+                blocks.append(part.native(0, 1, a, b) if axis else part.native(a, b, left, right))
+        return np.concatenate(blocks, axis=1 if axis else 0)
+
+    return read

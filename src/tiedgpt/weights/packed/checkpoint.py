@@ -1,4 +1,4 @@
-"""A packed directory as an inventory: every matrix of every layer by our names, unpacked when read.
+"""A packed directory as a checkpoint: every matrix of every layer by our names, unpacked when read.
 
 Tools that know no panels (`tie`, `convert`, `GPT.from_pretrained`) read it like any checkpoint.
 """
@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.names import EMBEDDING, HEAD
 from tiedgpt.weights.packed.file import FILE, open_with_places
 from tiedgpt.weights.packed.model import NAMES, sizes
 from tiedgpt.weights.packed.panels import CHUNK, PANEL, Form, Panels, unpack
-from tiedgpt.weights.stored import PANEL_TYPES, Inventory, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.tensors import PANEL_TYPES, Native, Read, Storage, StoredTensor
 
 TYPES: dict[Form, str] = dict(zip(("fp32", "bf16", "int8", "int4"), PANEL_TYPES, strict=True))
 
 
-def open_packed_inventory(path: Path) -> Inventory:
+def open_packed_checkpoint(path: Path) -> Checkpoint:
     """Return what packed.safetensors at `path` holds; raises as `open_packed`."""
     if path.name != FILE:
         raise UserError(f"{path} is packed for CPU kernels: it is read as {FILE} of a directory")
@@ -68,7 +69,7 @@ def open_packed_inventory(path: Path) -> Inventory:
                 plain(f"{name}.bias", f"{stack}.bias", arrays[f"{stack}.bias"][layer, :rows], layer)
     for name, array, *index in _norms(config):
         plain(name, array, arrays[array][tuple(index)], *index)
-    return Inventory(path, "packed", tensors, files=(path,))
+    return Checkpoint(path, "packed", tensors, files=(path,))
 
 
 def _norms(config: GPTConfig) -> Iterator[Any]:
