@@ -436,7 +436,7 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(UserError, match="adapter"):
         audit(tmp_path / "empty")
     (tmp_path / "noise").write_bytes(b"\xff" * 100)
-    with pytest.raises(CorruptInputError, match="no known format"):
+    with pytest.raises(CorruptInputError, match="no known checkpoint format"):
         audit(tmp_path / "noise")
 
 

@@ -164,6 +164,13 @@ def test_empty_and_unknown_files(tmp_path):
             open_checkpoint(tmp_path / name)
 
 
+@pytest.mark.parametrize("text", [b"hello world", b"# A model\n", b"\x08\x01hello", b"{}"])
+def test_a_text_file_is_of_no_known_format(tmp_path, text):
+    (tmp_path / "notes.txt").write_bytes(text)
+    with pytest.raises(CorruptInputError, match=r"notes\.txt is of no known checkpoint format"):
+        open_checkpoint(tmp_path / "notes.txt")
+
+
 def zipped(path, members, compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as file:
         for name, data in members.items():

@@ -1,8 +1,8 @@
 """A GPT in a file, by our names and in our layout, whoever wrote the file.
 
-Each project's way of naming and laying out is one file in `dialects/`, which says whether a
-checkpoint is its own and, if so, what is found in it. They are asked in turn; none looks at the
-name of a file.
+Each format's module has `as_gpt`, which translates the file's names and layout into ours. A format
+that shares its container with others (safetensors, torch.save) also says whether a checkpoint is
+its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIALECTS = ("openai", "gguf", "onnx", "llmc", "keras", "packed", "nanogpt", "transformers")
-"""In the order in which they are asked; the last takes what is left."""
+BY_FORMAT = {
+    "GGUF": "dialects.gguf",
+    "ONNX": "dialects.onnx",
+    "llm.c": "dialects.llmc",
+    "Keras HDF5": "dialects.keras",
+    "packed": "dialects.packed",
+    "TensorFlow": "dialects.openai",
+    "numpy": "dialects.openai",
+}
+"""`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
+IN_SHARED_CONTAINERS = ("dialects.nanogpt", "dialects.transformers")
+"""Modules with `recognizes` and `as_gpt`, asked in this order, of what several projects write."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,13 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
     contradict each other.
     """
-    for name in DIALECTS:
-        dialect = import_module(f"tiedgpt.weights.dialects.{name}")
-        if dialect.recognises(checkpoint):
-            answer: GPTCheckpoint = dialect.as_gpt(checkpoint)
+    names: tuple[str, ...] = IN_SHARED_CONTAINERS
+    if checkpoint.format in BY_FORMAT:
+        names = (BY_FORMAT[checkpoint.format],)
+    for name in names:
+        module = import_module(f"tiedgpt.weights.{name}")
+        recognizes = getattr(module, "recognizes", lambda checkpoint: True)
+        if recognizes(checkpoint):
+            answer: GPTCheckpoint = module.as_gpt(checkpoint)
             return answer
     raise CorruptInputError(f"{checkpoint.source} holds no GPT that is known here")

@@ -129,9 +129,8 @@ def _write(
     if to == "transformers":
         save_model(model, path, DTYPES[precision])
     else:
-        writer: Callable[..., None] = getattr(
-            import_module(f"tiedgpt.weights.writers.{to}"), f"write_{to}"
-        )
+        module, _, function = (target.writer or f"{to}:write").partition(":")
+        writer: Callable[..., None] = getattr(import_module(f"tiedgpt.weights.{module}"), function)
         inside = None if directory else tokenizer
         writer(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
     if directory and tokenizer is not None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,6 @@ PREDICTING = re.compile(
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
 NUMPY_SHAPES = "params_shapes.json"
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-KERAS_INDEX = ".weights.json"
-LLMC_MAGIC = (20240326).to_bytes(4, "little")
 LLMC_OTHERS = tuple(number.to_bytes(4, "little") for number in (20240327, 20240328, 20240520))
 """llm.c's debug states, tokenizers and tokens end in .bin as well."""
 TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
@@ -113,58 +111,16 @@ def _open_file(path: Path) -> Checkpoint:
         return _open_index(path)
     if not head:
         raise CorruptInputError(f"{path} is empty")
-    return _refuse_an_adapter(_opener(path, head)(path))
-
-
-def _opener(path: Path, head: bytes) -> Callable[[Path], Checkpoint]:
-    """Return what opens a file that begins so; a name counts only where no beginning tells."""
-    if head[:4] == b"GGUF":
-        from tiedgpt.weights.formats.gguf_file import open_gguf
-
-        return open_gguf
-    if head[:4] == LLMC_MAGIC:
-        from tiedgpt.weights.formats.llmc_file import open_llmc
-
-        return open_llmc
-    if path.name == NUMPY_SHAPES:
-        from tiedgpt.weights.formats.npy_shards import open_npy_shards
-
-        return lambda path: open_npy_shards(path.parent)
-    if _is_keras(path, head):
-        from tiedgpt.weights.formats.keras_file import open_keras
-
-        return open_keras
-    if head[8:9] == b"{" or path.suffix == ".safetensors":
-        return _open_safetensors
-    looks_like_onnx = head[0] == 8 and head[1:2] < b" "  # field 1, ir_version, a small number
-    torch_name = path.suffix in TORCH_SUFFIXES and not looks_like_onnx
-    if head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head) or torch_name:
-        from tiedgpt.weights.formats.torch_file import open_torch
-
-        return open_torch
-    if _is_tensorflow_index(path):
-        from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
-
-        return open_bundle
-    if path.suffix == ".gguf":
-        raise CorruptInputError(f"{path} is no GGUF file: it does not begin with GGUF")
-    if path.suffix == ".onnx" or (head[0] & 7 in (0, 2) and 1 <= head[0] >> 3 <= 25):
-        from tiedgpt.weights.formats.onnx_file import open_onnx
-
-        return open_onnx
+    for entry in FORMATS:
+        module: Any = entry
+        if isinstance(entry, str):
+            module = import_module(f"tiedgpt.weights.{entry}")
+        if module.detect(path, head):
+            return _refuse_an_adapter(module.read(path))
     raise CorruptInputError(
-        f"{path} is of no known format: safetensors, torch.save, GGUF, ONNX, Keras's .h5, llm.c's "
-        ".bin, TensorFlow's checkpoints and numbered .npy files are read"
+        f"{path} is of no known checkpoint format: safetensors, torch.save, GGUF, ONNX, Keras's "
+        ".h5, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files are read"
     )
-
-
-def _is_keras(path: Path, head: bytes) -> bool:
-    """Whether it is HDF5, an index of such files, or a zip that holds one."""
-    if head[:4] == b"PK\3\4":
-        from tiedgpt.weights.formats.keras_file import is_archive
-
-        return is_archive(path)
-    return head[:8] == HDF5_MAGIC or path.name.endswith(KERAS_INDEX)
 
 
 def _is_tensorflow_index(path: Path) -> bool:
@@ -177,7 +133,7 @@ def _is_tensorflow_index(path: Path) -> bool:
         return file.read() == TABLE_MAGIC
 
 
-def _open_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path) -> Checkpoint:
     file = SafetensorsFile.open(path)
     if file.metadata.get("format") == FORMAT:
         return open_packed_checkpoint(path)
@@ -269,3 +225,72 @@ def claim_of(config: Mapping[str, Any]) -> Any:
     if CLAIM not in config and isinstance(inner, dict):
         return inner.get(CLAIM)
     return config.get(CLAIM)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A format whose reader still has another name than `read`, in a module `a.b:function`."""
+
+    reader: str
+    detect: Callable[[Path, bytes], bool]
+
+    def read(self, path: Path) -> Checkpoint:
+        """Return the checkpoint at `path`."""
+        module, _, function = self.reader.partition(":")
+        checkpoint: Checkpoint = getattr(import_module(f"tiedgpt.weights.{module}"), function)(path)
+        return checkpoint
+
+
+def _is_numpy(path: Path, head: bytes) -> bool:
+    return path.name == NUMPY_SHAPES
+
+
+def _is_keras(path: Path, head: bytes) -> bool:
+    """Whether it is HDF5, an index of such files, or a zip that holds one."""
+    if head[:4] == b"PK\3\4":
+        from tiedgpt.weights.formats.keras_file import is_archive
+
+        return is_archive(path)
+    return head[:8] == b"\x89HDF\r\n\x1a\n" or path.name.endswith(".weights.json")
+
+
+def _is_gguf(path: Path, head: bytes) -> bool:
+    return head[:4] == b"GGUF" or path.suffix == ".gguf"
+
+
+def _is_llmc(path: Path, head: bytes) -> bool:
+    return head[:4] == (20240326).to_bytes(4, "little")
+
+
+def _is_safetensors(path: Path, head: bytes) -> bool:
+    return head[8:9] == b"{" or path.suffix == ".safetensors"
+
+
+def _is_onnx(path: Path, head: bytes) -> bool:
+    """Whether it begins as a ModelProto does: ir_version, and the tag of another of its fields."""
+    tags = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
+    return path.suffix == ".onnx" or (head[0] == 8 and head[1:2] < b" " and head[2:3] in tags)
+
+
+def _is_torch(path: Path, head: bytes) -> bool:
+    if head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head):
+        return True
+    return path.suffix in TORCH_SUFFIXES and not _is_onnx(path, head)
+
+
+def _is_tensorflow(path: Path, head: bytes) -> bool:
+    return _is_tensorflow_index(path)
+
+
+FORMATS: tuple[str | Elsewhere, ...] = (
+    Elsewhere("formats.npy_shards:open_npy_shapes", _is_numpy),
+    Elsewhere("formats.keras_file:open_keras", _is_keras),
+    Elsewhere("formats.gguf_file:open_gguf", _is_gguf),
+    Elsewhere("formats.llmc_file:open_llmc", _is_llmc),
+    Elsewhere("opening:_read_safetensors", _is_safetensors),
+    Elsewhere("formats.torch_file:open_torch", _is_torch),
+    Elsewhere("formats.tensorflow_bundle:open_bundle", _is_tensorflow),
+    Elsewhere("formats.onnx_file:open_onnx", _is_onnx),
+)
+"""The checkpoint formats in the order in which they are asked: each the name of a module of this
+package with `detect(path, head)` and `read(path)`."""

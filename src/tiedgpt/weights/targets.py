@@ -29,6 +29,9 @@ class Target:
     options: tuple[str, ...] = ()
     default: str = ""
     """The precision where none is asked for; "": the model's own, where it is one of these."""
+    writer: str = ""
+    """module:function in this package, of `write(model, path, *, tokenizer, precision, progress,
+    **options)`; "": the module of the format's name, and `write`."""
 
     def is_directory(self, path: Path) -> bool:
         """Whether a directory is written at `path`."""
@@ -43,16 +46,24 @@ TARGETS = {
     "gguf": Target(
         ("fp32", "fp16", "bf16", "q8_0"),
         suffix=".gguf", holds_tokenizer=True, options=("duplicate_head", "approximate_gelu"),
+        writer="writers.gguf:write_gguf",
     ),
     "onnx": Target(
         ("fp32", "fp16", "bf16"),
-        suffix=".onnx", bundled="model.onnx",
+        suffix=".onnx", bundled="model.onnx", writer="writers.onnx:write_onnx",
     ),
     "nanogpt": Target(
-        ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",)
+        ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",),
+        writer="writers.nanogpt:write_nanogpt",
     ),
-    "llmc": Target(("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
-    "packed": Target(("int8", "int4", "bf16", "fp32"), holds_tokenizer=True, default="int8"),
+    "llmc": Target(
+        ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",),
+        writer="writers.llmc:write_llmc",
+    ),
+    "packed": Target(
+        ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True, default="int8",
+        writer="writers.packed:write_packed",
+    ),
 }  # fmt: skip
 
 

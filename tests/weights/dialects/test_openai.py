@@ -13,7 +13,7 @@ from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import as_gpt
-from tiedgpt.weights.dialects.openai import recognises
+from tiedgpt.weights.dialects.openai import recognizes
 from tiedgpt.weights.formats.npy_shards import open_npy_shards
 from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
 from tiedgpt.weights.load import load
@@ -91,7 +91,7 @@ def test_the_end_of_text_is_known_for_the_releases_vocabulary_alone():
 
 
 def test_other_checkpoints_of_tensorflow_are_not_taken_for_a_gpt():
-    assert not recognises(open_bundle(DIRECTORY / "types" / "model.ckpt.index"))
+    assert not recognizes(open_bundle(DIRECTORY / "types" / "model.ckpt.index"))
     with pytest.raises(CorruptInputError, match="no GPT"):
         GPT.from_pretrained(DIRECTORY / "types")
 

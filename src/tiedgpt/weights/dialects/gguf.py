@@ -50,11 +50,6 @@ _OURS = {theirs: ours for ours, theirs in TOP_NAMES.items()}
 _OURS_IN_BLOCK = {theirs: ours for ours, theirs in BLOCK_NAMES.items()}
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether this is a GGUF file, of whatever architecture."""
-    return checkpoint.format == "GGUF"
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a GGUF file.
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.formats.keras_file import FORMAT
 from tiedgpt.weights.tensors import Native, StoredTensor, joined, printable
 
 BACKBONE, TASKS = "GPT2Backbone", ("GPT2CausalLM",)
@@ -57,11 +56,6 @@ ALWAYS = {
 _BODY = re.compile(r"(?:.*/)?(?:layers|_layer_checkpoint_dependencies)/")
 """What stands before a layer's name: the task's path to its backbone, and Keras's list."""
 _BLOCK = re.compile(r"transformer_decoder(?:_([1-9]\d{0,5}))?/([\w/]+)/vars/([01])")
-
-
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether it is Keras's, of whatever model."""
-    return checkpoint.format == FORMAT
 
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:

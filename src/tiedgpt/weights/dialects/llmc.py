@@ -25,11 +25,6 @@ ALWAYS = {
 }
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether this is a checkpoint of llm.c."""
-    return checkpoint.format == "llm.c"
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     told = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}

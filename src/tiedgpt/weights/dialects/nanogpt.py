@@ -59,7 +59,7 @@ GELU_NOTE = (
 )
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
+def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether this is nanoGPT's or minGPT's: by "model_args", or a c_attn that lies (out, in)."""
     if checkpoint.format not in ("torch", "safetensors"):
         return False

@@ -13,11 +13,6 @@ from tiedgpt.weights.names import EMBEDDING, HEAD, is_transposed
 from tiedgpt.weights.tensors import printable
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether it is ONNX, by whomever."""
-    return checkpoint.format == "ONNX"
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a file of ours; another's, or a later version's, is a `UserError`."""
     fields = checkpoint.config.get(METADATA_KEY)

@@ -45,7 +45,7 @@ GPT1_SPECIALS = (0, 3)
 """Special tokens that the release has, and that its program adds: start, delimiter, classify."""
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
+def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether it holds the variables of one of OpenAI's programs."""
     if checkpoint.format == "TensorFlow":
         return any(name in checkpoint.tensors for name in (TOKENS, BOTH))

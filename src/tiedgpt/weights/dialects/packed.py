@@ -8,11 +8,6 @@ from tiedgpt.weights.config_json import config_fields
 FORMAT = "packed"
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether this is a packed directory."""
-    return checkpoint.format == FORMAT
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT whose weights the panels stand for."""
     fields, foreign = config_fields(checkpoint.config)

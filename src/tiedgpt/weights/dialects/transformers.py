@@ -19,7 +19,7 @@ BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
 """A classifier's bias says nothing of the body's."""
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
+def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether it is a format in which transformers writes."""
     return checkpoint.format in ("safetensors", "torch")
 

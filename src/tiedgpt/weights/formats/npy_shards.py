@@ -267,3 +267,8 @@ def _reader(fill: Callable[[Native, int], None], start: int, columns: int, width
         return block
 
     return read
+
+
+def open_npy_shapes(path: Path) -> Checkpoint:
+    """Open the shards whose shapes `path` lists; see `open_npy_shards`."""
+    return open_npy_shards(path.parent)
