@@ -67,7 +67,7 @@ def test_tying_keeps_the_values_asked_for_and_reports_how_far_apart_they_were(ti
     expected = {"input": a, "output": b, "mean": (a + b) / 2}[keep]
     torch.testing.assert_close(tiny.wte.weight.detach(), expected)
     assert tiny.wte.weight is matrix and tiny.head is None and tiny.config.tie_word_embeddings
-    assert report.apart.rows == 2 and report.apart.largest == pytest.approx(2.0)
+    assert report.apart.differing_rows == 2 and report.apart.largest == pytest.approx(2.0)
     cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
     assert report.apart.cosine == pytest.approx(cosine, rel=1e-5)
     assert report.change.went_out == {"head.weight": (97, 32)}
@@ -295,7 +295,7 @@ def test_any_modules_two_matrices_become_one_with_the_values_asked_for(theirs, k
     theirs.lm_head = nn.Linear(32, 97, bias=False)
     a, b = (w.detach().clone() for w in (theirs.transformer.wte.weight, theirs.lm_head.weight))
     report = tie(theirs, keep)
-    assert report.apart.rows == 97
+    assert report.apart.differing_rows == 97
     expected = {"input": a, "output": b, "mean": (a + b) / 2}[keep]
     torch.testing.assert_close(theirs.lm_head.weight.detach(), expected)
 
@@ -304,7 +304,7 @@ def test_two_parameters_over_one_memory_become_one(theirs):
     theirs.load_state_dict(theirs.state_dict(), assign=True)
     n_seen_by_an_optimizer = len(list(theirs.parameters()))
     assert theirs.lm_head.weight is not theirs.transformer.wte.weight
-    assert tie(theirs).apart.rows == 0
+    assert tie(theirs).apart.differing_rows == 0
     assert theirs.lm_head.weight is theirs.transformer.wte.weight
     assert len(list(theirs.parameters())) == n_seen_by_an_optimizer - 1
 

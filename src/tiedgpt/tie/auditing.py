@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
 from tiedgpt.tie import explanations as words
 from tiedgpt.tie.candidates import ONE_LAYOUT, Roles, find_roles
-from tiedgpt.tie.comparison import Comparison, compare
 from tiedgpt.tie.explanations import Finding
 from tiedgpt.tie.findings import Layout, collect, have_two_owners, is_one, is_turned
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import StoredTensor, printable
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiedgpt.tie.comparison import Comparison
+from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.tensors import StoredTensor
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tiedgpt.tie import explanations as words
 from tiedgpt.tie.candidates import ONE_LAYOUT, Roles
-from tiedgpt.tie.comparison import Comparison, nonzero_rows, spread
 from tiedgpt.tie.explanations import Finding, size
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.comparison import Comparison, nonzero_rows, statistics
 from tiedgpt.weights.tensors import StoredTensor
 
 MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights")
@@ -165,8 +165,8 @@ def _of_noise(
         return []
     found = []
     for matrix, across in ((predicts, layout.transposed), (reads, False)):
-        measured = spread(matrix, transposed=across)
-        looks = measured.fresh if measured else None
+        measured = statistics(matrix, transposed=across)
+        looks = measured.initialization if measured else None
         if measured and looks:
             found.append(words.fresh(matrix, looks, measured.mean, measured.std, cosine))
     return found

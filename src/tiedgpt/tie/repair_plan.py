@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from tiedgpt.errors import UserError
 from tiedgpt.tie.auditing import Audit
 from tiedgpt.tie.candidates import Roles, lies_turned
-from tiedgpt.tie.comparison import nonzero_rows
 from tiedgpt.tie.explanations import size
 from tiedgpt.tie.findings import Layout, is_one, is_turned
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.comparison import nonzero_rows
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.tensor_copy import Copy
 from tiedgpt.weights.tensors import StoredTensor

@@ -8,7 +8,7 @@ from math import prod
 from torch import nn
 
 from tiedgpt.tie.storages import count, storage_key
-from tiedgpt.weights.two_matrices import Difference
+from tiedgpt.weights.comparison import Comparison
 
 REMAKE_OPTIMIZER = (
     "an optimizer made before this holds the old parameters: make a new one before the next step"
@@ -62,7 +62,7 @@ class TieReport:
     """(V, D)."""
     keep: str
     """Whose values are left: `input`, `output` or `mean`."""
-    apart: Difference | None
+    apart: Comparison | None
     """How far the two were apart before; None on the meta device, where nothing has a value."""
     change: Change
     notes: tuple[str, ...] = ()
@@ -76,14 +76,11 @@ class TieReport:
         ]
         if self.apart is None:
             lines.append("the two were not compared: on the meta device they have no values")
-        elif self.apart.rows == 0:
+        elif self.apart.equal:
             lines.append("the two were equal")
         else:
-            lines.append(
-                f"the two differed in {self.apart.rows:,} of {self.shape[0]:,} rows (largest "
-                f"difference {self.apart.largest:.3g}, cosine {self.apart.cosine:.4f}); "
-                f"the values kept are {kept.get(self.keep, 'the mean of both')}"
-            )
+            kept_values = kept.get(self.keep, "the mean of both")
+            lines.append(f"the two matrices {self.apart}; the values kept are {kept_values}")
         return "\n".join([*lines, *self.change.lines(), *self.notes])
 
 

@@ -16,7 +16,8 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.reports import REMAKE_OPTIMIZER, Change, TieReport
 from tiedgpt.tie.storages import named
-from tiedgpt.weights.two_matrices import Difference, difference
+from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.formats.torch_file import stored_tensor
 
 Keep = Literal["input", "output", "mean"]
 
@@ -57,7 +58,7 @@ def share(
 @torch.no_grad()
 def merge(
     matrix: nn.Parameter, other: Tensor, keep: Keep, *, names: tuple[str, str]
-) -> Difference | None:
+) -> Comparison | None:
     """Leave in `matrix` the values to keep; return how far the two (V, D) were apart.
 
     On the meta device there is nothing to compare and None is returned. `requires_grad` goes with
@@ -72,7 +73,7 @@ def merge(
             raise UserError(
                 f"{names[0]} has {what} {a} and {names[1]} {b}: make them alike, then tie"
             )
-    apart = None if matrix.is_meta else difference(matrix, other)
+    apart = compare(stored_tensor(names[0], matrix), stored_tensor(names[1], other))
     if keep == "output":
         matrix.copy_(other)
         matrix.requires_grad_(other.requires_grad)

@@ -24,10 +24,10 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import GPTCheckpoint, LazyTensor, as_gpt
 from tiedgpt.weights.config_json import FIELDS, drop_foreign_ids
+from tiedgpt.weights.head_policy import choose_matrices
 from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import by_storage, printable
-from tiedgpt.weights.two_matrices import settle
 
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -84,18 +84,18 @@ def load(
     gpt = as_gpt(checkpoint)
     files = {name: t for name, t in gpt.tensors.items() if others is None or not others(name)}
     supplied = _supply(gpt.fields, config)
-    settled = settle(
+    matrices = choose_matrices(
         path,
         claim=supplied.get("tie_word_embeddings"),
         embedding=files.get(EMBEDDING),
         head=files.get(HEAD),
         resolve=resolve,
     )
-    for name, tensor in ((EMBEDDING, settled.embedding), (HEAD, settled.head)):
+    for name, tensor in ((EMBEDDING, matrices.embedding), (HEAD, matrices.head)):
         files.pop(name, None)
         if tensor is not None:
             files[name] = tensor
-    supplied["tie_word_embeddings"] = settled.head is None
+    supplied["tie_word_embeddings"] = matrices.head is None
     built = _config(path, supplied, files, gpt)
     for name, value in config.items():
         if name != "tie_word_embeddings" and getattr(built, name) != value:
@@ -106,7 +106,7 @@ def load(
     _check_size(path, files, checkpoint.files)
     model, rounded = _build(built, files, dtype, progress)
     guesses = (note for name, note in gpt.guesses.items() if name not in supplied)
-    notes = (*gpt.notes, *guesses, *settled.notes, *rounded)
+    notes = (*gpt.notes, *guesses, *matrices.notes, *rounded)
     model.foreign_config = dict(gpt.foreign)
     return Loaded(
         model, path, f"{checkpoint.format}, {gpt.layout}",

@@ -1,6 +1,9 @@
-"""Two matrices compared where they lie, a block of rows at a time: equal, drifted, or fresh noise.
+"""Two matrices compared where they are stored, a block of rows at a time, without torch.
 
-Nothing larger than a few blocks is in memory, whatever the matrices' size; no torch is needed.
+    comparison = compare(a, b)      equal, or how many rows differ, by how much, at which cosine
+    statistics(a).initialization    "N(0, 0.02)" where the numbers look random, else None
+
+Memory: a few blocks, whatever the size of the matrices.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ Block = NDArray[np.floating[Any]]
 N_FIRST_ROWS = 10
 SAMPLE = 4_000_000
 BLOCK_ITEMS = 2 << 20
-HALF_STEPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDING_ERROR = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the rows that two matrices (V, D) have in common compare."""
+    """The rows that two matrices (V, D) have in common, compared."""
 
     rows_compared: int
     differing_rows: int
@@ -36,32 +39,44 @@ class Comparison:
     cosine: float | None
     """Of the two matrices as vectors; None where one of them is zero or not finite."""
     not_finite_rows: int
-    """Rows of which one matrix holds an infinity or no number at all."""
+    """Rows in which one of the matrices holds an infinity or NaN."""
     within_rounding: bool
-    """Whether all differences are what rounding to the coarser of two types gives."""
+    """Whether rounding to the coarser of the two types explains every difference."""
 
     @property
     def equal(self) -> bool:
         """Whether no row differs."""
         return self.differing_rows == 0
 
+    def __str__(self) -> str:
+        """Say how far apart they are: `differ in 3 of 97 rows (largest difference 1, ...)`."""
+        if self.equal:
+            return f"are equal in all {self.rows_compared:,} rows"
+        numbers = []
+        if self.largest is not None:
+            numbers.append(f"largest difference {self.largest:.3g}")
+        if self.cosine is not None:
+            numbers.append(f"cosine {self.cosine:.4f}")
+        text = f"differ in {self.differing_rows:,} of {self.rows_compared:,} rows"
+        return f"{text} ({', '.join(numbers)})" if numbers else text
+
 
 @dataclass(frozen=True)
-class Spread:
-    """What a matrix's elements look like, measured on rows spread over it."""
+class Statistics:
+    """The distribution of a matrix's elements, measured on rows spread over it."""
 
     mean: float
     std: float
     kurtosis: float
     """3 for a normal distribution, 1.8 for a uniform one; trained matrices have heavier tails."""
     row_norm_spread: float
-    """Standard deviation of the rows' lengths over their mean."""
+    """Standard deviation of the rows' norms divided by their mean."""
     n_elements: int
     width: int
 
     @property
-    def fresh(self) -> str | None:
-        """The initialisation that it looks like, in words, or None."""
+    def initialization(self) -> str | None:
+        """The initialization that the numbers look like, in words, or None."""
         if not math.isfinite(self.std) or self.std == 0:
             return None
         if abs(self.mean) > 5 * self.std / math.sqrt(self.n_elements) + 0.01 * self.std:
@@ -69,20 +84,20 @@ class Spread:
         if self.row_norm_spread > 2.5 / math.sqrt(2 * self.width):
             return None
         slack = 0.1 + 15 / math.sqrt(self.n_elements)
+        bound = 1 / math.sqrt(self.width)
         if abs(self.kurtosis - 3) < slack:
-            for std in (0.02, 0.01, 1.0, 1 / math.sqrt(self.width)):
+            for std in (0.02, 0.01, 1.0, bound):
                 if abs(self.std / std - 1) < 0.05 + 3 / math.sqrt(self.n_elements):
                     return f"N(0, {std:.2g})"
-        bound = 1 / math.sqrt(self.width)
         if abs(self.kurtosis - 1.8) < slack and abs(self.std * math.sqrt(3) / bound - 1) < 0.05:
             return f"uniform in +-{bound:.2g}, torch's Linear"
         return None
 
 
 def compare(a: StoredTensor, b: StoredTensor, *, transposed: bool = False) -> Comparison | None:
-    """Compare a (V, D) with b (V', D), or (D, V') `transposed`, over the rows both have.
+    """Compare a (V, D) with b (V', D), or with b (D, V') if `transposed`, over the common rows.
 
-    Returns None where the two cannot be compared: types that are not decoded here, or no data.
+    Returns None if the two cannot be compared: types that are not decoded, or no data (meta).
     """
     if a.is_decodable and b.is_decodable:
         return _compare_numbers(a, b, transposed=transposed)
@@ -91,18 +106,17 @@ def compare(a: StoredTensor, b: StoredTensor, *, transposed: bool = False) -> Co
     return None
 
 
-def spread(tensor: StoredTensor, *, transposed: bool = False) -> Spread | None:
-    """Measure a matrix on up to some millions of its elements, or None if it has no numbers."""
+def statistics(tensor: StoredTensor, *, transposed: bool = False) -> Statistics | None:
+    """Measure a matrix on up to four million of its elements; None if they cannot be decoded."""
     if not tensor.is_decodable:
         return None
     rows, width = tensor.shape[::-1] if transposed else tensor.shape
-    take = tensor.columns if transposed else tensor.rows
     n_rows = max(1, min(rows, SAMPLE // width))
     pieces = min(8, n_rows)
     starts = [(rows - n_rows // pieces) * i // max(1, pieces - 1) for i in range(pieces)]
     sums, norms, n = np.zeros(4), [], 0
     for start in starts:
-        x = take(start, start + n_rows // pieces).astype(np.float64)
+        x = _rows(tensor, start, start + n_rows // pieces, transposed).astype(np.float64)
         with np.errstate(all="ignore"):
             sums += [float((x**power).sum()) for power in (1, 2, 3, 4)]
             norms.append(np.sqrt((x * x).sum(axis=1)))
@@ -113,7 +127,7 @@ def spread(tensor: StoredTensor, *, transposed: bool = False) -> Spread | None:
     variance = max(0.0, m2 - m1 * m1)
     fourth = m4 - 4 * m1 * m3 + 6 * m1 * m1 * m2 - 3 * m1**4
     lengths = np.concatenate(norms)
-    return Spread(
+    return Statistics(
         mean=m1,
         std=math.sqrt(variance),
         kurtosis=fourth / variance**2 if variance else 0.0,
@@ -123,13 +137,16 @@ def spread(tensor: StoredTensor, *, transposed: bool = False) -> Spread | None:
     )
 
 
-def nonzero_rows(tensor: StoredTensor, start: int, stop: int, *, transposed: bool) -> int:
-    """Count rows in [start, stop) that hold anything but zeros."""
-    found = 0
+def nonzero_rows(tensor: StoredTensor, start: int, stop: int, *, transposed: bool = False) -> int:
+    """Count the rows in [start, stop) that hold anything but zeros."""
+    count = 0
     for first, end in _bounds(start, stop, tensor.shape[0] if transposed else tensor.shape[1]):
-        block = (tensor.columns if transposed else tensor.rows)(first, end)
-        found += int((block != 0).any(axis=1).sum())
-    return found
+        count += int((_rows(tensor, first, end, transposed) != 0).any(axis=1).sum())
+    return count
+
+
+def _rows(tensor: StoredTensor, start: int, stop: int, transposed: bool) -> Block:
+    return tensor.columns(start, stop) if transposed else tensor.rows(start, stop)
 
 
 def _bounds(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -143,59 +160,41 @@ def _compare_numbers(a: StoredTensor, b: StoredTensor, *, transposed: bool) -> C
     first_rows: list[int] = []
     differing = not_finite = 0
     largest = dot = norm_a = norm_b = 0.0
-    coarse = [HALF_STEPS[t.dtype] for t in (a, b) if t.dtype in HALF_STEPS]
-    rounding = a.dtype != b.dtype and bool(coarse)
+    errors = [ROUNDING_ERROR[t.dtype] for t in (a, b) if t.dtype in ROUNDING_ERROR]
+    rounding = a.dtype != b.dtype and bool(errors)
     for start, stop in _bounds(0, n_rows, a.shape[1]):
-        x: Block = a.rows(start, stop)
-        y: Block = (b.columns if transposed else b.rows)(start, stop)
+        x, y = a.rows(start, stop), _rows(b, start, stop, transposed)
         with np.errstate(all="ignore"):
             apart = x != y
-            if not apart.any():  # only finite numbers are equal to themselves and have no NaN
+            if not apart.any():  # so neither holds a NaN
                 square = _dot(x, x)
                 dot, norm_a, norm_b = dot + square, norm_a + square, norm_b + square
-                not_finite += 0 if math.isfinite(square) else _odd_rows(x)
+                not_finite += 0 if math.isfinite(square) else _not_finite_rows(x)
                 continue
             apart &= ~(np.isnan(x) & np.isnan(y))
             rows = apart.any(axis=1)
             differing += int(rows.sum())
-            room = N_FIRST_ROWS - len(first_rows)
-            first_rows += [start + int(row) for row in np.flatnonzero(rows)[:room]]
+            first_rows += _first(rows, start, len(first_rows))
             dot, norm_a, norm_b = dot + _dot(x, y), norm_a + _dot(x, x), norm_b + _dot(y, y)
             if not (math.isfinite(norm_a) and math.isfinite(norm_b)):
-                not_finite += int((~(np.isfinite(x) & np.isfinite(y))).any(axis=1).sum())
+                not_finite += _not_finite_rows(x, y)
             gap = np.abs(x.astype(np.float64) - y)
             finite = gap[np.isfinite(gap)]
             largest = max(largest, float(finite.max()) if finite.size else 0.0)
             if rounding:
                 size = np.maximum(np.abs(x), np.abs(y))
-                rounding = bool((gap <= size * max(coarse) + 1e-7).all())
+                rounding = bool((gap <= size * max(errors) + 1e-7).all())
     length = math.sqrt(norm_a) * math.sqrt(norm_b) if norm_a >= 0 and norm_b >= 0 else math.nan
-    sound = math.isfinite(dot) and math.isfinite(length) and length > 0
+    has_cosine = math.isfinite(dot) and math.isfinite(length) and length > 0
     return Comparison(
         rows_compared=n_rows,
         differing_rows=differing,
         first_rows=tuple(first_rows),
         largest=largest,
-        cosine=max(-1.0, min(1.0, dot / length)) if sound else None,
+        cosine=max(-1.0, min(1.0, dot / length)) if has_cosine else None,
         not_finite_rows=not_finite,
         within_rounding=rounding and differing > 0,
     )
-
-
-def _odd_rows(x: Block) -> int:
-    return int((~np.isfinite(x)).any(axis=1).sum())
-
-
-def _dot(x: Block, y: Block) -> float:
-    """Return the sum of products: in float32 by blocks of a row, which are then added in float64.
-
-    Where float32 overflows, float64 decides.
-    """
-    if x.dtype == np.float32 and y.dtype == np.float32:
-        total = float(np.einsum("ij,ij->i", x, y).sum(dtype=np.float64))
-        if math.isfinite(total):
-            return total
-    return float(np.einsum("ij,ij->", x.astype(np.float64), y.astype(np.float64)))
 
 
 def _compare_bytes(a: StoredTensor, b: StoredTensor) -> Comparison:
@@ -205,8 +204,29 @@ def _compare_bytes(a: StoredTensor, b: StoredTensor) -> Comparison:
     for start, stop in _bounds(0, n_rows, a.shape[1]):
         rows = (a.native(start, stop) != b.native(start, stop)).any(axis=1)
         differing += int(rows.sum())
-        room = N_FIRST_ROWS - len(first_rows)
-        first_rows += [start + int(row) for row in np.flatnonzero(rows)[:room]]
+        first_rows += _first(rows, start, len(first_rows))
     largest = 0.0 if differing == 0 else None
     cosine = 1.0 if differing == 0 else None
     return Comparison(n_rows, differing, tuple(first_rows), largest, cosine, 0, False)
+
+
+def _first(rows: NDArray[np.bool_], start: int, n_known: int) -> list[int]:
+    """Return the first rows that differ, as long as fewer than N_FIRST_ROWS are known."""
+    return [start + int(row) for row in np.flatnonzero(rows)[: N_FIRST_ROWS - n_known]]
+
+
+def _not_finite_rows(*blocks: Block) -> int:
+    finite = np.logical_and.reduce([np.isfinite(block) for block in blocks])
+    return int((~finite).any(axis=1).sum())
+
+
+def _dot(x: Block, y: Block) -> float:
+    """Return the sum of x * y: in float32 within a row, in float64 across rows.
+
+    Where float32 overflows, all of it is done in float64.
+    """
+    if x.dtype == np.float32 and y.dtype == np.float32:
+        total = float(np.einsum("ij,ij->i", x, y).sum(dtype=np.float64))
+        if math.isfinite(total):
+            return total
+    return float(np.einsum("ij,ij->", x.astype(np.float64), y.astype(np.float64)))

@@ -1,0 +1,106 @@
+"""Which matrix reads and which predicts when a file holds one V x D matrix, or two.
+
+The claim (config.json's, or the format's) comes first. `resolve` overrides it:
+
+    claim           the file holds       the model is                    resolve
+    untied          two                  untied, even if they are equal  "keep-input", "keep-output"
+    untied          one                  an error: one is missing        "tie"
+    tied, or none   one                  tied
+    tied, or none   two, equal           tied, with a note               "untie"
+    tied, or none   two, different       an error with numbers           "untie", "keep-input",
+                                                                         "keep-output"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import LazyTensor
+from tiedgpt.weights.comparison import compare
+
+RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The embedding, the head's own matrix (None if tied), and notes for the user."""
+
+    embedding: LazyTensor | None
+    head: LazyTensor | None
+    notes: tuple[str, ...] = ()
+
+
+def choose_matrices(
+    path: Path,
+    *,
+    claim: bool | None,
+    embedding: LazyTensor | None,
+    head: LazyTensor | None,
+    resolve: str | None,
+) -> Matrices:
+    """Return what the model is built from; see the table at the top of this file.
+
+    Raises `CorruptInputError` where the file contradicts itself, `UserError` where `resolve` does
+    not apply.
+    """
+    if resolve is not None and resolve not in RESOLUTIONS:
+        raise UserError(f"resolve must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}")
+    for name, matrix in (("wte.weight", embedding), ("lm_head.weight", head)):
+        if matrix is not None and (len(matrix.shape) != 2 or not all(matrix.shape)):
+            raise CorruptInputError(f"{path}: {name} must be a matrix (V, D), got {matrix.shape}")
+    if embedding is None or head is None:
+        return _one_matrix(path, claim, embedding, head, resolve)
+    if embedding.shape != head.shape:
+        untied = claim is False or resolve == "untie"
+        raise CorruptInputError(
+            f"{path}: wte.weight is {embedding.shape} and lm_head.weight is {head.shape}: "
+            + ("both need a row for each token" if untied else "one matrix cannot have two shapes")
+        )
+    if resolve == "tie":
+        raise UserError(f'{path} holds two matrices: choose "keep-input" or "keep-output"')
+    if resolve == "keep-input":
+        return Matrices(embedding, None)
+    if resolve == "keep-output":
+        return Matrices(head, None)
+    if claim is False or resolve == "untie":
+        return Matrices(embedding, head)
+    return _tied_if_equal(path, claim, embedding, head)
+
+
+def _one_matrix(
+    path: Path,
+    claim: bool | None,
+    embedding: LazyTensor | None,
+    head: LazyTensor | None,
+    resolve: str | None,
+) -> Matrices:
+    if resolve == "untie":
+        raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
+    if claim is False and resolve != "tie":
+        missing = "lm_head.weight" if head is None else "wte.weight"
+        raise CorruptInputError(
+            f"{path} claims that the head is not tied, and {missing} is missing; "
+            'resolve="tie" lets the one matrix read and predict'
+        )
+    return Matrices(head if embedding is None else embedding, None)
+
+
+def _tied_if_equal(
+    path: Path, claim: bool | None, embedding: LazyTensor, head: LazyTensor
+) -> Matrices:
+    if embedding.stored.is_view_of(head.stored) and embedding.transposed == head.transposed:
+        return Matrices(embedding, None)
+    embedding.require_readable()
+    head.require_readable()
+    a, b = (t.stored.turned() if t.transposed else t.stored for t in (embedding, head))
+    comparison = compare(a, b)
+    if comparison is not None and comparison.equal:
+        return Matrices(embedding, None, ("wte.weight and lm_head.weight are equal: tied",))
+    why = "its config claims one matrix" if claim else "nothing says that the head is untied"
+    raise CorruptInputError(
+        f"{path} holds two matrices, and {why}: wte.weight and lm_head.weight "
+        f"{comparison or 'cannot be compared'}; "
+        'choose resolve="untie", "keep-input" or "keep-output" (--resolve)'
+    )
