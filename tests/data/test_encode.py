@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import numpy as np
@@ -98,3 +99,34 @@ def test_counts_that_are_missing_or_damaged_are_said(tmp_path):
     (tmp_path / "counts.json").write_text(json.dumps({"train": {}}))
     with pytest.raises(CorruptInputError, match=r"counts\.json is damaged"):
         open_encoded(tmp_path)
+
+
+WHOLE = [Document(str(i), f"document {i * i} says\n" * (1 + i % 7)) for i in range(60)]
+CUT = [
+    Document("book", "".join(f"line {i}\n" for i in range(500))),
+    Document("one line", "\u00fc" * 999),
+]
+FROZEN = {
+    "whole": {
+        "counts.json": "801e9cc9fbbfea92b9387587fdf1af0acd55e705501aba1caf1df2390617a827",
+        "train_000000.bin": "349f95ba9933a77053a28a2307fdd4edb9e1ba4c27687c516244bc26255eb634",
+        "train_000001.bin": "2d7717bf8a6a4c6761e762287776f0a51a4a4bdc04ba494001a3714bde9b4c16",
+        "val_000000.bin": "382d58cf4f882077d604c7b2cee832c41319c0c2efa12c679b24530235e41989",
+    },
+    "cut": {
+        "counts.json": "edd92b8f77f9d50297ab2fc9cc94b368d5df54d0d6d10b968950d3e4b1667866",
+        "train_000000.bin": "0187d1a6dbbd31d96e3a686b303ef2a6964dfff8beae019581ce18750c441ffd",
+        "train_000001.bin": "f155dc0e156be8228db9ba870c6d614f78b1f624a96948da65798dc72af26d54",
+        "val_000000.bin": "16c6d62f0337ea3ef93e1019bb78fcc07221338998a3a3f432201e24254d796c",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "corpus"), [("whole", WHOLE), ("cut", CUT)])
+def test_split_and_shards_are_frozen(tmp_path, tokenizer, name, corpus):
+    encode_corpus(plan_split(corpus), tokenizer, tmp_path / "data", tokens_per_shard=3000)
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "data").iterdir()
+    }
+    assert digests == FROZEN[name]

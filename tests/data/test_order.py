@@ -1,3 +1,4 @@
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiedgpt.data import IGNORED, Batches, in_order
+from tiedgpt.data import IGNORED, Batches, in_order, permutation
 from tiedgpt.errors import UserError
 
 
@@ -76,6 +77,29 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 def test_the_order_is_the_one_it_always_was():
     assert first_tokens(seed=1337)[:5] == [980, 470, 440, 600, 950]
+
+
+@pytest.mark.parametrize(
+    ("n", "seed", "epoch", "digest"),
+    [
+        (10_007, 1337, 3, "5643f011a2278efeff3ca511edb5041f2ec721869360babe3e9f9782819908b2"),
+        (1_000, -1, 0, "af462c76231790b766ca25308edb93054f714e0d366c6ac61adf3f0f00f18cba"),
+    ],
+)
+def test_a_permutation_is_frozen(n, seed, epoch, digest):
+    order = permutation(n, seed=seed, epoch=epoch)
+    assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest() == digest
+
+
+def test_batches_are_frozen_so_that_a_run_resumes_with_the_batches_it_would_have_had():
+    batches = Batches(Stream(10_000), batch_size=6, n_positions=33, seed=2**65 + 5)
+    digest = hashlib.sha256()
+    for step in (0, 1, 50, 51, 1000):
+        for array in batches.batch(step):
+            digest.update(array.astype("<i8").tobytes())
+    assert digest.hexdigest() == (
+        "f13c6ef03681de768e4d6da828cf9526f98eef77d61af8050c8d23194266f0ee"
+    )
 
 
 def test_a_ragged_end_is_aligned_and_its_overlap_is_ignored():
