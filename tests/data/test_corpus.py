@@ -138,7 +138,7 @@ def test_a_binary_file_is_refused_when_named_even_where_its_folder_skips_it(writ
         ("empty", "the folder .*empty has no text files"),
         ("blank.txt", r"no text in .*blank\.txt: every document is empty"),
         ("file.txt/below", "does not exist"),
-        ("nul\0byte", "is no file name"),
+        ("nul\0byte", "is not a file name"),
     ],
 )
 def test_a_source_without_text_is_a_one_line_error_that_names_it(write, tmp_path, source, message):

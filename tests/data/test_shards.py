@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import tempfile
 from pathlib import Path
 
@@ -48,7 +49,6 @@ def test_tokens_come_back_whatever_the_writes_and_the_shards(writes, tokens_per_
             assert len(shards) == len(ids)
             assert shards.read(start, stop).tolist() == ids[start:stop]
             assert shards.read(0, len(ids)).dtype == np.uint16
-            shards.close()
 
 
 def test_an_empty_shard_between_others_holds_nothing(tmp_path):
@@ -61,9 +61,9 @@ def test_an_empty_shard_between_others_holds_nothing(tmp_path):
 def test_ids_beyond_16_bits_or_the_vocabulary_are_refused(tmp_path):
     with pytest.raises(UserError, match="65,537 tokens does not fit a shard's 16 bits"):
         ShardWriter(tmp_path, "train", vocab_size=65_537)
-    with pytest.raises(UserError, match="ids 3 to 70000 go beyond a vocabulary of 65,536"):
+    with pytest.raises(UserError, match="ids 3 to 70000 are outside a vocabulary of 65,536"):
         shard(tmp_path, [3, 70_000])
-    with pytest.raises(UserError, match="ids 10 to 10 go beyond a vocabulary of 10"):
+    with pytest.raises(UserError, match="ids 10 to 10 are outside a vocabulary of 10"):
         shard(tmp_path, [10], vocab_size=10)
     assert list(tmp_path.iterdir()) == []
 
@@ -82,11 +82,17 @@ def test_a_shard_is_never_overwritten(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
 def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path):
-    (tmp_path / "train_000000.partial").symlink_to("/dev/full")
-    with pytest.raises(NoRoomError, match=r"no room on the disk for .*train_000000\.bin"):
-        shard(tmp_path, range(20_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(NoRoomError, match=r"no room on the disk for .*train_000000\.bin"):
+            shard(tmp_path, range(20_000))
+        with pytest.raises(NoRoomError), ShardWriter(tmp_path, "train", vocab_size=10) as writer:
+            for _ in range(100):
+                writer.write(np.zeros(1000, dtype=np.uint16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,20 +114,34 @@ def test_an_interrupted_writer_leaves_no_half_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failure_of_the_caller_is_not_taken_for_one_of_the_disk(tmp_path):
+    with pytest.raises(OSError, match="theirs") as caught:
+        with ShardWriter(tmp_path, "train", vocab_size=10) as writer:
+            writer.write(np.arange(5))
+            raise OSError("theirs")
+    assert type(caught.value) is OSError
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_is_missing_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"cannot write .*train_000000\.bin: No such file"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*train_000000\.bin: .*missing is not a dir"
+    ):
         shard(tmp_path / "missing", [1])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"", "is no token shard: magic 0"),
-        (lambda data: data[:500], "is damaged: 500 bytes where its header promises 3 tokens"),
-        (lambda data: data[:-1], r"is damaged: 1,029 bytes .* \(1,030 bytes\)"),
-        (lambda data: data + b"\0\0", "is damaged: 1,032 bytes"),
-        (lambda data: b"\x93NUMPY" + data[6:], "is no token shard: magic"),
-        (lambda data: data[:4] + b"\x07" + data[5:], "version 7 where 20240520, 1 is expected"),
+        (lambda data: b"", "is not a token shard: expected magic 20240520, version 1, got 0"),
+        (lambda data: data[:500], "its header says 3 tokens .1,030 bytes., the file has 500 bytes"),
+        (lambda data: data[:-1], r"is damaged: .* \(1,030 bytes\), the file has 1,029 bytes"),
+        (lambda data: data + b"\0\0", "is damaged: .* the file has 1,032 bytes"),
+        (lambda data: b"\x93NUMPY" + data[6:], "is not a token shard: expected magic"),
+        (
+            lambda data: data[:4] + b"\x07" + data[5:],
+            "expected magic 20240520, version 1, got 20240520, 7",
+        ),
         (lambda data: data[:8] + b"\xff\xff\xff\xff" + data[12:], "is damaged"),
     ],
 )

@@ -1,9 +1,9 @@
-"""Text to token batches: corpora, the split, shards, and the order in which they are read."""
+"""Text to token batches: corpora, splits, token shards and the order of batches."""
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
-from tiedgpt.data.embedded import python_documentation
-from tiedgpt.data.encode import Counts, EncodedCorpus, Encoder, encode_corpus, open_encoded
+from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.order import IGNORED, Batch, Batches, Tokens, in_order, permutation
+from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Side, Split, plan_split
 
@@ -15,7 +15,6 @@ __all__ = [
     "Counts",
     "Document",
     "EncodedCorpus",
-    "Encoder",
     "FileCorpus",
     "ShardWriter",
     "Shards",

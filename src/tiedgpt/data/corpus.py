@@ -1,7 +1,7 @@
-"""Documents from what the user names: files, folders, globs, `.jsonl` and standard input.
+"""Documents from files, folders, globs, `.jsonl` files and standard input.
 
-Sources (strings of the command line) come in; a corpus, which can be iterated as often as one
-likes and holds one document in memory at a time, goes out.
+The sources of the command line come in. A corpus goes out, which can be iterated any number of
+times and holds one document in memory at a time.
 """
 
 import glob
@@ -13,21 +13,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from tiedgpt.errors import CorruptInputError, UserError
 
 STDIN = "-"
-PEEK = 65536  # bytes of a folder's file that are searched for signs of a binary format
+PEEK = 65536  # bytes at the beginning of a file that are searched for signs of a binary format
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that is read as one: tokens of another document never continue it."""
+    """One text. No token of another document continues it."""
 
     name: str
-    """Where it comes from, for people: a path, `path:line`, `<stdin>`."""
+    """Where it comes from, for messages: a path, `path:line`, `<stdin>`."""
     text: str
 
 
@@ -51,8 +52,9 @@ class FileCorpus:
     sources: list[_Source]
     text_field: str
     skipped: set[str] = field(default_factory=set)
-    """Paths that were left out because they are binary or no regular files."""
+    """Paths that were left out because they are binary or not regular files."""
     streams: dict[str, bytes] = field(default_factory=dict, repr=False)
+    """The bytes of pipes and standard input, which can be read only once."""
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents that are not blank, in the order of the sources.
@@ -63,67 +65,51 @@ class FileCorpus:
         """
         blank = True
         for source in self.sources:
-            if source.named or source.path not in self.skipped:
-                for document in self._read(source):
-                    if document.text.strip():
-                        blank = False
-                        yield document
+            if not source.named and source.path in self.skipped:
+                continue
+            for document in self._read(source):
+                if document.text.strip():
+                    blank = False
+                    yield document
         if blank:
-            names = ", ".join(_shown(source.path) for source in self.sources[:3])
+            names = ", ".join(_printable(source.path) for source in self.sources[:3])
             raise UserError(f"no text in {names}: every document is empty; name files with text")
 
     def _read(self, source: _Source) -> Iterator[Document]:
-        if source.path.lower().endswith(".jsonl"):
-            yield from self._read_lines(source)
-            return
-        data = self._bytes(source.path)
-        if b"\0" in data and not source.named:
-            self.skipped.add(source.path)
-            return
+        name = _printable(source.path)
         try:
-            text = _decode(data, source.path)
+            with self._open(source.path) as file:
+                if source.path.lower().endswith(".jsonl"):
+                    yield from _read_lines(file, self.text_field, name)
+                    return
+                data = file.read()
+        except OSError as error:
+            raise _unreadable(source.path, error) from error
+        try:
+            text = _decode(data, name)
         except CorruptInputError:
             if source.named:
                 raise
-            self.skipped.add(source.path)  # found by searching: compressed, or of another encoding
+            self.skipped.add(source.path)
             return
-        yield Document(_shown(source.path), text.replace("\r\n", "\n"))
+        yield Document(name, text.replace("\r\n", "\n"))
 
-    def _bytes(self, path: str) -> bytes:
-        """Return a file's bytes; a pipe or standard input can be read only once and is kept."""
-        if path in self.streams:
-            return self.streams[path]
-        try:
-            if path == STDIN:
-                return self.streams.setdefault(path, sys.stdin.buffer.read())
-            data = Path(path).read_bytes()
-            if not os.path.isfile(path):
-                self.streams[path] = data
-            return data
-        except OSError as error:
-            raise _unreadable(path, error) from error
-
-    def _read_lines(self, source: _Source) -> Iterator[Document]:
-        try:
-            whole = os.path.isfile(source.path)  # a pipe is read once, and kept
-            opened = open(source.path, "rb") if whole else io.BytesIO(self._bytes(source.path))
-            with opened as file:
-                for number, line in enumerate(file, start=1):
-                    place = f"{_shown(source.path)}:{number}"
-                    if number == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")
-                    if line.strip():
-                        yield Document(place, _text_of_line(line, self.text_field, place))
-        except OSError as error:
-            raise _unreadable(source.path, error) from error
+    def _open(self, path: str) -> BinaryIO:
+        if path != STDIN and os.path.isfile(path):
+            return open(path, "rb")
+        if path not in self.streams:
+            stdin = path == STDIN
+            self.streams[path] = sys.stdin.buffer.read() if stdin else Path(path).read_bytes()
+        return io.BytesIO(self.streams[path])
 
 
 def documents(sources: Sequence[str], *, text_field: str = "text") -> FileCorpus:
-    """Return the documents of files, folders (searched through, sorted), globs and `-` (stdin).
+    """Return the documents of files, folders, globs and `-` (standard input).
 
-    A text file is one document; a `.jsonl` file has one a line, in the field `text_field`. Hidden
-    files of a folder are passed over; binary ones are collected in `.skipped`. A file reached
-    twice is taken once. Names are checked now, contents when the documents are iterated.
+    A text file is one document. A `.jsonl` file has one document per line, in the field
+    `text_field`. Folders are searched recursively, in sorted order, without hidden files; their
+    binary files are listed in `.skipped`. A file that is reached twice is read once. Names are
+    checked now, contents when the documents are iterated.
 
     Raises:
         UserError: a source is missing, a glob matches nothing, or a folder has no text files.
@@ -133,11 +119,11 @@ def documents(sources: Sequence[str], *, text_field: str = "text") -> FileCorpus
     corpus = FileCorpus([], text_field)
     reached: set[str] = set()
     for source in sources:
-        for found in _resolve(source, corpus.skipped):
-            key = STDIN if found.path == STDIN else os.path.realpath(found.path)
+        for file in _resolve(source, corpus.skipped):
+            key = STDIN if file.path == STDIN else os.path.realpath(file.path)
             if key not in reached:
                 reached.add(key)
-                corpus.sources.append(found)
+                corpus.sources.append(file)
     if not corpus.sources:
         raise UserError("no data was named: give a text file, a folder, a glob or - for stdin")
     return corpus
@@ -148,47 +134,47 @@ def _resolve(source: str, skipped: set[str]) -> list[_Source]:
     if source == STDIN:
         return [_Source(STDIN, named=True)]
     if not source or "\0" in source:
-        raise UserError(f"{source!r} is no file name: name a text file, a folder, a glob or -")
+        raise UserError(f"{source!r} is not a file name: name a text file, a folder, a glob or -")
+    name = _printable(source)
     if os.path.isdir(source):
-        return _search(source, skipped)
-    if os.path.exists(source):
+        paths = _search(source, skipped)
+        problem = f"the folder {name} has no text files: name one that has"
+    elif os.path.exists(source):
         return [_Source(source, named=True)]
-    if not any(sign in source for sign in "*?["):
-        raise UserError(
-            f"{_shown(source)} does not exist: check the name (we are in {os.getcwd()})"
-        )
-    matches = sorted(glob.glob(source, recursive=True))
-    files = [_Source(path, named=False) for path in matches if _is_text(path, skipped)]
-    for path in filter(os.path.isdir, matches):
-        files += _search(path, skipped, may_be_empty=True)
-    if not files:
-        raise UserError(f"the glob {_shown(source)} matches no text file: check the pattern")
-    return files
+    elif any(sign in source for sign in "*?["):
+        matches = sorted(glob.glob(source, recursive=True))
+        paths = [path for path in matches if _is_text(path, skipped)]
+        for folder in filter(os.path.isdir, matches):
+            paths += _search(folder, skipped)
+        problem = f"the glob {name} matches no text file: check the pattern"
+    else:
+        paths = []
+        problem = f"{name} does not exist: check the name (the current folder is {os.getcwd()})"
+    if not paths:
+        raise UserError(problem)
+    return [_Source(path, named=False) for path in paths]
 
 
-def _search(folder: str, skipped: set[str], *, may_be_empty: bool = False) -> list[_Source]:
-    """Return the text files below a folder, sorted; links to folders are not followed."""
+def _search(folder: str, skipped: set[str]) -> list[str]:
+    """Return the text files below a folder, sorted. Links to folders are not followed."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(error.filename or folder, error) from error
 
-    found = []
+    paths = []
     for directory, folders, files in os.walk(folder, onerror=fail):
-        if "run.toml" in files:  # a training run: its model, metrics and tokens are no text
+        if "run.toml" in files:  # the directory of a training run holds no training text
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            path = os.path.join(directory, name)
-            if not name.startswith(".") and _is_text(path, skipped):
-                found.append(_Source(path, named=False))
-    if not found and not may_be_empty:
-        raise UserError(f"the folder {_shown(folder)} has no text files: name one that has")
-    return found
+        visible = sorted(name for name in files if not name.startswith("."))
+        candidates = [os.path.join(directory, name) for name in visible]
+        paths += [path for path in candidates if _is_text(path, skipped)]
+    return paths
 
 
 def _is_text(path: str, skipped: set[str]) -> bool:
-    """Return whether a path found by searching is a text file; note it when it is another file."""
+    """Return whether a path is a text file. Other files are added to `skipped`, folders are not."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -198,7 +184,7 @@ def _is_text(path: str, skipped: set[str]) -> bool:
                 start = file.read(PEEK)
             if b"\0" not in start and not start.startswith(b"%PDF-"):
                 return True
-    except FileNotFoundError:  # a link to nowhere
+    except FileNotFoundError:  # a dangling link
         pass
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -206,25 +192,34 @@ def _is_text(path: str, skipped: set[str]) -> bool:
     return False
 
 
-def _decode(data: bytes, path: str) -> str:
+def _decode(data: bytes, name: str) -> str:
     """Return the text of UTF-8 bytes without the byte order mark."""
     if data.startswith(UTF16_MARKS):
         raise CorruptInputError(
-            f"{_shown(path)} is UTF-16, not UTF-8: convert it with "
-            f"`iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+            f"{name} is UTF-16, not UTF-8: convert it with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"
         )
     if (nul := data.find(b"\0")) >= 0:
         raise CorruptInputError(
-            f"{_shown(path)} looks binary (a NUL at byte {nul}): name text files in UTF-8"
+            f"{name} looks binary (a NUL at byte {nul}): name text files in UTF-8"
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        offset = error.start + 3 * data.startswith(b"\xef\xbb\xbf")
+        offset = error.start + len(BYTE_ORDER_MARK) * data.startswith(BYTE_ORDER_MARK)
         raise CorruptInputError(
-            f"{_shown(path)} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}; convert "
-            f"it with `iconv -f ENCODING -t UTF-8 FILE > NEW` (often ENCODING is LATIN1 or CP1252)"
+            f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}; convert it with "
+            "`iconv -f ENCODING -t UTF-8 FILE > NEW` (often ENCODING is LATIN1 or CP1252)"
         ) from None
+
+
+def _read_lines(file: BinaryIO, text_field: str, name: str) -> Iterator[Document]:
+    """Yield the documents of a `.jsonl` file."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip():
+            place = f"{name}:{number}"
+            yield Document(place, _text_of_line(line, text_field, place))
 
 
 def _text_of_line(line: bytes, text_field: str, place: str) -> str:
@@ -236,8 +231,8 @@ def _text_of_line(line: bytes, text_field: str, place: str) -> str:
     except (ValueError, RecursionError) as error:
         raise CorruptInputError(f"{place}: not a JSON object on one line ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        held = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-        raise CorruptInputError(f"{place}: no string in the field {text_field!r}; it holds {held}")
+        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+        raise CorruptInputError(f"{place}: no string in the field {text_field!r}; it holds {keys}")
     text: str = record[text_field]
     try:
         text.encode()
@@ -249,9 +244,9 @@ def _text_of_line(line: bytes, text_field: str, place: str) -> str:
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(f"cannot read {_shown(path)}: {error.strerror or error}; check the file")
+    return UserError(f"cannot read {_printable(path)}: {error.strerror or error}; check the file")
 
 
-def _shown(path: str) -> str:
-    """Return a path that can be printed, whatever bytes it is made of."""
+def _printable(path: str) -> str:
+    """Return a path that can be printed, also where its bytes are not UTF-8."""
     return "<stdin>" if path == STDIN else path.encode(errors="replace").decode()

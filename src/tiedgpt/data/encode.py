@@ -1,43 +1,34 @@
-"""From a split of documents to a directory of token shards, complete or not there at all.
+"""Encode a split of documents into a directory of token shards.
 
-Documents and a tokenizer come in; `train_000000.bin`, `val_000000.bin`, ... and `counts.json` go
-out, in a directory that appears by one rename when everything in it is on the disk.
+Documents and a tokenizer come in. `train_000000.bin`, `val_000000.bin`, ... and `counts.json` go
+out, in a directory that appears by one rename once everything in it is on the disk.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter
 from tiedgpt.data.split import Side, Split
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 
+if TYPE_CHECKING:
+    from tiedgpt.text import Tokenizer
+
 COUNTS = "counts.json"
-
-
-class Encoder(Protocol):
-    """What is asked of a tokenizer here; `tiedgpt.text.Tokenizer` has it."""
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a document, if there is one."""
-
-    def encode_array(self, text: str) -> NDArray[Any]:
-        """Return a text's ids, (n,), of an unsigned dtype."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What one side of the split holds; `tokens` includes the ends of text."""
+    """The size of one side of the split. `tokens` includes the end-of-text tokens."""
 
     documents: int = 0
     characters: int = 0
@@ -47,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class EncodedCorpus:
-    """A directory of shards and what is in them."""
+    """A directory of shards and the size of its two sides."""
 
     directory: Path
     train: Counts
@@ -56,7 +47,7 @@ class EncodedCorpus:
 
 def encode_corpus(
     split: Split,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     directory: str | Path,
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
@@ -64,8 +55,8 @@ def encode_corpus(
 ) -> EncodedCorpus:
     """Encode both sides of a split into the shards of a new directory.
 
-    Every document is followed by the tokenizer's end of text, where it has one. `progress` is
-    called after each document with the characters done and the characters in all.
+    The tokenizer's end-of-text token, if there is one, follows every document. `progress` is called
+    after each document with the characters done and the characters in all.
 
     Raises:
         UserError: the directory exists and is not empty, a side has no tokens, or the vocabulary
@@ -76,18 +67,18 @@ def encode_corpus(
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists already: remove it or name another directory")
-    with replacing(directory) as partial:
-        partial.mkdir()
-        counts = _encode(split, tokenizer, partial, tokens_per_shard, progress)
-        write_json(partial / COUNTS, {side: asdict(counts[side]) for side in counts})
+    with replacing(directory) as temporary:
+        temporary.mkdir()
+        counts = _encode(split, tokenizer, temporary, tokens_per_shard, progress)
+        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in counts})
     return EncodedCorpus(directory, **counts)
 
 
 def open_encoded(directory: str | Path) -> EncodedCorpus:
-    """Return what `encode_corpus` returned when it made the directory.
+    """Return the value that `encode_corpus` returned when it made the directory.
 
     Raises:
-        UserError: it is no such directory.
+        UserError: the directory was not made by `encode_corpus`.
         CorruptInputError: its counts cannot be read.
     """
     path = Path(directory) / COUNTS
@@ -102,7 +93,7 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
 
 def _encode(
     split: Split,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     directory: Path,
     tokens_per_shard: int,
     progress: Callable[[int, int], None] | None,
@@ -110,26 +101,24 @@ def _encode(
     """Write the shards of both sides, holding one document at a time."""
     sides: tuple[Side, ...] = get_args(Side)
     counts = dict.fromkeys(sides, Counts())
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    has_end = tokenizer.eos_token_id is not None
+    end = np.array([tokenizer.eos_token_id] if has_end else [], dtype=np.uint32)
     done = 0
     with ExitStack() as stack:
-        writers = {
-            side: stack.enter_context(
-                ShardWriter(
-                    directory, side, vocab_size=len(tokenizer), tokens_per_shard=tokens_per_shard
-                )
+        writers = {}
+        for side in sides:
+            writer = ShardWriter(
+                directory, side, vocab_size=len(tokenizer), tokens_per_shard=tokens_per_shard
             )
-            for side in sides
-        }
+            writers[side] = stack.enter_context(writer)
         for side, document in split:
-            ids = tokenizer.encode_array(document.text)
-            writers[side].write(ids)
-            writers[side].write(np.array(end, dtype=np.uint16))
-            so_far = counts[side]
+            writers[side].write(tokenizer.encode_array(document.text))
+            writers[side].write(end)
+            before = counts[side]
             counts[side] = Counts(
-                documents=so_far.documents + 1,
-                characters=so_far.characters + len(document.text),
-                utf8_bytes=so_far.utf8_bytes + len(document.text.encode()),
+                documents=before.documents + 1,
+                characters=before.characters + len(document.text),
+                utf8_bytes=before.utf8_bytes + len(document.text.encode()),
                 tokens=writers[side].n_tokens,
             )
             done += len(document.text)

@@ -1,11 +1,11 @@
-"""Which tokens make which batch: a pure function of (seed, step), so a run resumes where it was.
+"""The order of batches: a pure function of (seed, step), so that a run can resume anywhere.
 
 A stream of N tokens has N - 1 targets, each the token after its input. They are cut into windows of
-T; an epoch visits the windows once, in an order drawn from (seed, epoch). The last window is
-aligned to the end of the stream, and the targets it shares with the one before are set to -100.
+T. An epoch visits each window once, in an order drawn from (seed, epoch). The last window is
+aligned to the end of the stream; targets that the window before it has, too, are set to -100.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.errors import UserError
 
-IGNORED = -100  # a target without a loss, as in torch's cross_entropy
+IGNORED = -100  # a target that is not counted, as in torch's cross_entropy
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -28,7 +28,7 @@ class Tokens(Protocol):
 
 
 class Batches:
-    """Training batches by step number; the same (tokens, seed, step) always give the same batch.
+    """Training batches by step number: the same (tokens, seed, step) give the same batch.
 
     Raises:
         UserError: there are fewer than n_positions + 1 tokens, or a size is not positive.
@@ -54,7 +54,7 @@ class Batches:
         return -(-self.n_windows // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch, from 0, in which a step begins; its batch may reach into the next."""
+        """Return the epoch, from 0, in which a step begins. Its batch may reach into the next."""
         return step * self.batch_size // self.n_windows
 
     def batch(self, step: int) -> Batch:
@@ -62,12 +62,15 @@ class Batches:
         return self.rows(step * self.batch_size, self.batch_size)
 
     def rows(self, first: int, count: int) -> Batch:
-        """Return `count` rows from row `first` of all epochs, (count, T)."""
-        places = (divmod(row, self.n_windows) for row in range(first, first + count))
-        return _read(self.tokens, [int(self._order(e)[i]) for e, i in places], self.n_positions)
+        """Return `count` rows of the endless sequence of epochs, from row `first`: (count, T)."""
+        windows = []
+        for row in range(first, first + count):
+            epoch, index = divmod(row, self.n_windows)
+            windows.append(int(self._order(epoch)[index]))
+        return _read(self.tokens, windows, self.n_positions)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's permutation of the windows, (n_windows,)."""
+        """Return the epoch's permutation of the windows, (n_windows,). Two epochs are kept."""
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
             self._orders[epoch] = permutation(self.n_windows, seed=self.seed, epoch=epoch)
@@ -75,14 +78,14 @@ class Batches:
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order, (n,), in which an epoch visits n things; the same for ever."""
-    # Philox's raw stream is the same in every numpy; Generator.permutation need not be.
+    """Return the order, (n,), in which an epoch visits n items. It never changes."""
+    # Philox's raw stream is the same in every NumPy; Generator.permutation need not be.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
 
 
 def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[Batch]:
-    """Yield every window once, from the first, for evaluation; int64 (B, T), the last (<= B, T).
+    """Yield every window once, from the first, for evaluation: int64 (B, T), the last (<= B, T).
 
     A text shorter than the context makes one window of its own length.
 
@@ -99,15 +102,17 @@ def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[B
         yield _read(tokens, windows, n_positions)
 
 
-def _read(tokens: Tokens, windows: "list[int] | range", n_positions: int) -> Batch:
-    """Return inputs and targets of windows, by their numbers."""
-    rows = np.empty((len(windows), n_positions + 1), dtype=np.int64)  # (B, T + 1)
-    starts = [min(window * n_positions, len(tokens) - 1 - n_positions) for window in windows]
-    for row, start in zip(rows, starts, strict=True):
+def _read(tokens: Tokens, windows: Sequence[int], n_positions: int) -> Batch:
+    """Return inputs and targets of windows, given by number, both (len(windows), T)."""
+    rows = np.empty((len(windows), n_positions + 1), dtype=np.int64)
+    last_start = len(tokens) - 1 - n_positions
+    for row, window in zip(rows, windows, strict=True):
+        start = min(window * n_positions, last_start)
         row[:] = tokens.read(start, start + n_positions + 1)
     ids, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-    for target, window, start in zip(targets, windows, starts, strict=True):
-        target[: window * n_positions - start] = IGNORED
+    for target, window in zip(targets, windows, strict=True):
+        overlap = max(0, window * n_positions - last_start)
+        target[:overlap] = IGNORED
     return ids, targets
 
 
@@ -118,4 +123,4 @@ def _count_windows(n_tokens: int, n_positions: int) -> int:
 def _check_sizes(batch_size: int, n_positions: int) -> None:
     for name, value in (("batch_size", batch_size), ("n_positions", n_positions)):
         if value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
+            raise UserError(f"{name} must be at least 1, got {value}")

@@ -1,8 +1,8 @@
-"""Which documents train and which validate: decided by what they say, never by a seed.
+"""Split documents into training and validation by their content, never by a seed.
 
-A corpus comes in; `plan_split` reads it once for lengths and digests, and the `Split` it returns
-yields (side, document) pairs in the corpus' order. Runs with different seeds thus share one
-validation set, and their losses can be compared.
+A corpus comes in; `plan_split` reads it once for lengths and digests. The `Split` that it returns
+yields (side, document) pairs in the corpus' order. Runs with different seeds have the same
+validation set, so their losses can be compared.
 """
 
 import hashlib
@@ -15,22 +15,25 @@ from tiedgpt.errors import UserError
 
 Side = Literal["train", "val"]
 
-TARGET = 0.10  # of all characters go to validation,
-AT_LEAST = 0.05  # or else documents are cut,
-AT_MOST = 0.20  # and a document that would go beyond this stays in training
+TARGET = 0.10
+"""The share of all characters that goes to validation."""
+AT_LEAST = 0.05
+"""With a smaller share in whole documents, every document is cut."""
+AT_MOST = 0.20
+"""A document that would make the share larger stays in training."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A decided split; iterating it reads the corpus once and yields every document's side."""
+    """A planned split. Iterating it reads the corpus once and yields every document's side."""
 
     corpus: Corpus
     validation: Corpus | None
     """A corpus of its own for validation, as the user named it."""
     held_out: frozenset[bytes]
-    """SHA-256 of the texts that are not trained on."""
+    """SHA-256 digests of the texts that are not trained on."""
     is_cut: bool
-    """Every document trains with its first nine tenths and validates with its last."""
+    """The first nine tenths of every document train, the last tenth validates."""
     characters: int
     """Characters of both sides together."""
 
@@ -50,11 +53,11 @@ class Split:
 def plan_split(corpus: Corpus, validation: Corpus | None = None) -> Split:
     """Return a split of a corpus into training and validation, by document.
 
-    Documents are taken for validation in the order of their SHA-256 until they have a tenth of all
-    characters; none is taken that would make it more than a fifth. Where that gives less than a
-    twentieth (one long text, a few equal ones) every document gives its last tenth, cut at a line
-    break if one is near. Equal documents are always on the same side. With `validation` all of the
-    corpus trains, except documents that are also in `validation`.
+    Documents go to validation in the order of their SHA-256 until they have a tenth of all
+    characters. A document that would make it more than a fifth is passed over. If the result is
+    less than a twentieth (one long text, a few equal ones), the last tenth of every document
+    validates, cut at a line break if one is near. Equal documents are always on the same side.
+    With `validation`, the whole corpus trains, except documents that are also in `validation`.
 
     Raises:
         UserError: no text would be left to train on, or there is none to validate on.
@@ -89,7 +92,7 @@ def digest(text: str) -> bytes:
 
 
 def _sizes(corpus: Corpus) -> dict[bytes, int]:
-    """Return the characters that each distinct text has, all its copies together."""
+    """Return the number of characters of each distinct text, all its copies together."""
     sizes: dict[bytes, int] = {}
     for document in corpus:
         key = digest(document.text)
@@ -99,14 +102,17 @@ def _sizes(corpus: Corpus) -> dict[bytes, int]:
 
 def _cut(document: Document) -> Iterator[tuple[Side, Document]]:
     """Yield the first nine tenths of a document for training, the rest for validation."""
-    at = _place_to_cut(document.text)
+    at = _cut_position(document.text)
     yield "train", Document(document.name, document.text[:at])
     if at < len(document.text):
         yield "val", Document(f"{document.name} (end)", document.text[at:])
 
 
-def _place_to_cut(text: str) -> int:
-    """Return the line break nearest to nine tenths if one is within a twentieth, else just that."""
+def _cut_position(text: str) -> int:
+    """Return the position of the line break nearest to nine tenths, or nine tenths itself.
+
+    A line break counts if it is within a twentieth of the text's length.
+    """
     at = max(1, len(text) - max(1, len(text) // 10))
     reach = len(text) // 20
     before = text.rfind("\n", at - reach, at) + 1

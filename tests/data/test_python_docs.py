@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tiedgpt.data import plan_split, python_documentation
-from tiedgpt.data.prose import clean
+from tiedgpt.data.python_docs import clean
 
 FINGERPRINT = """
 import hashlib, sys
