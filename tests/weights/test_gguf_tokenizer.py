@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.gguf_tokenizer import tokenizer_in
-from tiedgpt.weights.writers.gguf import write_gguf
+from tiedgpt.weights.gguf_tokenizer import read_tokenizer
+from tiedgpt.weights.gguf_write import write as write_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -63,7 +63,7 @@ def their_vocabulary(path: Path, tokenizer: Tokenizer, **changes) -> Path:
 
 
 def test_ids_are_those_of_the_tokenizer_that_was_written(tokenizer, tmp_path):
-    read = tokenizer_in(their_vocabulary(tmp_path / "a.gguf", tokenizer))
+    read = read_tokenizer(their_vocabulary(tmp_path / "a.gguf", tokenizer))
     assert (len(read), read.bos_token_id, read.eos_token_id) == (
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id,
     )  # fmt: skip
@@ -77,12 +77,12 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(tokenizer, tmp_path):
 
 
 def test_files_from_before_the_split_had_a_name_are_gpt2s(tokenizer, tmp_path):
-    read = tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, tokenizer_pre=None))
+    read = read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, tokenizer_pre=None))
     assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
 
 
 def test_an_end_that_is_typed_as_ordinary_is_special_all_the_same(tokenizer, tmp_path):
-    read = tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, token_types=None))
+    read = read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, token_types=None))
     assert read.encode("<|endoftext|>", allow_special=True) == [tokenizer.eos_token_id]
 
 
@@ -93,7 +93,7 @@ def test_unused_rows_are_no_tokens_and_user_tokens_are_found_in_text(tokenizer, 
         token_list=lambda tokens: [*tokens, "[PAD1]", "<user>", "[PAD2]"],
         token_types=lambda types: [*types, 5, 4, 5],
     )  # fmt: skip
-    read = tokenizer_in(path)
+    read = read_tokenizer(path)
     assert len(read) == size + 2
     assert read.encode("a<user>b")[1] == size + 1
     with pytest.raises(UserError, match="outside the vocabulary"):
@@ -113,7 +113,7 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_other_tokenizers_are_refused_by_name(why, tokenizer, tmp_path):
     with pytest.raises(UserError, match=why):
-        tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, **REFUSED[why]))
+        read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, **REFUSED[why]))
 
 
 DAMAGED = {
@@ -131,7 +131,7 @@ DAMAGED = {
 @pytest.mark.parametrize("why", DAMAGED)
 def test_damaged_vocabularies_are_refused(why, tokenizer, tmp_path):
     with pytest.raises(CorruptInputError, match=why):
-        tokenizer_in(their_vocabulary(tmp_path / "a", tokenizer, **DAMAGED[why]))
+        read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, **DAMAGED[why]))
 
 
 def test_numbers_where_texts_should_be_are_refused(tokenizer, tmp_path):
@@ -144,7 +144,7 @@ def test_numbers_where_texts_should_be_are_refused(tokenizer, tmp_path):
     scalars = whole[:at] + struct.pack("<Ii", 5, 1) + whole[at + 16 + 4 * length :]
     path.write_bytes(scalars)
     with pytest.raises(CorruptInputError, match="token_type is missing or no array"):
-        tokenizer_in(path)
+        read_tokenizer(path)
 
 
 def test_a_file_of_ours_gives_the_tokenizer_back(tokenizer, tmp_path):
@@ -152,7 +152,7 @@ def test_a_file_of_ours_gives_the_tokenizer_back(tokenizer, tmp_path):
         vocab_size=len(tokenizer) + 7, n_positions=8, n_embd=8, n_layer=1, n_head=1, eos_token_id=0
     )
     write_gguf(GPT(config), tmp_path / "a.gguf", tokenizer=tokenizer)
-    read = tokenizer_in(tmp_path / "a.gguf")
+    read = read_tokenizer(tmp_path / "a.gguf")
     assert len(read) == len(tokenizer)
     assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
     assert (read.eos_token_id, read.bos_token_id) == (0, tokenizer.bos_token_id)
@@ -170,7 +170,7 @@ def test_changed_and_cut_vocabularies_give_our_error_or_a_tokenizer(tokenizer, t
     size = data.draw(st.one_of(st.just(len(whole)), st.integers(0, len(whole))))
     (tmp_path / "b.gguf").write_bytes(whole[:size])
     try:
-        read = tokenizer_in(tmp_path / "b.gguf")
+        read = read_tokenizer(tmp_path / "b.gguf")
         read.decode(read.encode(SAMPLE))
     except TiedGPTError:
         pass

@@ -193,7 +193,7 @@ def test_two_tokenizers_of_llmc_are_one_too_many(tmp_path):
 
 
 def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe, monkeypatch):
-    from tiedgpt.weights import gguf_tokenizer
+    from tiedgpt.weights import gguf
 
     asked = []
 
@@ -201,7 +201,7 @@ def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe, m
         asked.append(path)
         return bpe
 
-    monkeypatch.setattr(gguf_tokenizer, "tokenizer_in", tokenizer_in)
+    monkeypatch.setattr(gguf, "tokenizer", tokenizer_in)
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
     (tmp_path / "model.gguf").with_suffix("").write_bytes(b"GGUF" + bytes(20))
     for source in (tmp_path, tmp_path / "model.gguf", tmp_path / "model"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BY_FORMAT = {
-    "GGUF": "dialects.gguf",
+    "GGUF": "gguf",
     "ONNX": "dialects.onnx",
     "llm.c": "dialects.llmc",
     "Keras HDF5": "dialects.keras",
@@ -99,8 +99,8 @@ class LazyTensor:
         """Raise `UserError` for a type that is not read here."""
         if not self.stored.is_decodable:
             raise UserError(
-                f"{printable(self.stored.name)} is {self.stored.dtype}: integers and quantized "
-                f"weights other than Q8_0 are not read as a model; {', '.join(FLOATS)} are"
+                f"{printable(self.stored.name)} is {self.stored.dtype}, which is not read as a "
+                f"model's weights; {', '.join(FLOATS)} and GGUF's quantized types are"
             )
 
     def read(self) -> Tensor:

@@ -254,10 +254,6 @@ def _is_keras(path: Path, head: bytes) -> bool:
     return head[:8] == b"\x89HDF\r\n\x1a\n" or path.name.endswith(".weights.json")
 
 
-def _is_gguf(path: Path, head: bytes) -> bool:
-    return head[:4] == b"GGUF" or path.suffix == ".gguf"
-
-
 def _is_llmc(path: Path, head: bytes) -> bool:
     return head[:4] == (20240326).to_bytes(4, "little")
 
@@ -285,7 +281,7 @@ def _is_tensorflow(path: Path, head: bytes) -> bool:
 FORMATS: tuple[str | Elsewhere, ...] = (
     Elsewhere("formats.npy_shards:open_npy_shapes", _is_numpy),
     Elsewhere("formats.keras_file:open_keras", _is_keras),
-    Elsewhere("formats.gguf_file:open_gguf", _is_gguf),
+    "gguf",
     Elsewhere("formats.llmc_file:open_llmc", _is_llmc),
     Elsewhere("opening:_read_safetensors", _is_safetensors),
     Elsewhere("formats.torch_file:open_torch", _is_torch),

@@ -46,7 +46,7 @@ TARGETS = {
     "gguf": Target(
         ("fp32", "fp16", "bf16", "q8_0"),
         suffix=".gguf", holds_tokenizer=True, options=("duplicate_head", "approximate_gelu"),
-        writer="writers.gguf:write_gguf",
+        writer="gguf_write:write",
     ),
     "onnx": Target(
         ("fp32", "fp16", "bf16"),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.packages import require_package
 
 Native = NDArray[Any]
 Read = Callable[[int, int, int, int], Native]
@@ -26,7 +27,12 @@ FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 BLOCK_BYTES = 8 << 20
 PANEL_TYPES = ("fp32 panels", "bf16 panels", "int8 panels", "int4 panels")
 """Matrices packed for CPU kernels (`packed/panels.py`); their readers give float32."""
-Q8_BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
+QUANTIZED = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S",
+    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0",
+    "TQ2_0", "MXFP4", "NVFP4",
+)  # fmt: skip
+"""ggml's types that the package gguf decodes; their readers give rows of bytes."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class StoredTensor:
     @property
     def is_decodable(self) -> bool:
         """Whether its elements can be had as numbers, not only as bytes."""
-        return self.read is not None and self.dtype in (*FLOATS, *PANEL_TYPES, "Q8_0")
+        return self.read is not None and self.dtype in (*FLOATS, *PANEL_TYPES, *QUANTIZED)
 
     def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
         """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
@@ -161,11 +167,9 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
             return (native.astype(np.uint32) << 16).view(np.float32)
         if dtype == "float16":
             return native.view("<f2").astype(np.float32)
-        if dtype == "Q8_0":
-            blocks = np.ascontiguousarray(native).view(Q8_BLOCK)
-            scales = blocks["scale"].astype(np.float32)[..., None]
-            numbers: NDArray[np.float32] = scales * blocks["values"]
-            return numbers.reshape(len(native), -1)
+        if dtype in QUANTIZED:
+            gguf = require_package("gguf", f"decoding {dtype}")
+            return gguf.quants.dequantize(native, gguf.GGMLQuantizationType[dtype])
         if dtype in FLOATS:
             return native.view(f"<f{FLOATS[dtype]}")
         if dtype in PANEL_TYPES:

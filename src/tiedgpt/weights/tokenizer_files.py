@@ -97,9 +97,9 @@ def _in_file(path: Path) -> Tokenizer | None:
     """
     head = _head(path)
     if head.startswith(_GGUF):
-        from tiedgpt.weights.gguf_tokenizer import tokenizer_in
+        from tiedgpt.weights import gguf
 
-        return tokenizer_in(path)
+        return gguf.tokenizer(path)
     if head.startswith(MAGIC):
         return _of_llmc(path)
     if head.startswith(b"PK\x03\x04") and is_archive(path):

@@ -13,11 +13,11 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.weights.dialects.gguf import to_theirs
-from tiedgpt.weights.gguf_tokenizer import tokenizer_in
+from tiedgpt.weights.gguf import to_ours, to_theirs
+from tiedgpt.weights.gguf_tokenizer import read_tokenizer
+from tiedgpt.weights.gguf_write import write as write_gguf
 from tiedgpt.weights.load import load
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.writers.gguf import write_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -194,7 +194,7 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(tokenizer, tmp_path)
 
 
 def test_wrong_precisions_and_places_are_refused(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="'q4_k' is none"):
+    with pytest.raises(UserError, match="'q4_k' cannot be written"):
         write_gguf(gpt(tokenizer), tmp_path / "a", tokenizer=tokenizer, precision="q4_k")
     with pytest.raises(UserError, match="is a directory"):
         write_gguf(gpt(tokenizer), tmp_path, tokenizer=tokenizer)
@@ -240,8 +240,8 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path
     refused = {
         "none is given": None,
         "a character vocabulary": Tokenizer.characters(TEXTS),
-        "cuts text otherwise": merged(tokenizer, pre_tokenizer=digits),
-        "cuts text": merged(tokenizer, normalizer=normalizers.NFC()),
+        "splits text differently": merged(tokenizer, pre_tokenizer=digits),
+        "splits text": merged(tokenizer, normalizer=normalizers.NFC()),
         "ignore_merges": merged(tokenizer, model={"ignore_merges": True}),
         "lacks 56 of the 256 bytes": merged(tokenizer, model={"vocab": kept, "merges": []}),
     }
@@ -266,17 +266,29 @@ def test_a_larger_tokenizer_and_one_without_an_end_are_refused(tokenizer, tmp_pa
         write_gguf(endless, tmp_path / "a", tokenizer=Tokenizer(nameless))
 
 
-def test_tokens_called_like_padding_do_not_stand_twice(tokenizer, tmp_path):
-    size = len(tokenizer)
+def test_a_tokenizer_without_merges_is_refused(tokenizer, tmp_path):
     rust = byte_level_tokenizer(
         models.BPE(vocab={byte: id for id, byte in enumerate(BYTE_ALPHABET)}, merges=[])
     )
+    rust.add_special_tokens(["<|endoftext|>"])
+    with pytest.raises(UserError, match="without merges"):
+        plain = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
+        write_gguf(plain, tmp_path / "a", tokenizer=Tokenizer(rust))
+
+
+def test_tokens_called_like_padding_do_not_stand_twice(tokenizer, tmp_path):
+    size = len(tokenizer)
+    rust = byte_level_tokenizer(
+        models.BPE(
+            vocab={byte: id for id, byte in enumerate([*BYTE_ALPHABET, "he"])}, merges=[("h", "e")]
+        )
+    )
     rust.add_special_tokens(["<|endoftext|>", "[PAD300]"])
-    model = gpt(tokenizer, vocab_size=size, bos_token_id=None, eos_token_id=256)
+    model = gpt(tokenizer, vocab_size=size, bos_token_id=None, eos_token_id=257)
     write_gguf(model, tmp_path / "a", tokenizer=Tokenizer(rust))
     tokens = gguf.GGUFReader(tmp_path / "a").fields["tokenizer.ggml.tokens"].contents()
     assert len(set(tokens)) == size
-    assert len(tokenizer_in(tmp_path / "a")) == 258
+    assert len(read_tokenizer(tmp_path / "a")) == 259
 
 
 def llama(path, **options):
@@ -370,3 +382,23 @@ def test_llama_cpp_cuts_text_as_the_tokenizer_does(tokenizer, tmp_path):
         assert ids == tokenizer.encode(text), text
     special = theirs.tokenize(b"the<|endoftext|>", add_bos=False, special=True)
     assert special == tokenizer.encode("the<|endoftext|>", allow_special=True)
+
+
+@pytest.mark.slow
+def test_what_llama_cpp_quantizes_is_loaded_as_its_library_decodes_it(tokenizer, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model = gpt(tokenizer, n_embd=256, std=0.05)
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="fp32")
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    places = (str(tmp_path / name).encode() for name in ("a.gguf", "q4.gguf"))
+    assert llama_cpp.llama_model_quantize(*places, options) == 0
+    loaded = load(tmp_path / "q4.gguf")
+    assert any("Q4_K" in note for note in loaded.notes)
+    for name, (_, numbers) in tensors_of(tmp_path / "q4.gguf").items():
+        ours = loaded.model.get_parameter(to_ours(name)).detach().numpy()
+        assert np.array_equal(ours, numbers.reshape(ours.shape)), name
+    ids = tokenizer.encode(PROMPT)
+    with torch.no_grad():
+        ours = loaded.model(torch.tensor([ids]))[0].numpy()
+    assert np.corrcoef(ours.ravel(), logits(llama(tmp_path / "q4.gguf"), ids).ravel())[0, 1] > 0.99

@@ -1,0 +1,398 @@
+"""GGUF: files of llama.cpp's library are read as it reads them; hostile files are refused."""
+
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tie.checkpoints import matrix, write_gguf
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.gguf import TYPES, read, read_metadata, to_ours, to_theirs
+from tiedgpt.weights.load import load
+from tiedgpt.weights.names import shapes
+from tiedgpt.weights.tensors import QUANTIZED
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import gguf
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_rows_are_what_their_library_reads(tmp_path, kind):
+    path = write_gguf(tmp_path / "a.gguf", {"w": matrix(), "n": matrix()[0]}, kind=kind)
+    checkpoint = read(path)
+    assert checkpoint.config["general.architecture"] == "gpt2"
+    theirs = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    for name, ours in checkpoint.tensors.items():
+        expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
+        assert ours.n_bytes == theirs[name].n_bytes
+        rows = ours.matrix_shape[0]
+        assert np.array_equal(ours.rows(0, rows), expected.reshape(ours.matrix_shape))
+    w = checkpoint.tensors["w"]
+    assert w.shape == (97, 32)
+    assert np.array_equal(w.rows(3, 5), w.rows(0, 97)[3:5])
+
+
+def test_the_table_of_types_is_theirs():
+    theirs = {int(t): sizes for t, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: (block, size) for number, (_, block, size) in TYPES.items()} == theirs
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_every_quantized_type_is_decoded_as_their_library_does(tmp_path, kind):
+    ggml = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[ggml]
+    raw = np.random.default_rng(1).integers(0, 256, (20, 2 * size), np.uint8)
+    path = tmp_path / "a.gguf"
+    info = tensor(sizes=(2 * block, 20), kind=int(ggml))
+    body = info + bytes(-(24 + len(info)) % 32) + raw.tobytes()
+    path.write_bytes(header(n_tensors=1, body=body))
+    ours = read(path).tensors["w"]
+    assert (ours.shape, ours.dtype, ours.n_bytes) == ((20, 2 * block), kind, raw.nbytes)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, ggml)
+    assert np.array_equal(ours.rows(0, 20), expected, equal_nan=True)
+    assert np.array_equal(ours.rows(3, 5), expected[3:5], equal_nan=True)
+
+
+def test_floats_need_no_package(tiny, tmp_path):
+    their_file(tmp_path / "f.gguf", tiny, "BF16")
+    their_file(tmp_path / "q.gguf", tiny, "Q8_0")
+    code = (
+        "import sys; sys.modules['gguf'] = None\n"
+        "from tiedgpt import GPT\nfrom tiedgpt.errors import UserError\n"
+        "GPT.from_pretrained(sys.argv[1] + '/f.gguf')\n"
+        "try: GPT.from_pretrained(sys.argv[1] + '/q.gguf')\n"
+        "except UserError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert "reading quantized GGUF tensors (Q8_0) needs the package gguf" in done.stdout
+    assert "pip install 'tiedgpt[formats]'" in done.stdout
+
+
+def header(n_tensors=0, n_pairs=0, body=b"", version=3):
+    return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_pairs) + body
+
+
+def text(value: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(value) if length is None else length) + value
+
+
+def tensor(name=b"w", sizes=(32, 4), kind=0, offset=0) -> bytes:
+    body = text(name) + struct.pack("<I", len(sizes))
+    return body + b"".join(struct.pack("<Q", n) for n in sizes) + struct.pack("<IQ", kind, offset)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "only the magic": b"GGUF",
+    "another magic": b"GGUX" + bytes(30),
+    "the first version": header(version=1),
+    "big-endian": header(version=3 << 24),
+    "more tensors than bytes": header(n_tensors=2**62),
+    "more pairs than bytes": header(n_pairs=2**62),
+    "a huge key": header(n_pairs=1, body=text(b"k", 2**63) + bytes(40)),
+    "a huge array": header(
+        n_pairs=1, body=text(b"k") + struct.pack("<IIQ", 9, 4, 2**61) + bytes(40)
+    ),
+    "a huge array of texts": header(
+        n_pairs=1, body=text(b"k") + struct.pack("<IIQ", 9, 8, 2**40) + bytes(40)
+    ),
+    "an unknown kind": header(n_pairs=1, body=text(b"k") + struct.pack("<I", 99) + bytes(40)),
+    "arrays without end": header(
+        n_pairs=1, body=text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50
+    ),
+    "a key twice": header(n_pairs=2, body=(text(b"k") + struct.pack("<II", 4, 1)) * 2),
+    "an alignment of nothing": header(
+        n_pairs=1, body=text(b"general.alignment") + struct.pack("<II", 4, 0)
+    ),
+    "data cut off": header(n_tensors=1, body=tensor() + bytes(100)),
+    "a product that overflows": header(n_tensors=1, body=tensor(sizes=(2**40, 2**40))),
+    "an offset past the end": header(n_tensors=1, body=tensor(offset=2**50) + bytes(1000)),
+    "too many dimensions": header(n_tensors=1, body=text(b"w") + struct.pack("<I", 2**31)),
+    "a row that is no block": header(n_tensors=1, body=tensor(sizes=(31, 4), kind=8) + bytes(999)),
+    "a tensor twice": header(n_tensors=2, body=tensor(sizes=(1,)) * 2 + bytes(1000)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(name, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(CorruptInputError, match=r"x\.gguf"):
+        read(path)
+
+
+def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(n_tensors=1, body=tensor(kind=77)))
+    found = read(path).tensors["w"]
+    assert (found.shape, found.dtype, found.is_decodable) == ((4, 32), "ggml type 77", False)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    whole = write_gguf(tmp_path / "a.gguf", {"w": matrix()}).read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in range(0, len(whole) - 32, 41):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptInputError):
+            read(path)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
+    path = tmp_path / "a.gguf"
+    if not path.exists():
+        write_gguf(path, {"w": matrix(rows=4)})
+    whole = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "b.gguf").write_bytes(whole)
+    try:
+        for found in read(tmp_path / "b.gguf").tensors.values():
+            if found.is_decodable:
+                found.rows(0, found.matrix_shape[0])
+    except TiedGPTError:
+        pass
+
+
+def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path):
+    long = bytes(70_000)
+    for name, body in {"key": text(long) + struct.pack("<II", 4, 1), "name": tensor(long)}.items():
+        n_pairs = int(name == "key")
+        path = tmp_path / name
+        path.write_bytes(header(n_tensors=1 - n_pairs, n_pairs=n_pairs, body=body))
+        with pytest.raises(CorruptInputError, match="at most 65,536 bytes"):
+            read(path)
+    value = text(b"note") + struct.pack("<I", 8) + text(long)
+    (tmp_path / "value").write_bytes(header(n_pairs=1, body=value))
+    assert read(tmp_path / "value").config == {}
+
+
+def array(kind: int, length: int, body: bytes, key=b"k") -> bytes:
+    return text(key) + struct.pack("<IIQ", 9, kind, length) + body
+
+
+def test_arrays_are_stepped_over_and_read_when_asked_for(tmp_path):
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "gpt2")
+    wanted = {
+        "texts": ["", "ein", "Ġwö", "🚀" * 3],
+        "whole": [1, -2, 3],
+        "floats": [0.5, -2.0],
+        "flags": [True, False],
+        "one": ["x"],
+    }
+    for key, values in wanted.items():
+        writer.add_array(key, values)
+    writer.add_tensor("w", matrix())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert {key: read_metadata(path, wanted)[key] for key in wanted} == wanted
+    assert read_metadata(path, ["one"])["texts"] is None
+    assert not read(path).config.keys() & wanted.keys()
+
+
+def test_texts_that_are_not_utf8_are_none(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(n_pairs=1, body=array(8, 2, text(b"fine") + text(b"\xff\xfe"))))
+    assert read_metadata(path, "k") == {"k": ["fine", None]}
+
+
+def test_our_own_pair_says_whether_two_matrices_are_meant(tmp_path):
+    def file(value: bytes) -> bytes:
+        return header(n_pairs=1, body=text(b"tiedgpt.tie_word_embeddings") + value)
+
+    path = tmp_path / "x.gguf"
+    for value in (True, False):
+        path.write_bytes(file(struct.pack("<I?", 7, value)))
+        assert read(path).claim is value
+        assert str(value).lower() in read(path).claim_source
+    path.write_bytes(file(struct.pack("<II", 4, 1)))
+    with pytest.raises(CorruptInputError, match="must be true or false, got 1"):
+        read(path)
+
+
+# As a GPT
+
+
+def their_file(
+    path: Path,
+    model: GPT,
+    kind: str = "F32",
+    *,
+    architecture="gpt2",
+    leave=(),
+    pairs=None,
+    more=None,
+) -> Path:
+    """Write a model as their converter does, with their library; `kind` holds for matrices."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    plain = {
+        "add_context_length": config.n_positions,
+        "add_embedding_length": config.n_embd,
+        "add_block_count": config.n_layer,
+        "add_feed_forward_length": config.inner_dim,
+        "add_head_count": config.n_head,
+        "add_layer_norm_eps": config.layer_norm_epsilon,
+    }
+    for name, value in plain.items():
+        if name not in leave:
+            getattr(writer, name)(value)
+    for name, value in (pairs or {}).items():
+        getattr(writer, name)(value)
+    state = {to_theirs(name): t.detach().numpy() for name, t in model.named_parameters()}
+    for name, array in (state | (more or {})).items():
+        if name in leave:
+            continue
+        vector = array.ndim == 1 or name == "position_embd.weight"
+        ggml = gguf.GGMLQuantizationType["F32" if vector else kind]
+        writer.add_tensor(name, gguf.quants.quantize(array, ggml), raw_dtype=ggml)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_their_file_is_loaded_bit_for_bit(tiny, tmp_path):
+    loaded = load(their_file(tmp_path / "a.gguf", tiny))
+    assert loaded.model.head is None
+    assert loaded.model.config.n_head == tiny.config.n_head
+    assert loaded.model.config.layer_norm_epsilon == 1e-5
+    for name, theirs in tiny.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), theirs), name
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
+def test_smaller_types_are_read_as_their_library_reads_them(kind, tiny, ids, tmp_path):
+    path = their_file(tmp_path / "a.gguf", tiny, kind)
+    model = GPT.from_pretrained(path, dtype=torch.float32)
+    for tensor in gguf.GGUFReader(path).tensors:
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        ours = model.get_parameter(to_ours(tensor.name)).detach().numpy()
+        assert np.array_equal(ours, expected.reshape(ours.shape)), tensor.name
+    wanted = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    assert GPT.from_pretrained(path).wte.weight.dtype is wanted
+    if kind in ("F16", "BF16", "Q8_0"):
+        assert torch.allclose(model(ids), tiny(ids), rtol=0, atol=1.5)
+
+
+def test_what_was_quantized_is_told(tiny, tmp_path):
+    assert any("Q8_0" in note for note in load(their_file(tmp_path / "a", tiny, "Q8_0")).notes)
+    assert load(their_file(tmp_path / "b", tiny)).notes == ()
+
+
+def test_a_second_equal_matrix_is_tied_and_told(tiny, tmp_path):
+    head = {"output.weight": tiny.wte.weight.detach().numpy()}
+    loaded = load(their_file(tmp_path / "a.gguf", tiny, more=head))
+    assert loaded.model.head is None
+    assert any("equal" in note for note in loaded.notes)
+
+
+def test_a_second_other_matrix_needs_a_word(tiny, tmp_path):
+    head = {"output.weight": tiny.wte.weight.detach().numpy() + 1}
+    path = their_file(tmp_path / "a.gguf", tiny, more=head)
+    with pytest.raises(CorruptInputError, match="resolve"):
+        GPT.from_pretrained(path)
+    model = GPT.from_pretrained(path, resolve="untie")
+    assert torch.equal(model.head.weight, tiny.wte.weight + 1)
+
+
+def test_other_architectures_are_refused_by_name(tiny, tmp_path):
+    for name in ("llama", "gptneox", "starcoder"):
+        with pytest.raises(UserError, match=name):
+            GPT.from_pretrained(their_file(tmp_path / name, tiny, architecture=name))
+
+
+def test_types_that_their_library_cannot_decode_are_refused_with_what_to_do(tiny, tmp_path):
+    path = their_file(tmp_path / "a.gguf", tiny, "F16")
+    whole = path.read_bytes()
+    info = text(b"token_embd.weight") + struct.pack("<IQQI", 2, 32, 97, 1)
+    assert info in whole
+    path.write_bytes(whole.replace(info, info[:-4] + struct.pack("<I", 9)))  # Q8_1
+    with pytest.raises(UserError, match=r"token_embd\.weight is Q8_1.*llama-quantize"):
+        GPT.from_pretrained(path)
+
+
+def test_what_attends_otherwise_is_refused(tiny, tmp_path):
+    for pairs, named in (
+        ({"add_head_count_kv": 2}, "head_count_kv=2"),
+        ({"add_key_length": 16}, "key_length=16"),
+        ({"add_causal_attention": False}, "causal=False"),
+    ):
+        with pytest.raises(UserError, match=named):
+            GPT.from_pretrained(their_file(tmp_path / named, tiny, pairs=pairs))
+    same = {"add_head_count_kv": 4, "add_key_length": 8, "add_causal_attention": True}
+    assert GPT.from_pretrained(their_file(tmp_path / "same", tiny, pairs=same))
+
+
+def test_the_number_of_heads_is_asked_for_and_never_guessed(tiny, ids, tmp_path):
+    path = their_file(tmp_path / "a.gguf", tiny, leave=("add_head_count",))
+    with pytest.raises(UserError, match="n_head"):
+        GPT.from_pretrained(path)
+    assert torch.equal(GPT.from_pretrained(path, n_head=4)(ids), tiny(ids))
+
+
+def test_missing_and_foreign_tensors_are_named(tiny, tmp_path):
+    path = their_file(tmp_path / "a", tiny, leave=("blk.1.ffn_up.bias",))
+    with pytest.raises(CorruptInputError, match=r"h\.1\.mlp\.c_fc\.bias is missing"):
+        GPT.from_pretrained(path)
+    more = {"rope_freqs.weight": np.ones(4, np.float32)}
+    with pytest.raises(CorruptInputError, match=r"rope_freqs\.weight is not a GPT's"):
+        GPT.from_pretrained(their_file(tmp_path / "b", tiny, more=more))
+    more = {"wte.weight": np.ones((97, 32), np.float32)}
+    with pytest.raises(CorruptInputError, match=r"wte\.weight twice"):
+        GPT.from_pretrained(their_file(tmp_path / "c", tiny, more=more))
+
+
+def test_sizes_that_are_none_are_refused(tiny, tmp_path):
+    path = their_file(tmp_path / "a", tiny, leave=("add_head_count",), pairs={"add_head_count": 0})
+    with pytest.raises(CorruptInputError, match="head_count must be a positive integer, got 0"):
+        GPT.from_pretrained(path)
+
+
+def test_names_there_and_back_and_they_are_theirs(tiny_config):
+    names = gguf.TENSOR_NAMES
+    of_gpt2 = {
+        names[tensor].format(bid=bid)
+        for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.GPT2]
+        for bid in range(tiny_config.n_layer)
+    }
+    theirs = {name: to_theirs(name) for name in [*shapes(tiny_config), "head.weight"]}
+    assert {name.rpartition(".")[0] for name in theirs.values()} == of_gpt2
+    assert all(to_ours(name) == ours for ours, name in theirs.items())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_changed_and_cut_files_give_our_error_or_a_model(tiny, tmp_path, data):
+    path = tmp_path / "a.gguf"
+    if not path.exists():
+        their_file(path, tiny)
+    whole = bytearray(path.read_bytes())
+    header = len(whole) - sum(p.numel() for p in tiny.parameters()) * 4
+    for _ in range(data.draw(st.integers(0, 3))):
+        whole[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    size = data.draw(st.one_of(st.just(len(whole)), st.integers(0, len(whole))))
+    (tmp_path / "b.gguf").write_bytes(whole[:size])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ids outside the vocabulary
+        try:
+            GPT.from_pretrained(tmp_path / "b.gguf")
+        except TiedGPTError:
+            pass
