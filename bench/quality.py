@@ -25,8 +25,8 @@ from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed.gpt import pack_gpt
-from tiedgpt.weights.packed.panels import FORMS
+from tiedgpt.weights.packed_panels import PRECISIONS
+from tiedgpt.weights.packed_write import pack_gpt
 
 AT_ONCE = 128
 """Tokens whose scores (n, V) are held."""
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a model directory with its tokenizer")
     parser.add_argument("text", type=Path, help="a text that the model was not trained on")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, at the most")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--forms", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     model = load(given.model, dtype=torch.float32).model

@@ -32,8 +32,7 @@ from safetensors.numpy import load_file
 from formats import add_options, files_of
 from tiedgpt.infer import Request, Scheduler
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed.file import open_packed
-from tiedgpt.weights.packed.model import PackedModel
+from tiedgpt.weights.packed import PackedModel, open_packed
 from turns import cores, facts, in_turn, keep, per_second, show
 from ways import CLASSES
 

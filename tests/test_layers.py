@@ -94,7 +94,7 @@ QUICK = {
     "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
     "data": "import tiedgpt.data",
     "safetensors": "import tiedgpt.weights.formats.safetensors_file",
-    "a packed model": "import tiedgpt.weights.packed.file, tiedgpt.infer.packed_session",
+    "a packed model": "import tiedgpt.weights.packed, tiedgpt.infer.packed_session",
     "the engine": "from tiedgpt.infer import Engine, Scheduler; import tiedgpt.infer.session",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",
     "curves": "import tiedgpt.cli.plot, tiedgpt.plots.training, tiedgpt.plots.terminal",

@@ -10,8 +10,7 @@ import torch
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.weights.packed.file import save_packed
-from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed_write import pack_gpt, save_packed
 
 
 @pytest.fixture(scope="module")

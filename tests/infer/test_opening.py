@@ -11,8 +11,8 @@ import torch
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, opening
-from tiedgpt.weights.packed.file import FILE, save_packed
-from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed import FILE
+from tiedgpt.weights.packed_write import pack_gpt, save_packed
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import torch
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.infer.threads import check_threads, default_threads, using
-from tiedgpt.weights.packed.file import save_packed
-from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed_write import pack_gpt, save_packed
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.weights.dialects.karpathy import FirstMinGPT
 from tests.weights.gpt1_release import block_shapes, write_release
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
+from tiedgpt.weights.llmc import write as write_llmc
 from tiedgpt.weights.load import load
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.writers.llmc import write_llmc
 from tiedgpt.weights.writers.onnx import write_onnx
 
 

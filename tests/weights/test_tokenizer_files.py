@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.weights.formats.test_llmc_tokenizer import written
+from tests.weights.test_llmc_tokenizer import written
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 

@@ -186,7 +186,7 @@ def _found(loaded: Any, tokenizer: Any) -> str:
 
 def _type(loaded: Any) -> str:
     """Return what W is in: in the file, where that is packed, else in memory."""
-    from tiedgpt.weights.packed.file import find_packed, open_packed
+    from tiedgpt.weights.packed import find_packed, open_packed
 
     if packed := find_packed(loaded.path):
         return f"{open_packed(packed).precision} packed for CPU kernels"

@@ -16,9 +16,8 @@ from tiedgpt.infer.threads import OnThreads, check_threads
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.opening import PATTERNS
-from tiedgpt.weights.packed.file import find_packed, open_packed
-from tiedgpt.weights.packed.model import PackedModel
-from tiedgpt.weights.packed.panels import Form
+from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
+from tiedgpt.weights.packed_panels import Precision
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -28,7 +27,7 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16", *QUANTIZED)
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
 """Parameters from which a model is worth waiting for its kernels to be compiled, once a machine."""
-FORM_OF: dict[str, Form] = {
+FORM_OF: dict[str, Precision] = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
     "torch.float16": "fp32",
@@ -68,7 +67,7 @@ class _How:
         return PackedRunner(packed, threads=self.threads)
 
     def packing(self, model: GPT) -> Runner:
-        from tiedgpt.weights.packed.gpt import pack_gpt
+        from tiedgpt.weights.packed_write import pack_gpt
 
         return self.kernels(pack_gpt(model, _form(model, self.precision)))
 
@@ -180,7 +179,7 @@ def _require_cpu(gpu: bool, how: _How) -> None:
 
 def _is_for_kernels(model: GPT, precision: str) -> bool:
     """Whether kernels compute a model on a CPU where nobody says what shall."""
-    from tiedgpt.weights.packed.gpt import is_plain
+    from tiedgpt.weights.packed_write import is_plain
 
     if precision in QUANTIZED:
         return True
@@ -189,11 +188,11 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
     return model.config.parameter_count() >= LARGE and is_plain(model)
 
 
-def _form(model: GPT, precision: str) -> Form:
+def _form(model: GPT, precision: str) -> Precision:
     """Return the form of weights for a precision; of "auto", the one that holds the model's own."""
     if precision == "auto":
         return FORM_OF.get(str(model.wte.weight.dtype), "fp32")
-    return cast(Form, precision)
+    return cast(Precision, precision)
 
 
 def _compared(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.session import Scores, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
-from tiedgpt.weights.packed.model import PackedModel
-from tiedgpt.weights.packed.panels import padded
+from tiedgpt.weights.packed import PackedModel
+from tiedgpt.weights.packed_panels import padded
 
 AT_ONCE = 512
 """Tokens read in one call; longer prompts go in several."""

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 BY_FORMAT = {
     "GGUF": "gguf",
     "ONNX": "dialects.onnx",
-    "llm.c": "dialects.llmc",
+    "llm.c": "llmc",
     "Keras HDF5": "dialects.keras",
-    "packed": "dialects.packed",
-    "TensorFlow": "dialects.openai",
-    "numpy": "dialects.openai",
+    "packed": "packed",
+    "TensorFlow": "openai_gpt2",
+    "numpy": "openai_gpt1",
 }
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
 IN_SHARED_CONTAINERS = ("dialects.nanogpt", "dialects.transformers")

@@ -18,11 +18,11 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
+from tiedgpt.weights import llmc, packed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.packed.checkpoint import open_packed_checkpoint
-from tiedgpt.weights.packed.file import FORMAT
+from tiedgpt.weights.tensorflow_bundle import is_index
 from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader, printable
 
 PATTERNS = (
@@ -49,9 +49,6 @@ PREDICTING = re.compile(
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
 NUMPY_SHAPES = "params_shapes.json"
-LLMC_OTHERS = tuple(number.to_bytes(4, "little") for number in (20240327, 20240328, 20240520))
-"""llm.c's debug states, tokenizers and tokens end in .bin as well."""
-TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 CLAIM = "tie_word_embeddings"
 
 
@@ -79,7 +76,7 @@ def _weights_in(directory: Path) -> Path:
         return directory / NUMPY_SHAPES
     present = sorted(file for file in directory.iterdir() if file.is_file())
     files = [file for file in present if file.suffix in WEIGHT_SUFFIXES and _may_be_weights(file)]
-    files += [file for file in present if file.suffix == ".index" and _is_tensorflow_index(file)]
+    files += [file for file in present if file.suffix == ".index" and is_index(file)]
     if len(files) == 1:
         return files[0]
     if files:
@@ -93,7 +90,7 @@ def _weights_in(directory: Path) -> Path:
 
 def _may_be_weights(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4) not in LLMC_OTHERS
+        return file.read(4) not in llmc.OTHER_MAGICS
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -123,20 +120,10 @@ def _open_file(path: Path) -> Checkpoint:
     )
 
 
-def _is_tensorflow_index(path: Path) -> bool:
-    """Whether a file ends as the tables do in which TensorFlow lists its tensors."""
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell() < 48:
-            return False
-        file.seek(-8, os.SEEK_END)
-        return file.read() == TABLE_MAGIC
-
-
 def _read_safetensors(path: Path) -> Checkpoint:
     file = SafetensorsFile.open(path)
-    if file.metadata.get("format") == FORMAT:
-        return open_packed_checkpoint(path)
+    if file.metadata.get("format") == packed.FORMAT:
+        return packed.read(path)
     tensors = {}
     for name, entry in file.entries.items():
         columns = entry.shape[-1] if entry.shape else 1
@@ -241,10 +228,6 @@ class Elsewhere:
         return checkpoint
 
 
-def _is_numpy(path: Path, head: bytes) -> bool:
-    return path.name == NUMPY_SHAPES
-
-
 def _is_keras(path: Path, head: bytes) -> bool:
     """Whether it is HDF5, an index of such files, or a zip that holds one."""
     if head[:4] == b"PK\3\4":
@@ -252,10 +235,6 @@ def _is_keras(path: Path, head: bytes) -> bool:
 
         return is_archive(path)
     return head[:8] == b"\x89HDF\r\n\x1a\n" or path.name.endswith(".weights.json")
-
-
-def _is_llmc(path: Path, head: bytes) -> bool:
-    return head[:4] == (20240326).to_bytes(4, "little")
 
 
 def _is_safetensors(path: Path, head: bytes) -> bool:
@@ -274,18 +253,14 @@ def _is_torch(path: Path, head: bytes) -> bool:
     return path.suffix in TORCH_SUFFIXES and not _is_onnx(path, head)
 
 
-def _is_tensorflow(path: Path, head: bytes) -> bool:
-    return _is_tensorflow_index(path)
-
-
 FORMATS: tuple[str | Elsewhere, ...] = (
-    Elsewhere("formats.npy_shards:open_npy_shapes", _is_numpy),
+    "openai_gpt1",
     Elsewhere("formats.keras_file:open_keras", _is_keras),
     "gguf",
-    Elsewhere("formats.llmc_file:open_llmc", _is_llmc),
+    "llmc",
     Elsewhere("opening:_read_safetensors", _is_safetensors),
     Elsewhere("formats.torch_file:open_torch", _is_torch),
-    Elsewhere("formats.tensorflow_bundle:open_bundle", _is_tensorflow),
+    "openai_gpt2",
     Elsewhere("formats.onnx_file:open_onnx", _is_onnx),
 )
 """The checkpoint formats in the order in which they are asked: each the name of a module of this

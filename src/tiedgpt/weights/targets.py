@@ -56,13 +56,10 @@ TARGETS = {
         ("fp32", "fp16", "bf16"), suffix=".pt", options=("approximate_gelu",),
         writer="writers.nanogpt:write_nanogpt",
     ),
-    "llmc": Target(
-        ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",),
-        writer="writers.llmc:write_llmc",
-    ),
+    "llmc": Target(("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
     "packed": Target(
         ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True, default="int8",
-        writer="writers.packed:write_packed",
+        writer="packed_write:write",
     ),
 }  # fmt: skip
 

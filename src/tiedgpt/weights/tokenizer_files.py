@@ -7,19 +7,15 @@ of weights stands for the directory that it lies in. What transformers and OpenA
 
 from __future__ import annotations
 
-import struct
 import tempfile
 from pathlib import Path
 
-import tokenizers
-
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.characters import tokenizer_of_ids
-from tiedgpt.text.directory import EXPECTED, FILE_NAMES, SPECIAL, read_tokenizer
-from tiedgpt.text.merges import tokenizer_of_tokens
+from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights import llmc
 from tiedgpt.weights.formats.keras_file import is_archive, tokenizer_files
-from tiedgpt.weights.formats.llmc_tokenizer import MAGIC, read_llmc_tokenizer
 from tiedgpt.weights.formats.plain_pickle import BEGINS, read_plain_pickle
 from tiedgpt.weights.hub import local_directory
 
@@ -28,7 +24,6 @@ META = "meta.pkl"
 TOKENS = "gpt2_tokenizer.bin"
 
 _GGUF = b"GGUF"
-_LLMC_MODEL = struct.pack("<i", 20240326)
 _TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 """How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
 _WEIGHTS = (
@@ -76,10 +71,11 @@ def _in_directory(directory: Path) -> Tokenizer | None:
         return Tokenizer(*found, str(directory))
     if (directory / META).is_file():
         return _characters(directory / META)
-    files = [file for file in sorted(directory.glob("*.bin")) if _head(file)[:4] == MAGIC]
+    binary = sorted(directory.glob("*.bin"))
+    files = [file for file in binary if _head(file).startswith(llmc.TOKENIZER_MAGIC)]
     if len(files) > 1:
         raise UserError(f"{directory} holds {len(files)} tokenizers of llm.c: name one")
-    return _of_llmc(files[0]) if files else None
+    return llmc.tokenizer(files[0]) if files else None
 
 
 def _in_only_gguf(directory: Path) -> Tokenizer | None:
@@ -100,11 +96,11 @@ def _in_file(path: Path) -> Tokenizer | None:
         from tiedgpt.weights import gguf
 
         return gguf.tokenizer(path)
-    if head.startswith(MAGIC):
-        return _of_llmc(path)
+    if head.startswith(llmc.TOKENIZER_MAGIC):
+        return llmc.tokenizer(path)
     if head.startswith(b"PK\x03\x04") and is_archive(path):
         return _in_archive(path) or _in_directory(path.parent)
-    of_weights = head.startswith((_LLMC_MODEL, *_TORCH)) or path.name.endswith(_WEIGHTS)
+    of_weights = head.startswith((llmc.MAGIC, *_TORCH)) or path.name.endswith(_WEIGHTS)
     if not of_weights and (found := read_tokenizer(path)):
         return Tokenizer(*found, str(path))
     if not of_weights and (path.suffix == ".pkl" or BEGINS.match(head)):
@@ -163,34 +159,6 @@ def _characters(file: Path) -> Tokenizer:
             f"{file} says vocab_size {_shown(size)} and has {len(ids)} characters; {_AGAIN}"
         )
     return Tokenizer(tokenizer_of_ids(ids), None, str(file))
-
-
-def _of_llmc(file: Path) -> Tokenizer:
-    """Return llm.c's tokens as a byte-level BPE, or as characters where each is one."""
-    stored = read_llmc_tokenizer(file)
-    if set(stored.tokens).issuperset(bytes([byte]) for byte in range(256)):
-        rust = tokenizer_of_tokens(stored.tokens, str(file))
-    else:
-        rust = _of_single_characters(stored.tokens, file)
-    if stored.end_of_text is None:
-        return Tokenizer(rust, None, str(file))
-    end = rust.id_to_token(stored.end_of_text)
-    return Tokenizer(rust, {"bos_token": end, "eos_token": end}, str(file))
-
-
-def _of_single_characters(tokens: list[bytes], file: Path) -> tokenizers.Tokenizer:
-    texts = [token.decode("utf-8", errors="replace") for token in tokens]
-    n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))
-    ids = {text: id for id, text in enumerate(texts[:n_characters])}
-    specials = texts[n_characters:]
-    if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
-        raise UserError(
-            f"{file}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor single "
-            f"characters; give the tokenizer that the model was trained with"
-        )
-    rust = tokenizer_of_ids(ids)
-    rust.add_special_tokens(specials)
-    return rust
 
 
 def _shown(value: object) -> str:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.weights.packed.model import NAMES, PackedModel, sizes
-from tiedgpt.weights.packed.panels import Panels, unpack
+from tiedgpt.weights.packed import STACKS, PackedModel, stack_sizes
+from tiedgpt.weights.packed_panels import Panels, unpack
 
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ARCHITECTURES = {
@@ -44,11 +44,11 @@ def stood_for(model: GPT, packed: PackedModel) -> GPT:
     for name in ("wte", "head") if model.head is not None else ("wte",):
         weights, scales = arrays[f"{name}.weights"], arrays[f"{name}.scales"]
         put(name, weights, scales, config.vocab_size, config.n_embd)
-    for name, (rows, width) in sizes(config).items():
+    for name, (rows, width) in stack_sizes(config).items():
         for layer in range(config.n_layer):
             weights, scales = arrays[f"{name}.weights"], arrays[f"{name}.scales"]
             scales = scales[layer] if scales.size else scales
-            put(f"h.{layer}.{NAMES[name]}", weights[layer], scales, rows, width)
+            put(f"h.{layer}.{STACKS[name]}", weights[layer], scales, rows, width)
     other = GPT(config).eval()
     other.load_state_dict(state)
     return other

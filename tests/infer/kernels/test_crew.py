@@ -13,7 +13,7 @@ from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.kernels import crew
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed.gpt import pack_gpt
+from tiedgpt.weights.packed_write import pack_gpt
 
 IDS = list(range(20))
 

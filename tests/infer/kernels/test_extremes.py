@@ -10,8 +10,8 @@ import torch
 
 from tests.infer.kernels.conftest import made, stood_for
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed.gpt import pack_gpt
-from tiedgpt.weights.packed.panels import FORMS
+from tiedgpt.weights.packed_panels import PRECISIONS
+from tiedgpt.weights.packed_write import pack_gpt
 
 IDS = [5, 17, 3, 96, 0, 41, 8, 8, 60]
 
@@ -21,7 +21,7 @@ def logits(packed, ids=IDS):
     return session.read([0], [ids], every=True)[0].logits
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"n_embd": 69, "n_head": 3}])
 def test_what_a_cache_held_before_does_not_matter(form, changes):
     packed = pack_gpt(made(attention_windows=(0, 3), **changes), form)
@@ -44,7 +44,7 @@ def test_attention_with_enormous_scores_takes_the_largest(size):
     np.testing.assert_allclose(logits(packed), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(form, norm):
     packed = pack_gpt(made(norm=norm), form)

@@ -7,14 +7,14 @@ import torch
 from tests.infer.kernels.conftest import ARCHITECTURES, made, stood_for
 from tiedgpt.infer.kernels.forward import forward
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed.gpt import pack_gpt
-from tiedgpt.weights.packed.panels import FORMS
+from tiedgpt.weights.packed_panels import PRECISIONS
+from tiedgpt.weights.packed_write import pack_gpt
 
 APART = {"fp32": 2e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 3e-2}
 """Of the logits' size: what rounding activations to bf16 or to 8 bits costs."""
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_in_every_form(name, form):
     model = made(**ARCHITECTURES[name])
@@ -38,8 +38,8 @@ def test_every_architecture_in_every_form(name, form):
 
 
 def test_a_form_is_compiled_once_for_all_models():
-    for form in FORMS:
+    for form in PRECISIONS:
         for name in ("GPT-2", "untied", "GPT-1"):
             packed = pack_gpt(made(**ARCHITECTURES[name]), form)
             PackedRunner(packed).session(slots=1, capacity=8).read([0], [[1]])
-    assert len(forward.signatures) == len(FORMS)
+    assert len(forward.signatures) == len(PRECISIONS)

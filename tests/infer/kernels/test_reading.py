@@ -9,8 +9,8 @@ from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import packed_session
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed.gpt import pack_gpt
-from tiedgpt.weights.packed.panels import FORMS
+from tiedgpt.weights.packed_panels import PRECISIONS
+from tiedgpt.weights.packed_write import pack_gpt
 
 LENGTHS = (24, 1, 5, 10)
 dice = random.Random(0)
@@ -33,7 +33,7 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 def test_texts_read_together_alone_and_token_by_token_score_the_same_bits(form, monkeypatch):
     kernels = runner(form)
     together = whole(kernels, TEXTS)
@@ -48,7 +48,7 @@ def test_texts_read_together_alone_and_token_by_token_score_the_same_bits(form, 
     assert_same([s.logits for s in last], [scores[-1:] for scores in together])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 def test_any_number_of_threads_gives_the_same_bits(form):
     expected = whole(runner(form, threads=1), TEXTS)
     for threads in (2, 3, 4):

@@ -9,10 +9,10 @@ import torch
 from tiedgpt import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie import audit, ledger
+from tiedgpt.weights import packed_write as writer
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed.file import open_packed
-from tiedgpt.weights.writers import packed as writer
+from tiedgpt.weights.packed import open_packed
 
 
 @pytest.fixture

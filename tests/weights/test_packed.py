@@ -17,9 +17,9 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed.file import FILE, find_packed, open_packed, save_packed
-from tiedgpt.weights.packed.gpt import is_plain, pack_gpt
-from tiedgpt.weights.packed.panels import FORMS
+from tiedgpt.weights.packed import FILE, find_packed, open_packed
+from tiedgpt.weights.packed_panels import PRECISIONS
+from tiedgpt.weights.packed_write import is_plain, pack_gpt, save_packed
 
 KINDS = [
     {},
@@ -40,7 +40,7 @@ def packed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("changes", KINDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PRECISIONS)
 def test_every_array_comes_back_where_it_lies(tiny, tmp_path, form, changes):
     model = pack_gpt(fresh(tiny, **changes), form)
     save_packed(model, tmp_path / "x", {"summary_type": "cls_index"})
@@ -221,5 +221,5 @@ def test_only_plain_models_are_packed(tiny):
 def test_weights_that_are_not_numbers_are_named(tiny):
     with torch.no_grad():
         tiny.h[1].mlp.c_fc.weight[3, 4] = torch.inf
-    with pytest.raises(UserError, match="c_fc of layer 1"):
+    with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight"):
         pack_gpt(tiny, "int8")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.weights.dialects.llmc import HEADER, number_of, write_checkpoint
+from tests.weights.llmc_files import HEADER, number_of, write_checkpoint
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit
-from tiedgpt.weights.formats.llmc_file import count, open_llmc, parameters
+from tiedgpt.weights.llmc import count, parameters, read
 from tiedgpt.weights.opening import open_checkpoint
 
 SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
@@ -21,7 +21,7 @@ def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
     path = tmp_path / "model.bin"
     sizes = SIZES | ({"Vp": 5} if version == 1 else {})
     numbers = write_checkpoint(path, version, **sizes)
-    checkpoint = open_llmc(path)
+    checkpoint = read(path)
     assert checkpoint.format == "llm.c"
     assert checkpoint.config["vocab_size"] == 5 and checkpoint.config["num_heads"] == 2
     assert len(checkpoint.tensors) == 2 + 2 * 12 + 2
@@ -71,7 +71,7 @@ def test_hostile_headers_are_refused(name, tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(HOSTILE[name])
     with pytest.raises(CorruptInputError, match=r"x\.bin"):
-        open_llmc(path)
+        read(path)
 
 
 def test_a_file_cut_at_every_section_is_refused(tmp_path):
@@ -83,7 +83,7 @@ def test_a_file_cut_at_every_section_is_refused(tmp_path):
         at += 4 * number_of(name, SIZES)
         path.write_bytes(whole[: at - 1])
         with pytest.raises(CorruptInputError, match="cut off"):
-            open_llmc(path)
+            read(path)
     assert at == len(whole)
 
 
@@ -99,7 +99,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
     raw = raw[: data.draw(st.sampled_from([len(raw), len(raw) - 1, 1024, 30]))]
     (tmp_path / "b.bin").write_bytes(raw)
     try:
-        for found in open_llmc(tmp_path / "b.bin").tensors.values():
+        for found in read(tmp_path / "b.bin").tensors.values():
             found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
         pass

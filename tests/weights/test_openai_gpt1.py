@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.formats import npy_shards
-from tiedgpt.weights.formats.npy_shards import open_npy_shards
+from tiedgpt.weights.openai_gpt1 import SHAPES as SHAPES_FILE
+from tiedgpt.weights.openai_gpt1 import read
 
 WIDTH, TOKENS, POSITIONS, LAYERS = 4, 11, 5, 2
 
@@ -36,7 +36,7 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
-    checkpoint = open_npy_shards(release)
+    checkpoint = read(release / SHAPES_FILE)
     shapes = json.loads((release / "params_shapes.json").read_text())
     pieces = [np.load(release / f"params_{number}.npy") for number in range(10)]
     ends = np.cumsum([np.prod(shape) for shape in shapes])
@@ -49,10 +49,10 @@ def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
 
 
 @pytest.mark.parametrize("n_pieces", [1, 3, 57])
-def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(npy_shards, "BLOCK_BYTES", 40)  # as if files were larger than a block
+def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path):
     arrays = release_arrays()
-    tensors = open_npy_shards(write_release(tmp_path / "m", arrays, n_pieces=n_pieces)).tensors
+    directory = write_release(tmp_path / "m", arrays, n_pieces=n_pieces)
+    tensors = read(directory / SHAPES_FILE).tensors
     tokens = tensors["model/wte"]
     assert np.array_equal(tokens.rows(2, 9), arrays[1][2:9])
     assert np.array_equal(tokens.columns(1, 3), arrays[1][:, 1:3].T)
@@ -61,13 +61,13 @@ def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path, mon
 
 
 def test_names_of_the_file_beside_are_used(release):
-    order = list(open_npy_shards(release).tensors)
+    order = list(read(release / SHAPES_FILE).tensors)
     (release / "parameters_names.json").write_text(json.dumps(names(LAYERS)))
-    assert list(open_npy_shards(release).tensors) == order
+    assert list(read(release / SHAPES_FILE).tensors) == order
     swapped = names(LAYERS)
     swapped[1], swapped[2] = "a", "b"
     (release / "parameters_names.json").write_text(json.dumps(swapped))
-    assert list(open_npy_shards(release).tensors)[2:4] == ["a", "b"]
+    assert list(read(release / SHAPES_FILE).tensors)[2:4] == ["a", "b"]
 
 
 def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
@@ -78,7 +78,7 @@ def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
     for with_names in (False, True):
         if with_names:
             (directory / "parameters_names.json").write_text(json.dumps(names(1)))
-        checkpoint = open_npy_shards(directory)
+        checkpoint = read(directory / SHAPES_FILE)
         assert next(iter(checkpoint.tensors)) == "model/we"
         assert list(checkpoint.tensors)[-2:] == ["model/clf/w", "model/clf/b"]
         assert checkpoint.config == {"encoder_size": 2, "hparams": {"n_ctx": POSITIONS}}
@@ -87,7 +87,8 @@ def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
 @pytest.mark.parametrize(("dtype", "name"), [("<f2", "float16"), ("<f8", "float64")])
 def test_other_floats(dtype, name, tmp_path):
     arrays = [array.astype(dtype) for array in release_arrays()]
-    tensors = open_npy_shards(write_release(tmp_path / "m", arrays, dtype=dtype)).tensors
+    directory = write_release(tmp_path / "m", arrays, dtype=dtype)
+    tensors = read(directory / SHAPES_FILE).tensors
     assert {tensor.dtype for tensor in tensors.values()} == {name}
     assert np.array_equal(numbers(tensors["model/wte"]), arrays[1])
 
@@ -103,7 +104,7 @@ class Bomb:
 def test_a_pickle_is_never_opened(release):
     np.save(release / "params_3.npy", np.array([Bomb()]), allow_pickle=True)
     with pytest.raises(UserError, match=r"params_3\.npy holds Python objects"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 def npy(header: bytes, body: bytes = b"", version: bytes = b"\1\0", length=None) -> bytes:
@@ -116,21 +117,30 @@ def described(descr="'<f4'", order="False", shape="(6,)") -> bytes:
 
 
 PIECES = {
-    "an empty file": (b"", "no .npy file"),
-    "another file": (b"PK\3\4" + bytes(40), "no .npy file"),
-    "only the magic": (b"\x93NUMPY", "no .npy file"),
-    "a version of the future": (npy(described(), version=b"\3\0"), "version 1 or 2"),
-    "a header that does not end": (npy(described(), length=60_000), "its header describes no row"),
-    "a header of gigabytes": (npy(described(), version=b"\2\0", length=2**31), "no row of numbers"),
-    "code in the header": (npy(b"__import__('os').abort()"), "no row of numbers"),
-    "records": (npy(described(descr="[('a', '<f4')]")), "no row of numbers"),
-    "whole numbers": (npy(described(descr="'<i4'"), bytes(24)), "holds '<i4', not floats"),
-    "big-endian": (npy(described(descr="'>f4'"), bytes(24)), "holds '>f4', not floats"),
-    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "not one long row"),
+    "an empty file": (b"", "not a .npy file, or is damaged"),
+    "another file": (b"PK\3\4" + bytes(40), "not a .npy file, or is damaged"),
+    "only the magic": (b"\x93NUMPY", "not a .npy file, or is damaged"),
+    "a version of the future": (
+        npy(described(), version=b"\3\0"),
+        "version 3 .* not supported",
+    ),
+    "a header that does not end": (npy(described(), length=60_000), "EOF"),
+    "a header of gigabytes": (npy(described(), version=b"\2\0", length=2**31), "EOF"),
+    "code in the header": (npy(b"__import__('os').abort()"), "malformed node"),
+    "records": (npy(described(descr="[('a', '<f4')]")), "holds '.V4', not little"),
+    "whole numbers": (
+        npy(described(descr="'<i4'"), bytes(24)),
+        "holds '<i4', not little-endian floats",
+    ),
+    "big-endian": (
+        npy(described(descr="'>f4'"), bytes(24)),
+        "holds '>f4', not little-endian floats",
+    ),
+    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "not one row of numbers"),
     "more than the file": (npy(described(shape="(10000000000,)"), bytes(24)), "cut off"),
     "fewer than the file": (npy(described(shape="(5,)"), bytes(24)), "cut off or too long"),
-    "a digit too many": (npy(described(shape="(" + "9" * 30 + ",)")), "not one long row"),
-    "another type than the first": (npy(described(descr="'<f2'"), bytes(12)), "holds float16"),
+    "a digit too many": (npy(described(shape="(" + "9" * 30 + ",)")), "cut off"),
+    "another type than the first": (npy(described(descr="'<f2'"), bytes(12)), "has float16"),
 }
 
 
@@ -139,23 +149,23 @@ def test_hostile_pieces_are_refused(name, release):
     raw, why = PIECES[name]
     (release / "params_4.npy").write_bytes(raw)
     with pytest.raises(CorruptInputError, match=why) as error:
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
     assert "params_4.npy" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 SHAPES = {
     "no JSON": ("[[5, 4]", "is not JSON"),
-    "an object": ("{}", "no list"),
-    "nothing": ("[]", "no list"),
-    "a number": ("[7]", "entry 0 is no shape"),
-    "a negative size": ("[[5, 4], [-11, 4]]", "entry 1 is no shape"),
-    "a size of nothing": ("[[0, 4]]", "entry 0 is no shape"),
-    "a truth": ("[[true, 4]]", "entry 0 is no shape"),
-    "a fraction": ("[[5.5, 4]]", "entry 0 is no shape"),
-    "no axis": ("[[]]", "entry 0 is no shape"),
-    "too many axes": ("[[1, 1, 1, 1, 1, 1, 1, 1, 1]]", "entry 0 is no shape"),
-    "a huge size": ("[[100000000000000000000000, 4]]", "entry 0 is no shape"),
+    "an object": ("{}", "must be a list"),
+    "nothing": ("[]", "must be a list"),
+    "a number": ("[7]", "entry 0 is not a shape"),
+    "a negative size": ("[[5, 4], [-11, 4]]", "entry 1 is not a shape"),
+    "a size of nothing": ("[[0, 4]]", "entry 0 is not a shape"),
+    "a truth": ("[[true, 4]]", "entry 0 is not a shape"),
+    "a fraction": ("[[5.5, 4]]", "entry 0 is not a shape"),
+    "no axis": ("[[]]", "entry 0 is not a shape"),
+    "too many axes": ("[[1, 1, 1, 1, 1, 1, 1, 1, 1]]", "entry 0 is not a shape"),
+    "a huge size": ("[[100000000000000000000000, 4]]", "entry 0 is not a shape"),
     "deep": ("[" * 100_000, "is not JSON"),
     "half a layer": ("[[5, 4], [11, 4], [1, 4, 12], [12]]", None),
     "five more": (json.dumps([[5, 4], [11, 4], *[[4]] * 5]), "not those of whole layers"),
@@ -167,52 +177,52 @@ def test_hostile_shapes_are_refused(name, release):
     text, why = SHAPES[name]
     (release / "params_shapes.json").write_text(text)
     with pytest.raises(CorruptInputError, match=why or "belong to no tensor"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 def test_numbers_too_many_or_too_few_name_the_tensor(release):
     (release / "params_9.npy").unlink()
-    with pytest.raises(CorruptInputError, match="model/h1/mlp/c_proj/w is cut off"):
-        open_npy_shards(release)
+    with pytest.raises(CorruptInputError, match="'model/h1/mlp/c_proj/w' is cut off"):
+        read(release / SHAPES_FILE)
     np.save(release / "params_9.npy", np.zeros(999, np.float32))
     with pytest.raises(CorruptInputError, match="belong to no tensor"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 def test_a_missing_piece_is_named(release):
     (release / "params_5.npy").rename(release / "params_05.npy")
     with pytest.raises(CorruptInputError, match=r"lacks params_5\.npy"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
     for file in release.glob("params_*.npy"):
         file.unlink()
     with pytest.raises(CorruptInputError, match=r"lacks params_0\.npy"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 def test_a_link_out_of_the_directory_is_refused(release, tmp_path):
     shutil.move(release / "params_2.npy", tmp_path / "elsewhere")
     (release / "params_2.npy").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptInputError, match=r"params_2\.npy', a link out of its directory"):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
         (["model/we:0"], "has 1 names|has 2 names"),
-        ([7] * 40, "no text"),
-        (["model/we:0"] + ["model/clf/w"] * 40, "names model/clf/w twice"),
-        ({"a": 1}, "no list"),
+        ([7] * 40, "not a short text"),
+        (["model/we:0"] + ["model/clf/w"] * 40, "repeats the name 'model/clf/w'"),
+        ({"a": 1}, "must be a list"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(wrong, why, release):
     (release / "parameters_names.json").write_text(json.dumps(wrong))
     with pytest.raises(CorruptInputError, match=why):
-        open_npy_shards(release)
+        read(release / SHAPES_FILE)
 
 
 def test_a_file_cut_while_it_is_open_is_an_error(release):
-    tensors = open_npy_shards(release).tensors
+    tensors = read(release / SHAPES_FILE).tensors
     (release / "params_0.npy").write_bytes(b"")
     with pytest.raises(CorruptInputError, match="cut off while it was read"):
         tensors["model/wpe"].rows(0, 1)
@@ -235,7 +245,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
         del changed[data.draw(st.integers(0, len(changed))) :]
     (directory / name).write_bytes(changed)
     try:
-        for tensor in open_npy_shards(directory).tensors.values():
+        for tensor in read(directory / SHAPES_FILE).tensors.values():
             numbers(tensor)
     except TiedGPTError:
         pass

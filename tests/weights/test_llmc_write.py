@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.weights.dialects.llmc import ORDER, read_checkpoint, to_bfloat16
+from tests.weights.llmc_files import ORDER, read_checkpoint, to_bfloat16
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.tie import untie
+from tiedgpt.weights.llmc import write as write_llmc
 from tiedgpt.weights.load import load
-from tiedgpt.weights.writers.llmc import write_llmc
 
 
 def test_float32_is_what_llmc_reads(tiny, tmp_path):
@@ -96,7 +96,7 @@ def test_a_head_of_its_own_is_refused(tiny, tmp_path):
 
 
 def test_precisions_that_llmc_lacks_are_refused(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"'fp16': llm\.c has fp32 and bf16"):
+    with pytest.raises(UserError, match=r"precision must be fp32 or bf16 .* got 'fp16'"):
         write_llmc(tiny, tmp_path / "model.bin", precision="fp16")
     tiny.half()
     with pytest.raises(UserError, match=r"llm\.c has no torch\.float16: give precision="):

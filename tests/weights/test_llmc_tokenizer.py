@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.formats.llmc_tokenizer import read_llmc_tokenizer
+from tiedgpt.weights.llmc import read_tokens
 
 TOKENS = [b"a", b"\xff", b"ab", b"<|endoftext|>", b"x" * 255]
 
@@ -21,20 +21,18 @@ def written(tokens, version=2, end=3, n_tokens=None, magic=20240328) -> bytes:
 def read(tmp_path, content: bytes):
     file = tmp_path / "gpt2_tokenizer.bin"
     file.write_bytes(content)
-    return read_llmc_tokenizer(file)
+    return read_tokens(file)
 
 
 def test_tokens_and_the_end_of_text_come_back(tmp_path):
-    stored = read(tmp_path, written(TOKENS))
-    assert stored.tokens == TOKENS
-    assert stored.end_of_text == 3
+    assert read(tmp_path, written(TOKENS)) == (TOKENS, 3)
 
 
 def test_version_1_means_gpt2s_end_of_text_and_says_nothing_of_others(tmp_path):
-    assert read(tmp_path, written(TOKENS, version=1, end=0)).end_of_text is None
-    assert read(tmp_path, written(TOKENS, version=1, end=2)).end_of_text == 2
+    assert read(tmp_path, written(TOKENS, version=1, end=0))[1] is None
+    assert read(tmp_path, written(TOKENS, version=1, end=2))[1] == 2
     many = [struct.pack(">H", number) for number in range(50_257)]
-    assert read(tmp_path, written(many, version=1, end=0)).end_of_text == 50_256
+    assert read(tmp_path, written(many, version=1, end=0))[1] == 50_256
 
 
 @pytest.mark.parametrize(
@@ -42,14 +40,14 @@ def test_version_1_means_gpt2s_end_of_text_and_says_nothing_of_others(tmp_path):
     [
         (written(TOKENS, magic=20240326), "no header"),
         (written(TOKENS)[:1000], "no header"),
-        (written(TOKENS, version=3), "version 3"),
-        (written(TOKENS, end=5), "id 5 is to end a text"),
-        (written(TOKENS, end=-1), "id -1 is to end a text"),
-        (written(TOKENS, n_tokens=0), "0 tokens cannot lie"),
-        (written(TOKENS, n_tokens=-5), "-5 tokens cannot lie"),
-        (written(TOKENS, n_tokens=2**31 - 1), "2147483647 tokens cannot lie"),
-        (written(TOKENS, n_tokens=6), "token 5 is empty or cut short"),
-        (written(TOKENS, n_tokens=4), "goes on after"),
+        (written(TOKENS, version=3), "version must be 1 or 2, got 3"),
+        (written(TOKENS, end=5), "one of 5 tokens, got 5"),
+        (written(TOKENS, end=-1), "one of 5 tokens, got -1"),
+        (written(TOKENS, n_tokens=0), "0 tokens cannot take"),
+        (written(TOKENS, n_tokens=-5), "-5 tokens cannot take"),
+        (written(TOKENS, n_tokens=2**31 - 1), "2147483647 tokens cannot take"),
+        (written(TOKENS, n_tokens=6), "token 5 is empty or cut off"),
+        (written(TOKENS, n_tokens=4), "there is more after"),
         (written([b"a", b"", b"bcd"], end=0), "token 1 is empty"),
         (written([b"a", b"b", b"a"], end=0), "the same token"),
     ],
@@ -85,4 +83,4 @@ def test_no_damage_ends_in_an_error_that_is_not_ours(tmp_path_factory, flips):
 
 def test_a_file_that_cannot_be_read_is_the_users_error(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
-        read_llmc_tokenizer(tmp_path / "none")
+        read_tokens(tmp_path / "none")

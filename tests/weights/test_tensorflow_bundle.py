@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -10,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, HPARAMS, TYPES, values
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.formats.crc32c import crc32c, masked
-from tiedgpt.weights.formats.leveldb_table import MAGIC, read_table
-from tiedgpt.weights.formats.tensorflow_bundle import open_bundle
+from tiedgpt.weights.openai_gpt2 import read
+from tiedgpt.weights.tensorflow_bundle import MAGIC, crc32c, masked
 from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
@@ -28,7 +28,7 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_was_saved():
-    checkpoint = open_bundle(DIRECTORY / "gpt2" / INDEX)
+    checkpoint = read(DIRECTORY / "gpt2" / INDEX)
     expected = values()
     assert checkpoint.format == "TensorFlow"
     assert checkpoint.config == {"hparams": HPARAMS}
@@ -40,7 +40,7 @@ def test_every_tensor_is_what_was_saved():
 
 
 def test_rows_and_columns_are_read_where_they_lie():
-    wte = open_bundle(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
+    wte = read(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
     expected = values()["model/wte"]
     assert np.array_equal(wte.rows(3, 5), expected[3:5])
     assert np.array_equal(wte.columns(2, 7), expected[:, 2:7].T)
@@ -48,7 +48,7 @@ def test_rows_and_columns_are_read_where_they_lie():
 
 
 def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
-    checkpoint = open_bundle(DIRECTORY / "tuned" / INDEX)
+    checkpoint = read(DIRECTORY / "tuned" / INDEX)
     assert len({tensor.storage.place for tensor in checkpoint.tensors.values()}) == 2
     for name, value in values().items():
         assert np.array_equal(numbers(checkpoint.tensors[name]), value)
@@ -58,7 +58,7 @@ def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
 
 
 def test_every_type_is_listed_and_those_of_numbers_are_read():
-    tensors = open_bundle(DIRECTORY / "types" / INDEX).tensors
+    tensors = read(DIRECTORY / "types" / INDEX).tensors
     for name, value in TYPES.items():
         native = tensors[name].native(0, tensors[name].matrix_shape[0])
         assert tensors[name].shape == value.shape
@@ -71,7 +71,7 @@ def test_every_type_is_listed_and_those_of_numbers_are_read():
 
 def test_a_tensor_in_slices_is_refused_by_name():
     with pytest.raises(UserError, match="model/wte is stored in slices"):
-        open_bundle(DIRECTORY / "sliced" / INDEX)
+        read(DIRECTORY / "sliced" / INDEX)
 
 
 # Damage.
@@ -84,18 +84,18 @@ def copy(tmp_path):
 
 def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
     whole = bytearray((copy / DATA).read_bytes())
-    tensors = open_bundle(copy / INDEX).tensors
+    tensors = read(copy / INDEX).tensors
     for name in ("model/h0/attn/c_attn/w", "model/wte", "model/ln_f/b"):
         at = tensors[name].storage.stop - 1
         damaged = whole.copy()
         damaged[at] ^= 16
         (copy / DATA).write_bytes(damaged)
-        for other, tensor in open_bundle(copy / INDEX).tensors.items():
+        for other, tensor in read(copy / INDEX).tensors.items():
             if other != name:
                 numbers(tensor)
                 continue
             for _ in range(2):  # it stays an error, also for rows that are sound
-                with pytest.raises(CorruptInputError, match=f"{name} are not those"):
+                with pytest.raises(CorruptInputError, match=f"{name} do not match their checksum"):
                     tensor.rows(0, 1)
 
 
@@ -106,11 +106,11 @@ def test_a_changed_byte_anywhere_in_the_index_is_an_error_or_changes_nothing(cop
         damaged[at] ^= 1 << at % 8
         (copy / INDEX).write_bytes(damaged)
         try:
-            read = read_table(copy / INDEX)
+            tensors = read(copy / INDEX).tensors
         except CorruptInputError as error:
             assert INDEX in str(error)
         else:  # the block of the (empty) meta index is not needed, nor is the footer's padding
-            assert len(read) == 29
+            assert len(tensors) == 28
 
 
 def test_a_file_cut_anywhere_is_refused(copy):
@@ -119,24 +119,35 @@ def test_a_file_cut_anywhere_is_refused(copy):
         for size in range(0, len(whole), step):
             (copy / name).write_bytes(whole[:size])
             with pytest.raises(CorruptInputError, match=r"model\.ckpt"):
-                open_bundle(copy / INDEX)
+                read(copy / INDEX)
         (copy / name).write_bytes(whole)
 
 
 def test_a_missing_file_of_data_is_named(copy):
     (copy / DATA).unlink()
     with pytest.raises(CorruptInputError, match=r"c_attn/b has no bytes: .*data-00000-of-00001"):
-        open_bundle(copy / INDEX)
+        read(copy / INDEX)
     (copy / DATA).mkdir()
     with pytest.raises(CorruptInputError, match="data-00000-of-00001"):
-        open_bundle(copy / INDEX)
+        read(copy / INDEX)
 
 
 def test_a_link_out_of_the_directory_is_refused(copy, tmp_path):
     (copy / DATA).rename(tmp_path / "elsewhere")
     (copy / DATA).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptInputError, match="a link out of its directory"):
-        open_bundle(copy / INDEX)
+        read(copy / INDEX)
+
+
+def test_without_the_package_of_checksums_the_error_names_the_extra(copy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with pytest.raises(UserError, match=r"pip install 'tiedgpt\[formats\]'"):
+        read(copy / INDEX)
+
+
+def test_checksums_are_castagnolis_and_masked_as_leveldb_does():
+    assert crc32c(b"123456789") == crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
+    assert (masked(0), masked(1 << 15)) == (0xA282EAD8, 0xA282EAD9)
 
 
 # Tables built byte by byte.
@@ -218,7 +229,7 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
     ]
     blocks = [[(b"", HEADER), *entries[:40]], entries[40:41], entries[41:]]
     path = write(tmp_path, table([block(pairs) for pairs in blocks]), data.tobytes())
-    found = open_bundle(path).tensors
+    found = read(path).tensors
     assert list(found) == [key.decode() for key, _ in keys]
     assert np.array_equal(np.stack([numbers(t) for t in found.values()]).ravel(), data)
 
@@ -226,16 +237,16 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
 ONE = (b"w", entry())
 HOSTILE = {
     "an empty file": (b"", "cut off"),
-    "only the footer": (bytes(40) + MAGIC, "no sound table"),
+    "only the footer": (bytes(40) + MAGIC, "not a valid index"),
     "no header": (table([block([ONE])]), "it has no header"),
     "nothing at all": (table([block([])]), "it has no header"),
-    "no files of data": (bundle(ONE, header=message((1, 0))), "claims 0 files"),
-    "a billion files of data": (bundle(ONE, header=message((1, 10**9))), "files of data"),
+    "no files of data": (bundle(ONE, header=message((1, 0))), "claims 0 data files"),
+    "a billion files of data": (bundle(ONE, header=message((1, 10**9))), "data files"),
     "a file of data too many": (bundle(ONE, header=message((1, 2))), "w has no bytes"),
     "a header of garbage": (bundle(ONE, header=b"\xff" * 9), "its header"),
-    "an entry of garbage": (bundle((b"w", b"\x0f\x00")), "w no message"),
-    "a key twice": (table([block([(b"", HEADER), ONE]), block([ONE])]), "'w' stands twice"),
-    "keys out of order": (bundle((b"w", entry()), (b"v", entry())), "'v' stands twice or out"),
+    "an entry of garbage": (bundle((b"w", b"\x0f\x00")), "w is not a valid message"),
+    "a key twice": (table([block([(b"", HEADER), ONE]), block([ONE])]), "b'w' is repeated"),
+    "keys out of order": (bundle((b"w", entry()), (b"v", entry())), "b'v' is repeated or out"),
     "a slice alone": (bundle((b"\0\x01w", entry())), "slices of a tensor"),
     "no type": (bundle((b"w", entry(kind=0))), "w has no type"),
     "a shape larger than its bytes": (bundle((b"w", entry(shape=(2**40, 2**40)))), "w of shape"),
@@ -248,17 +259,17 @@ HOSTILE = {
     "an offset past the end": (bundle((b"w", entry(offset=1))), "w claims bytes 1 to 25"),
     "a negative offset": (bundle((b"w", entry(offset=-1))), "w claims bytes"),
     "a huge text": (bundle((b"w", entry(kind=7, size=2**60))), "w claims bytes"),
-    "snappy": (table([block([(b"", HEADER), ONE])], kind=1), "compressed; save it"),
-    "another compression": (table([block([(b"", HEADER), ONE])], kind=9), "unknown way"),
+    "snappy": (table([block([(b"", HEADER), ONE])], kind=1), "compressed: save it"),
+    "another compression": (table([block([(b"", HEADER), ONE])], kind=9), "unknown compression"),
     "a block outside": (table([block([])], handles=[varint(2**63) + varint(9)]), "not in the file"),
     "a block of nothing": (table([block([])], handles=[varint(0) + varint(0)]), "of 0 bytes"),
-    "a block twice": (table([block([])], handles=[b"\0\x08"] * 2), "two blocks lie on byte 0"),
+    "a block twice": (table([block([])], handles=[b"\0\x08"] * 2), "two blocks contain byte 0"),
     "half a handle": (table([block([])], handles=[b"\0"]), "does not end"),
-    "more whole keys than bytes": (table([struct.pack("<I", 2**31)]), "whole keys"),
-    "a key that shares too much": (table([b"\x05\x01\x00k" + bytes(4)]), "longer than what is"),
-    "a key that does not end": (table([b"\x00\x7f\x00k" + bytes(4)]), "longer than what is"),
-    "a key of kilobytes": (table([block([(b"k" * 4097, b"")])]), "longer than what is"),
-    "a value that does not end": (table([b"\x00\x00\x7f" + bytes(4)]), "longer than what is"),
+    "more restart points than bytes": (table([struct.pack("<I", 2**31)]), "restart points"),
+    "a key that shares too much": (table([b"\x05\x01\x00k" + bytes(4)]), "longer than its block"),
+    "a key that does not end": (table([b"\x00\x7f\x00k" + bytes(4)]), "longer than its block"),
+    "a key of kilobytes": (table([block([(b"k" * 4097, b"")])]), "longer than its block"),
+    "a value that does not end": (table([b"\x00\x00\x7f" + bytes(4)]), "longer than its block"),
 }
 
 
@@ -266,7 +277,7 @@ HOSTILE = {
 def test_hostile_tables_are_refused(name, tmp_path):
     index, why = HOSTILE[name]
     with pytest.raises(CorruptInputError, match=why) as error:
-        open_bundle(write(tmp_path, index))
+        read(write(tmp_path, index))
     assert "m.index" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -280,23 +291,23 @@ def test_hostile_tables_are_refused(name, tmp_path):
 )
 def test_what_is_sound_and_not_read_is_a_users_error(header, why, tmp_path):
     with pytest.raises(UserError, match=why):
-        open_bundle(write(tmp_path, bundle(ONE, header=header)))
+        read(write(tmp_path, bundle(ONE, header=header)))
 
 
 def test_a_name_is_never_a_path(tmp_path):
     path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=masked(crc32c(bytes(24)))))))
-    tensor = open_bundle(path).tensors["../../etc/passwd"]
+    tensor = read(path).tensors["../../etc/passwd"]
     assert tensor.storage.place == str(tmp_path / "m.data-00000-of-00001")
 
 
 def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
-    found = open_bundle(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
+    found = read(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
 
 
 def test_an_index_of_megabytes_is_none(tmp_path):
     with pytest.raises(CorruptInputError, match="larger than"):
-        open_bundle(write(tmp_path, bytes(5 << 20)))
+        read(write(tmp_path, bytes(5 << 20)))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -310,7 +321,7 @@ def test_changed_entries_under_right_checksums_give_our_error_or_a_sound_file(tm
     if data.draw(st.booleans()):
         del body[data.draw(st.integers(0, len(body))) :]
     try:
-        for tensor in open_bundle(write(tmp_path, table([bytes(body)]))).tensors.values():
+        for tensor in read(write(tmp_path, table([bytes(body)]))).tensors.values():
             if tensor.is_decodable:
                 numbers(tensor)
     except TiedGPTError:

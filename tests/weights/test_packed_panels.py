@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.packed.panels import FORMS, from_bf16, pack, padded, shapes, to_bf16, unpack
+from tiedgpt.weights.packed_panels import (
+    PRECISIONS,
+    from_bf16,
+    pack,
+    padded,
+    shapes,
+    to_bf16,
+    unpack,
+)
 
 matrices = st.builds(
     lambda rows, width, seed, size: np.random.default_rng(seed).normal(0, size, (rows, width)),
@@ -20,9 +28,9 @@ matrices = st.builds(
 def test_what_panels_stand_for_is_near_the_matrix(matrix):
     row = np.abs(matrix).max(axis=1, keepdims=True)
     bounds = {"fp32": 0, "bf16": np.abs(matrix) / 256, "int8": row / 250, "int4": 0.3 * row}
-    for form in FORMS:
+    for form in PRECISIONS:
         panels = pack(matrix, form)
-        assert panels.form == form
+        assert panels.precision == form
         assert (panels.weights.shape, panels.scales.shape) == shapes(form, *matrix.shape)
         back = unpack(panels)
         assert back.shape == matrix.shape
@@ -32,7 +40,7 @@ def test_what_panels_stand_for_is_near_the_matrix(matrix):
 @settings(max_examples=25)
 @given(matrices)
 def test_packing_what_panels_stand_for_again_changes_no_number(matrix):
-    for form in FORMS:
+    for form in PRECISIONS:
         panels = pack(matrix, form)
         again = pack(unpack(panels), form)
         np.testing.assert_array_equal(unpack(again), unpack(panels))
@@ -51,7 +59,7 @@ def test_rounding_to_bf16_is_torchs():
 def test_rows_of_zeros_stay_zeros_and_padding_is_zero():
     matrix = np.zeros((3, 5), np.float32)
     matrix[1] = 1
-    for form in FORMS:
+    for form in PRECISIONS:
         panels = pack(matrix, form)
         np.testing.assert_array_equal(unpack(panels), matrix)
         panels = type(panels)(panels.weights, panels.scales, padded(3), padded(5))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.weights.dialects.llmc import write_checkpoint
+from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.load import load

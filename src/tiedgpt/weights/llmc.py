@@ -1,0 +1,316 @@
+"""llm.c's checkpoints (`gpt2_124M.bin`, `model_*.bin`) and tokenizers (`gpt2_tokenizer.bin`).
+
+A checkpoint (karpathy/llm.c, train_gpt2.c and train_gpt2.cu) is 256 little-endian int32, of which
+the first eight are magic, version, max_seq_len, vocab_size, num_layers, num_heads, channels and
+padded_vocab_size; then the `parameters`, each for all layers before the next begins. The file has
+no names; the tensors get ours and lie, as llm.c has them, as (out, in). Rows of wte from vocab_size
+on are padding, which is not read and is written as zeros.
+
+A tokenizer is 256 int32 (magic, version, number of tokens and, from version 2 on, the id that ends
+a text), then for each token its length in one byte and its bytes.
+
+llm.c computes GPT-2's architecture only: LayerNorms with epsilon 1e-5, the tanh GELU, biases
+everywhere, and one matrix that reads and predicts.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import replacing, require_room
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+    from tiedgpt.core.model import GPT
+    from tiedgpt.text.tokenizer import Tokenizer
+
+MAGIC = (20240326).to_bytes(4, "little")
+TOKENIZER_MAGIC = (20240328).to_bytes(4, "little")
+OTHER_MAGICS = ((20240327).to_bytes(4, "little"), (20240520).to_bytes(4, "little"), TOKENIZER_MAGIC)
+"""llm.c's debug states and token shards end in .bin, too."""
+HEADER = struct.Struct("<256i")
+DTYPES = {1: "float32", 3: "float32", 5: "bfloat16"}
+"""Version -> dtype. Version 1 has no padding and no padded_vocab_size."""
+VERSIONS = {"fp32": 3, "bf16": 5}
+"""Precision -> the version that is written."""
+SIZES = (
+    "max_seq_len", "vocab_size", "num_layers", "num_heads", "channels", "padded_vocab_size",
+)  # fmt: skip
+"""The header after magic and version."""
+FIELDS = {
+    "max_seq_len": "n_positions",
+    "vocab_size": "vocab_size",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "channels": "n_embd",
+}
+"""The header's names -> ours."""
+FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
+BLOCK = {
+    "ln_1.weight": (1,), "ln_1.bias": (1,),
+    "attn.c_attn.weight": (3, 1), "attn.c_attn.bias": (3,),
+    "attn.c_proj.weight": (1, 1), "attn.c_proj.bias": (1,),
+    "ln_2.weight": (1,), "ln_2.bias": (1,),
+    "mlp.c_fc.weight": (4, 1), "mlp.c_fc.bias": (4,),
+    "mlp.c_proj.weight": (1, 4), "mlp.c_proj.bias": (1,),
+}  # fmt: skip
+"""A layer's parameters in the file's order, their sizes in units of D."""
+ROW_MULTIPLE = 128
+"""wte is written with a multiple of this many rows, as llm.c wants it."""
+MAX_TOKENS = 1 << 20
+GPT2_VOCABULARY = 50_257
+DOWNLOAD_AGAIN = "download the file again"
+
+
+def detect(path: Path, head: bytes) -> bool:
+    """Whether a file is a checkpoint of llm.c."""
+    return head.startswith(MAGIC)
+
+
+def read(path: Path) -> Checkpoint:
+    """Read the header.
+
+    Raises `CorruptInputError` where it is invalid or the file has another length than it says.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER.size)
+            file_size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    sizes, dtype = _read_header(path, raw)
+    width, channels, rows = 4 if dtype == "float32" else 2, sizes["channels"], sizes["vocab_size"]
+    layout = (sizes["num_layers"], channels, sizes["padded_vocab_size"], sizes["max_seq_len"])
+    expected = HEADER.size + count(*layout) * width
+    if expected != file_size:
+        raise CorruptInputError(
+            f"{path} is {'cut off' if file_size < expected else 'too long'}, or its header is "
+            f"wrong: it describes {expected:,} bytes, the file has {file_size:,}"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    at = HEADER.size
+    for name, shape in parameters(*layout):
+        stored = (rows, channels) if name == "wte.weight" else shape
+        n_bytes = math.prod(stored) * width
+        tensors[name] = StoredTensor(
+            name, stored, dtype, n_bytes, Storage(str(path), at, at + n_bytes),
+            plain_reader(path, at, stored[-1], width),
+        )  # fmt: skip
+        at += math.prod(shape) * width
+    return Checkpoint(
+        path, "llm.c", tensors, config=sizes, files=(path,),
+        claim_source="the llm.c format has one matrix, wte, that reads and predicts",
+    )  # fmt: skip
+
+
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+    """Return the GPT in a checkpoint of llm.c."""
+    fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
+    fields |= {"norm": "pre", "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    fields |= {"bias": True, "tie_word_embeddings": True}
+    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
+    return GPTCheckpoint("llm.c", fields, tensors)
+
+
+def parameters(
+    n_layer: int, width: int, rows: int, n_positions: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield our name and the shape of each parameter, in the file's order."""
+    yield "wte.weight", (rows, width)
+    yield "wpe.weight", (n_positions, width)
+    for name, units in BLOCK.items():
+        for layer in range(n_layer):
+            yield f"h.{layer}.{name}", tuple(n * width for n in units)
+    yield "ln_f.weight", (width,)
+    yield "ln_f.bias", (width,)
+
+
+def count(n_layer: int, width: int, rows: int, n_positions: int) -> int:
+    """Return how many numbers `parameters` describes, without a loop over the layers."""
+    block = sum(math.prod(n * width for n in units) for units in BLOCK.values())
+    return (rows + n_positions + 2) * width + n_layer * block
+
+
+def _read_header(path: Path, raw: bytes) -> tuple[dict[str, int], str]:
+    """Return the sizes in the header, and the dtype of the numbers."""
+    if len(raw) < HEADER.size:
+        raise CorruptInputError(
+            f"{path} is cut off or not a checkpoint of llm.c: it has {len(raw):,} bytes, the "
+            f"header takes {HEADER.size:,}"
+        )
+    _, version, *rest = HEADER.unpack(raw)
+    if not raw.startswith(MAGIC):
+        raise CorruptInputError(f"{path} is not a checkpoint of llm.c: its first bytes are wrong")
+    sizes = dict(zip(SIZES, rest, strict=False))
+    if version == 1 and sizes["padded_vocab_size"] == 0:
+        sizes["padded_vocab_size"] = sizes["vocab_size"]
+    if version not in DTYPES or (version == 3 and sizes["padded_vocab_size"] == 0):
+        raise CorruptInputError(
+            f"{path}: version {version} of llm.c's checkpoints is not supported; 1 and 3 (float32) "
+            "and 5 (bfloat16) are: write it again with today's llm.c"
+        )
+    for name, value in sizes.items():
+        if value < 1:
+            raise CorruptInputError(f"{path}: {name} must be positive, its header says {value}")
+    if sizes["padded_vocab_size"] < sizes["vocab_size"]:
+        raise CorruptInputError(
+            f"{path}: padded_vocab_size={sizes['padded_vocab_size']} in its header is less than "
+            f"vocab_size={sizes['vocab_size']}"
+        )
+    return sizes, DTYPES[version]
+
+
+def write(
+    model: GPT,
+    path: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    approximate_gelu: bool = False,
+) -> None:
+    """Write a checkpoint for llm.c in "fp32" or "bf16"; None is the model's own dtype.
+
+    Raises `UserError`, before anything is written, for what llm.c does not compute: an untied head,
+    GPT-1's norm, banded attention, another activation, MLP width or epsilon. `approximate_gelu`
+    allows a model of the exact GELU. Missing biases are written as zeros. The file has no place for
+    the tokenizer.
+    """
+    import torch
+
+    from tiedgpt.weights.writers.limits import require_computed, require_gelu
+
+    config = model.config
+    require_computed("llm.c", model, FIXED)
+    require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
+    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    if precision is None and model.wte.weight.dtype not in own:
+        raise UserError(f'llm.c has no {model.wte.weight.dtype}: give precision="fp32" or "bf16"')
+    precision = precision or own[model.wte.weight.dtype]
+    if precision not in VERSIONS:
+        raise UserError(f"precision must be {' or '.join(VERSIONS)} for llm.c, got {precision!r}")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    rows = -(-config.vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
+    layout = (config.n_layer, config.n_embd, rows, config.n_positions)
+    n_bytes = count(*layout) * dtype.itemsize
+    require_room(path.parent, HEADER.size + n_bytes)
+    header = [
+        int.from_bytes(MAGIC, "little"), VERSIONS[precision], config.n_positions,
+        config.vocab_size, config.n_layer, config.n_head, config.n_embd, rows,
+    ]  # fmt: skip
+    tensors = dict(model.named_parameters())
+    done = 0
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(HEADER.pack(*header, *[0] * (256 - len(header))))
+        for name, shape in parameters(*layout):
+            size = math.prod(shape) * dtype.itemsize
+            written = file.write(_bytes_of(tensors[name], dtype)) if name in tensors else 0
+            file.write(bytes(size - written))
+            done += size
+            if progress is not None:
+                progress(done, n_bytes)
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    import torch
+
+    flat = tensor.detach().to("cpu", dtype).contiguous().flatten()
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
+
+
+def tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a file that begins with TOKENIZER_MAGIC.
+
+    It is a byte-level BPE, or of characters where each token is one. Raises as `read_tokens`.
+    """
+    from tiedgpt.text.merges import tokenizer_of_tokens
+    from tiedgpt.text.tokenizer import Tokenizer
+
+    tokens, end_of_text = read_tokens(path)
+    if set(tokens).issuperset(bytes([byte]) for byte in range(256)):
+        rust = tokenizer_of_tokens(tokens, str(path))
+    else:
+        rust = _character_tokenizer(tokens, path)
+    if end_of_text is None:
+        return Tokenizer(rust, None, str(path))
+    end = rust.id_to_token(end_of_text)
+    return Tokenizer(rust, {"bos_token": end, "eos_token": end}, str(path))
+
+
+def _character_tokenizer(tokens: list[bytes], path: Path) -> tokenizers.Tokenizer:
+    from tiedgpt.text.characters import tokenizer_of_ids
+    from tiedgpt.text.directory import SPECIAL
+
+    texts = [token.decode("utf-8", errors="replace") for token in tokens]
+    n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))
+    ids = {text: id for id, text in enumerate(texts[:n_characters])}
+    specials = texts[n_characters:]
+    if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
+        raise UserError(
+            f"{path}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor single "
+            "characters; give the tokenizer that the model was trained with"
+        )
+    rust = tokenizer_of_ids(ids)
+    rust.add_special_tokens(specials)
+    return rust
+
+
+def read_tokens(path: Path) -> tuple[list[bytes], int | None]:
+    """Return the bytes of each token and the id that ends a text, None where the file is silent.
+
+    Raises `CorruptInputError` for a damaged file or another version, `UserError` if it cannot be
+    read.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            raw = file.read(HEADER.size)
+            if len(raw) < HEADER.size or not raw.startswith(TOKENIZER_MAGIC):
+                raise CorruptInputError(
+                    f"{path}: no header of llm.c's tokenizers; {DOWNLOAD_AGAIN}"
+                )
+            _, version, n_tokens, named = struct.unpack_from("<4i", raw)
+            if version not in (1, 2):
+                raise CorruptInputError(f"{path}: version must be 1 or 2, got {version}")
+            n_bytes = size - HEADER.size
+            if not 0 < n_tokens <= MAX_TOKENS or not 2 * n_tokens <= n_bytes <= 256 * n_tokens:
+                raise CorruptInputError(
+                    f"{path}: {n_tokens} tokens cannot take {size} bytes; {DOWNLOAD_AGAIN}"
+                )
+            content = file.read(n_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+    tokens = _tokens(content, n_tokens, path)
+    end_of_text: int | None = named
+    if version == 1 and not named:  # version 1 was written for GPT-2, whose last id ends a text
+        end_of_text = n_tokens - 1 if n_tokens == GPT2_VOCABULARY else None
+    if end_of_text is not None and not 0 <= end_of_text < n_tokens:
+        raise CorruptInputError(
+            f"{path}: the id that ends a text must be one of {n_tokens} tokens, got {end_of_text}"
+        )
+    return tokens, end_of_text
+
+
+def _tokens(content: bytes, n_tokens: int, path: Path) -> list[bytes]:
+    tokens, at = [], 0
+    for id in range(n_tokens):
+        end = at + 1 + content[at] if at < len(content) else at
+        if end > len(content) or end <= at + 1:
+            raise CorruptInputError(f"{path}: token {id} is empty or cut off; {DOWNLOAD_AGAIN}")
+        tokens.append(content[at + 1 : end])
+        at = end
+    if at < len(content):
+        raise CorruptInputError(f"{path}: there is more after {n_tokens} tokens; {DOWNLOAD_AGAIN}")
+    if len(set(tokens)) < n_tokens:
+        raise CorruptInputError(f"{path}: two ids have the same token; {DOWNLOAD_AGAIN}")
+    return tokens

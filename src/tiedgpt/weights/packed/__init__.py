@@ -1,1 +1,0 @@
-"""Weights laid out once for CPU kernels, in a file that loads by memory map."""

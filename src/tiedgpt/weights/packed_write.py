@@ -1,0 +1,180 @@
+"""A `GPT` -> a packed model in memory, and a packed directory (`packed.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tiedgpt.core.embedding import TiedEmbedding
+from tiedgpt.core.layers import MLP, Attention, Block
+from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.product import Product
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.files import replacing, require_room, write_json
+from tiedgpt.weights.config_json import config_json
+from tiedgpt.weights.names import PACKED, shapes
+from tiedgpt.weights.packed import (
+    ALIGNMENT,
+    FILE,
+    FORMAT,
+    PADDING,
+    STACKS,
+    TYPE_NAMES,
+    VERSION,
+    PackedModel,
+    is_packed,
+    layout,
+    open_packed,
+)
+from tiedgpt.weights.packed_panels import Precision, pack
+
+MODULES = {
+    GPT, TiedEmbedding, Block, Attention, MLP, Product, nn.Linear, nn.Embedding, nn.LayerNorm,
+    nn.Dropout, nn.Identity, nn.ModuleList,
+}  # fmt: skip
+
+
+def is_plain(model: GPT) -> bool:
+    """Whether a model computes what its config says and nothing else: no adapters, a plain head."""
+    own_head = model.head is not None
+    return (
+        {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes(model.config)
+        and {type(module) for module in model.modules()} <= MODULES
+        and own_head is not model.config.tie_word_embeddings
+        and not (own_head and plain_matrix(model.head) is None)  # type: ignore[arg-type]
+    )
+
+
+def pack_gpt(model: GPT, precision: Precision) -> PackedModel:
+    """Pack a model, one tensor at a time; the model stays as it is.
+
+    Raises `UserError` for a model that is not plain, or whose weights are not finite.
+    """
+    if not is_plain(model):
+        raise UserError(
+            "a model with adapters, other modules or another head than its config's is not packed: "
+            "merge the adapters, or compute it with torch"
+        )
+    config, parameters = model.config, dict(model.named_parameters())
+    arrays = {
+        name: np.zeros(shape, dtype) for name, (shape, dtype) in layout(config, precision).items()
+    }
+
+    def fill_matrix(stack: str, name: str, *layer: int) -> None:
+        try:
+            panels = pack(_float32(parameters[name]), precision)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        arrays[f"{stack}.weights"][layer or ...] = panels.weights
+        arrays[f"{stack}.scales"][layer or ...] = panels.scales
+
+    def fill_vectors(into: NDArray[Any], name: str) -> None:
+        if name in parameters:  # biases may be missing
+            into[..., : parameters[name].shape[-1]] = _float32(parameters[name])
+
+    fill_matrix("wte", "wte.weight")
+    if not config.tie_word_embeddings:
+        fill_matrix("head", "head.weight")
+    fill_vectors(arrays["wpe"], "wpe.weight")
+    for layer in range(config.n_layer):
+        for stack, name in STACKS.items():
+            fill_matrix(stack, f"h.{layer}.{name}.weight", layer)
+            fill_vectors(arrays[f"{stack}.bias"][layer], f"h.{layer}.{name}.bias")
+        for number, norm in enumerate(("ln_1", "ln_2")):
+            for kind, last in enumerate(("weight", "bias")):
+                fill_vectors(arrays["norms"][layer, number, kind], f"h.{layer}.{norm}.{last}")
+    fill_vectors(arrays["ln_f"][0], "ln_f.weight")
+    fill_vectors(arrays["ln_f"][1], "ln_f.bias")
+    return PackedModel(config, precision, arrays)
+
+
+def _float32(parameter: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = parameter.detach().to("cpu", torch.float32).numpy()
+    return array
+
+
+def save_packed(
+    model: PackedModel, directory: str | os.PathLike[str], foreign: Mapping[str, Any] | None = None
+) -> None:
+    """Write config.json, packed.safetensors and a model card.
+
+    `foreign` holds keys for config.json that change nothing here. Raises `UserError` where the
+    directory holds a model that is not packed, `NoRoomError` where the disk is too full.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; give a directory to save the model in")
+    if (directory / "config.json").exists() and not is_packed(directory):
+        raise UserError(f"{directory} holds another model: give a directory of its own")
+    require_room(directory, model.nbytes)
+    with replacing(directory / FILE) as temporary:
+        _write_arrays(temporary, model)
+    description = config_json(model.config, foreign or {}, model.precision, PACKED)
+    write_json(directory / "config.json", description)
+    with replacing(directory / "README.md") as temporary:
+        temporary.write_text(_card(model), encoding="utf-8")
+
+
+def _write_arrays(path: Path, model: PackedModel) -> None:
+    """Write a safetensors file in which every array begins at a multiple of 64 bytes."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, array in sorted(model.arrays.items(), key=lambda item: item[1].nbytes % ALIGNMENT):
+        if (n_bytes := sum(a.nbytes for a in arrays.values())) % ALIGNMENT:
+            arrays[PADDING] = np.zeros(-n_bytes % ALIGNMENT, np.uint8)
+        arrays[name] = array
+    metadata = {"format": FORMAT, "version": VERSION, "precision": model.precision}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, array in arrays.items():
+        offsets = [at, at := at + array.nbytes]
+        header[name] = {
+            "dtype": TYPE_NAMES[array.dtype.name], "shape": array.shape, "data_offsets": offsets,
+        }  # fmt: skip
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for array in arrays.values():
+            if array.size:
+                file.write(np.ascontiguousarray(array).data)
+
+
+def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
+    """Write a packed directory and check that the bytes of every array come back.
+
+    Raises `UserError` for a model that is not plain, `CheckFailedError` for other bytes.
+    """
+    packed = pack_gpt(model, cast(Precision, precision))
+    save_packed(packed, path, model.foreign_config)
+    again = open_packed(path)
+    for name, array in packed.arrays.items():
+        if not np.array_equal(array.view(np.uint8), again.arrays[name].view(np.uint8)):
+            raise CheckFailedError(f"{path.name}: {name} was not written as it is")
+
+
+def _card(model: PackedModel) -> str:
+    """Return a short model card."""
+    config = model.config
+    return f"""---
+library_name: tiedgpt
+pipeline_tag: text-generation
+tags: [{PACKED.name}]
+---
+# A GPT, packed in {model.precision}
+
+{config.parameter_count():,} parameters in {model.nbytes / 1e6:,.1f} MB, laid out for tiedgpt's CPU
+kernels: {config.n_layer} blocks of width {config.n_embd}, {config.n_positions} positions.
+
+    tiedgpt generate DIRECTORY --prompt "..."
+
+or `tiedgpt.infer.Engine(DIRECTORY)`. transformers has no class that computes it;
+`GPT.from_pretrained(DIRECTORY)` unpacks it to float32.
+"""
