@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
-from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.train.labelled import Labelled, LabelScore
 from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.plan import Plan
@@ -57,7 +56,7 @@ def labelled(names: tuple[str, ...]) -> str:
 def next_steps(task: Labelled, model: Path) -> str:
     """Return how the head is used, in Python."""
     head = task.exercise.head_class
-    theirs = class_in_transformers(head, task.config)
+    theirs = head.class_in_transformers(task.config)
     loads = f", which transformers loads too, as {theirs}" if theirs else ""
     names = (head.__name__, *(name for name in ("best_spans", "pad") if name in task.exercise.use))
     return (

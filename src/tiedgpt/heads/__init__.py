@@ -1,7 +1,7 @@
-"""What scores a GPT's states besides its vocabulary: labels, tags, choices, spans, features.
+"""Heads on a GPT's body other than its vocabulary: labels, tags, choices, spans, features.
 
-The body knows none of this: every head calls `gpt.body(ids)`. Sequences of different lengths are
-padded on the right, which no token before the padding can see, and come with `lengths`.
+Every head calls `gpt.body(ids)`; the body knows nothing of heads. Sequences of different lengths
+are padded on the right, where causal attention does not see the padding, and come with `lengths`.
 
     from tiedgpt.heads import SequenceClassifier, pad
 
@@ -20,16 +20,7 @@ from tiedgpt.heads.labels import SequenceClassifier, TokenClassifier
 from tiedgpt.heads.padding import pad
 from tiedgpt.heads.spans import SpanFinder, best_spans
 
-HEADS: tuple[type[Head], ...] = (
-    SequenceClassifier,
-    TokenClassifier,
-    MultipleChoice,
-    SpanFinder,
-    FeatureExtractor,
-)
-
 __all__ = [
-    "HEADS",
     "FeatureExtractor",
     "Head",
     "MultipleChoice",

@@ -1,4 +1,4 @@
-"""A sequence as one vector: the last token's state, or the mean over all."""
+"""A sequence as one vector: the last token's state, or the mean over all tokens."""
 
 from __future__ import annotations
 
@@ -10,36 +10,32 @@ from torch import Tensor
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.heads.head import Head
-from tiedgpt.heads.padding import at_last, real, whole
-
-Pooling = Literal["last", "mean"]
+from tiedgpt.heads.padding import checked_lengths, is_token, last_state
 
 
 class FeatureExtractor(Head):
-    """States of the body after its final norm, pooled; there is nothing of its own to train."""
+    """The body's states after its final norm, pooled. It has no parameters of its own."""
 
     architecture = "Model"
 
-    def __init__(self, gpt: GPT, *, pooling: Pooling = "last") -> None:
+    def __init__(self, gpt: GPT, *, pooling: Literal["last", "mean"] = "last") -> None:
         super().__init__(gpt)
         if pooling not in ("last", "mean"):
-            raise UserError(f"pooling={pooling!r} is neither 'last' nor 'mean'")
+            raise UserError(f"pooling must be 'last' or 'mean', got {pooling!r}")
         self.pooling = pooling
 
     def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Ids (B, T), lengths (B,) -> (B, D)."""
-        h, lengths = self.gpt.body(ids), whole(ids, lengths)
+        h, lengths = self.gpt.body(ids), checked_lengths(ids, lengths)
         if self.pooling == "last":
-            return at_last(h, lengths)
-        return (h * real(ids, lengths)[..., None]).sum(1) / lengths[:, None]
+            return last_state(h, lengths)
+        return (h * is_token(ids, lengths)[..., None]).sum(1) / lengths[:, None]
 
-    def description(self) -> dict[str, Any]:
-        """Keep how states are pooled; transformers carries the key along."""
+    def config_keys(self) -> dict[str, Any]:
+        """Return the pooling; transformers carries the key along."""
         return {"pooling": self.pooling}
 
     @classmethod
-    def options_from(
-        cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Any]:
-        """Return how states are pooled; the last token's where the file does not say."""
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+        """Return the pooling; the last token's where the file does not say."""
         return {"pooling": config.get("pooling", "last")}

@@ -1,44 +1,62 @@
-"""A head on a body: what all heads share. The loss as a sum of means, saving, loading."""
+"""What all heads share: a body, the loss as a sum of means, loading and saving.
+
+A head is a `GPT`, of which the body is used, and modules of its own that read the body's states
+(B, T, D). It is stored in a Hugging Face directory of transformers' layout:
+
+config.json          the body's, with the head's class in `architectures` and the head's own keys
+model.safetensors    the body's tensors under transformers' names, and the head's own
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
+from tiedgpt.weights.formats.safetensors_file import Stored
+from tiedgpt.weights.load import load
+from tiedgpt.weights.names import GPT1, GPT2, TIEDGPT, ModelType, model_type_of
+from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.save import (
+    OUR_CARD,
+    describe,
+    require_plain_head,
+    tensors_of,
+    write_directory,
+)
 
+OWN_TENSORS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
+"""The names of all heads' own tensors begin with one of these."""
+ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
+"""The classes that transformers has for GPT-1. For GPT-2 it has all."""
 INIT_STD = 0.02
-
-
-def cross_entropy(scores: Tensor, answers: Tensor) -> Tensor:
-    """Scores (..., N), answers (...) -> (): the mean over answers that are not -100, in nats.
-
-    Scores of half precision are computed with in fp32.
-    """
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return F.cross_entropy(scores.flatten(0, -2).to(wide), answers.flatten(), ignore_index=IGNORED)
+DROPOUT = 0.1
+"""transformers' dropout before a head where config.json does not give one."""
 
 
 class Head(nn.Module):
-    """A GPT, `gpt`, of which the body is used, and modules of its own that score its states.
+    """A GPT, `gpt`, with modules of its own on the states of the body.
 
-    The names of its own parameters are those of transformers' class.
+    The names of its own parameters and config keys are those of transformers' class.
     """
 
     gpt: GPT
     architecture: ClassVar[str]
     """The name of transformers' class without the family: "ForSequenceClassification"."""
     predicts_tokens: ClassVar[bool] = False
-    """Whether it also uses the body's head over the vocabulary."""
+    """Whether the head over the vocabulary is used, too."""
     own: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that a file holds for it."""
+    """Names of its own tensors in a file, a matrix (N, D) first."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -50,40 +68,35 @@ class Head(nn.Module):
         self.gpt = gpt
 
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the means that add up to the loss.
+        """Return the means, each (), whose sum is the loss.
 
-        The last arrays of a batch are the answers, one for each mean, in which -100 is not counted.
+        The last tensors of a batch are the targets, one for each mean; -100 is not counted.
         """
         raise UserError(f"{type(self).__name__} has no loss: it predicts nothing")
 
     def loss(self, *batch: Tensor) -> Tensor:
         """Return the loss, (), in nats; the arguments are those of `losses`."""
-        terms = self.losses(*batch)
-        return torch.stack(terms).sum()
+        return torch.stack(self.losses(*batch)).sum()
 
-    def linear(self, n_out: int, *, bias: bool) -> nn.Linear:
-        """Return a product (..., D) -> (..., n_out), N(0, 0.02) with biases 0, on the body."""
-        weight = self.gpt.wte.weight
-        made = nn.Linear(
-            self.gpt.config.n_embd, n_out, bias=bias, device=weight.device, dtype=weight.dtype
-        )
-        with torch.no_grad():
-            made.weight.normal_(0.0, INIT_STD)
-            if made.bias is not None:
-                made.bias.zero_()
-        return made
+    def linear(self, n_outputs: int, *, bias: bool) -> nn.Linear:
+        """Return a fresh linear layer (..., D) -> (..., n_outputs): N(0, 0.02), bias 0."""
+        like = self.gpt.wte.weight
+        width = self.gpt.config.n_embd
+        layer = nn.Linear(width, n_outputs, bias=bias, device=like.device, dtype=like.dtype)
+        nn.init.normal_(layer.weight, std=INIT_STD)
+        if bias:
+            nn.init.zeros_(layer.bias)
+        return layer
 
-    def description(self) -> dict[str, Any]:
-        """Return what config.json says of the head."""
+    def config_keys(self) -> dict[str, Any]:
+        """Return what config.json says about the head."""
         return {}
 
     @classmethod
-    def options_from(
-        cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Any]:
-        """Return the constructor's options, read off a config.json and its tensors' shapes.
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+        """Return the constructor's options from a config.json and the rows of `own[0]`.
 
-        Raises `UserError`, naming the key, for what is not built here.
+        Raises `UserError`, naming the key, for a value that is not supported.
         """
         return {}
 
@@ -91,14 +104,11 @@ class Head(nn.Module):
     def fresh(
         cls, source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
     ) -> Self:
-        """Put a new head, N(0, 0.02), on the body of any GPT at `source`, in eval mode.
+        """Put a new head, N(0, 0.02), on the body of the GPT at `source`, in eval mode.
 
-        `options` are the constructor's (`labels=[...]`). A head that the source has is left there.
+        `options` are the constructor's (`labels=[...]`). A head in the source is not loaded.
         """
-        from tiedgpt.heads.storing import load_body
-
-        gpt = load_body(source, dtype=dtype, keep_head=cls.predicts_tokens).model
-        return cls(gpt, **options).eval()
+        return cls(load_body(source, dtype=dtype, keep_head=cls.predicts_tokens), **options).eval()
 
     @classmethod
     def from_pretrained(
@@ -106,18 +116,133 @@ class Head(nn.Module):
     ) -> Self:
         """Load a body with its head from a Hugging Face directory or hub name, in eval mode.
 
-        A file without this head is an error, never a fresh head: that is `fresh`.
+        `options` are the constructor's and override the file's. Raises `UserError` for a file
+        without this head (see `fresh`), `CorruptInputError` for one that is damaged.
         """
-        from tiedgpt.heads.storing import load_head
+        checkpoint = open_checkpoint(source)
+        n_outputs = cls._count_outputs(checkpoint)
+        options = cls.options_from(checkpoint.config, n_outputs) | options
+        head = cls(_body_of(checkpoint, dtype, cls.predicts_tokens), **options)
+        parameters = dict(head.named_parameters())
+        for name in cls.own:
+            tensor, parameter = checkpoint.tensors[name], parameters[name]
+            if tensor.shape != tuple(parameter.shape):
+                raise CorruptInputError(
+                    f"{checkpoint.source}: {name} must have shape {tuple(parameter.shape)}, got "
+                    f"{tensor.shape}"
+                )
+            parameter.data.copy_(LazyTensor(tensor).read())
+        return head.eval()
 
-        return load_head(cls, source, dtype=dtype, options=options)
+    @classmethod
+    def _count_outputs(cls, checkpoint: Checkpoint) -> int:
+        """Return the rows of `own[0]`; an error where a tensor of the head is missing."""
+        missing = [name for name in cls.own if name not in checkpoint.tensors]
+        if not cls.own:
+            return 0
+        if missing == list(cls.own):
+            raise UserError(
+                f"{checkpoint.source} has no {missing[0]}, so it is no {cls.__name__}: "
+                f"{cls.__name__}.fresh(...) puts a new head on its body"
+            )
+        if missing:
+            raise CorruptInputError(f"{checkpoint.source}: {missing[0]} is missing")
+        shape = checkpoint.tensors[cls.own[0]].shape
+        if len(shape) != 2 or not all(shape):
+            raise CorruptInputError(
+                f"{checkpoint.source}: {cls.own[0]} must be a matrix, got shape {shape}"
+            )
+        return shape[0]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers' class loads as it is.
 
-        For a GPT-1 body transformers has no class for tags or spans, and refuses the directory by
+        transformers has no class for tags or spans on a GPT-1 body and refuses such a directory by
         the name in `architectures`; it loads back here.
         """
-        from tiedgpt.heads.storing import save_head
+        gpt = self.gpt
+        if self.predicts_tokens:
+            require_plain_head(gpt, "every file")
+        model_type = model_type_of(gpt.config)
+        tensors = tensors_of(gpt)
+        if not self.own:  # transformers' bare body has no prefix
+            tensors = {name.removeprefix(model_type.prefix): t for name, t in tensors.items()}
+        parameters = dict(self.named_parameters())
+        tensors |= {name: Stored(parameters[name]) for name in self.own}
+        description = describe(gpt) | self.config_keys()
+        description["architectures"] = [self._class_name(model_type)]
+        if description.get("pad_token_id") is None:  # transformers finds the last token by it
+            description["pad_token_id"] = gpt.config.eos_token_id
+        write_directory(directory, tensors, {"config.json": description}, self._card(model_type))
 
-        save_head(self, directory)
+    @classmethod
+    def class_in_transformers(cls, config: GPTConfig) -> str | None:
+        """Return the name of the class that loads the saved directory, or None if there is none."""
+        model_type = model_type_of(config)
+        known = model_type is GPT2 or (model_type is GPT1 and cls.architecture in ON_GPT1)
+        return cls._class_name(model_type) if known else None
+
+    @classmethod
+    def _class_name(cls, model_type: ModelType) -> str:
+        """Return the name with the family: GPT2ForSequenceClassification."""
+        return model_type.architecture.removesuffix("LMHeadModel") + cls.architecture
+
+    def _card(self, model_type: ModelType) -> str:
+        config = self.gpt.config
+        count = sum(parameter.numel() for parameter in self.parameters())
+        return f"""---
+library_name: {"tiedgpt" if model_type is TIEDGPT else "transformers"}
+tags: [{model_type.name}]
+---
+# {self._class_name(model_type)}
+
+{OUR_CARD}
+
+{count:,} parameters: a GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head}
+heads and {config.n_positions} positions, and a head on its states.
+
+Load it with `tiedgpt.heads.{type(self).__name__}.from_pretrained(directory)`.
+"""
+
+
+def load_body(
+    source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep_head: bool = False
+) -> GPT:
+    """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
+    return _body_of(open_checkpoint(source), dtype, keep_head)
+
+
+def _body_of(checkpoint: Checkpoint, dtype: torch.dtype | None, keep_head: bool) -> GPT:
+    # A file of a body alone has no matrix that predicts, whatever its config claims.
+    is_body_alone = checkpoint.headless and "lm_head.weight" not in checkpoint.tensors
+    gpt = load(
+        checkpoint.source,
+        resolve="tie" if is_body_alone else None,
+        dtype=dtype,
+        others=lambda name: name.startswith(OWN_TENSORS),
+    ).model
+    if gpt.head is not None and not keep_head:
+        gpt.head = None
+        gpt.config = replace(gpt.config, tie_word_embeddings=True)
+    return gpt
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Logits (..., N), targets (...) -> (): the mean in nats over targets that are not -100.
+
+    Logits of half precision are converted to fp32 first.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED)
+
+
+def dropout_from(config: Mapping[str, Any], *keys: str) -> float:
+    """Return the first dropout that a config.json gives under one of these keys, else 0.1."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise CorruptInputError(f"{key} must be a probability in [0, 1), got {value!r}")
+        return float(value)
+    return DROPOUT

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: padded on the right, read at their last token."""
+"""Sequences of different lengths in one batch, padded on the right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiedgpt.errors import UserError
 
 
 def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T), filled up with `pad_id` on the right, and lengths (B,).
+    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
 
     Any id of the vocabulary will do: causal attention never looks to the right.
     """
@@ -23,10 +23,11 @@ def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor,
     return torch.tensor(rows), torch.tensor(lengths)
 
 
-def whole(ids: Tensor, lengths: Tensor | None, *, least: int = 1) -> Tensor:
-    """Return the lengths (B,) of ids (B, T); None means that nothing is padding.
+def checked_lengths(ids: Tensor, lengths: Tensor | None, *, least: int = 1) -> Tensor:
+    """Return the lengths (B,) of ids (B, T); None means that there is no padding.
 
-    Raises `UserError` for lengths that ids do not have, where looking costs no wait for a device.
+    Raises `UserError` for a length below `least` or above T. Values are checked on the CPU only:
+    elsewhere the check would wait for the device.
     """
     n_rows, longest = ids.shape
     if lengths is None:
@@ -36,16 +37,16 @@ def whole(ids: Tensor, lengths: Tensor | None, *, least: int = 1) -> Tensor:
     if lengths.device.type == "cpu" and n_rows:
         low, high = int(lengths.min()), int(lengths.max())
         if low < least or high > longest:
-            raise UserError(f"lengths from {low} to {high}: a row here has {least} to {longest}")
+            raise UserError(f"lengths must be {least} to {longest} here, got {low} to {high}")
     return lengths
 
 
-def real(ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return (B, T) bool: True where there is a token, False where there is padding."""
+def is_token(ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return (B, T) bool: True at a token, False at padding."""
     return torch.arange(ids.shape[-1], device=ids.device) < lengths[..., None]
 
 
-def at_last(h: Tensor, lengths: Tensor) -> Tensor:
-    """(B, T, D) -> (B, D): the state of each sequence's last token, which has seen the rest."""
+def last_state(h: Tensor, lengths: Tensor) -> Tensor:
+    """(B, T, D) -> (B, D): the state of each sequence's last token, which has seen the others."""
     rows = torch.arange(h.shape[0], device=h.device)
     return h[rows, (lengths - 1).clamp(min=0)]

@@ -1,4 +1,4 @@
-"""Where in a text the answer stands: a score for beginning and one for ending at each token."""
+"""Extractive question answering: where in a text the answer starts and ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.heads.head import Head, cross_entropy
-from tiedgpt.heads.padding import real, whole
+from tiedgpt.heads.padding import checked_lengths, is_token
 
 
 class SpanFinder(Head):
-    """First and last token of an answer. The question comes before the text: each token sees it."""
+    """First and last token of an answer. The question stands before the text, which sees it."""
 
     architecture = "ForQuestionAnswering"
     own = ("qa_outputs.weight", "qa_outputs.bias")
@@ -21,13 +21,13 @@ class SpanFinder(Head):
         self.qa_outputs = self.linear(2, bias=True)
 
     def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Ids (B, T), lengths (B,) -> (B, T, 2): scores of starting and ending, padding -inf."""
-        scores = self.qa_outputs(self.gpt.body(ids))
-        padding = ~real(ids, whole(ids, lengths))
-        return scores.masked_fill(padding[..., None], float("-inf"))
+        """Ids (B, T), lengths (B,) -> logits (B, T, 2) of starting and ending; padding is -inf."""
+        logits = self.qa_outputs(self.gpt.body(ids))
+        padding = ~is_token(ids, checked_lengths(ids, lengths))
+        return logits.masked_fill(padding[..., None], float("-inf"))
 
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Take ids (B, T), lengths (B,), spans (B, 2): mean cross-entropy of first and last token.
+        """Ids (B, T), lengths (B,), spans (B, 2) -> the mean cross-entropy of first and last token.
 
         A span of -100 is not counted.
         """
@@ -35,10 +35,10 @@ class SpanFinder(Head):
         return (cross_entropy(self(ids, lengths).transpose(1, 2), spans),)
 
 
-def best_spans(scores: Tensor) -> Tensor:
-    """Scores (B, T, 2) -> (B, 2): first and last token of the best span, first <= last."""
-    starts, ends = scores.float().unbind(-1)
-    # The best start up to each end, then the best end: O(T) where all pairs would be O(T^2).
+def best_spans(logits: Tensor) -> Tensor:
+    """Logits (B, T, 2) -> (B, 2): first and last token of the best span, first <= last."""
+    starts, ends = logits.float().unbind(-1)
+    # The best start up to each end, then the best end: O(T) instead of O(T^2) pairs.
     best, where = torch.cummax(starts, dim=1)
     last = (best + ends).argmax(dim=1)
     first = where.gather(1, last[:, None])[:, 0]

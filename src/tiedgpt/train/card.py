@@ -15,7 +15,6 @@ from typing import Any
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing
-from tiedgpt.heads.storing import class_in_transformers
 from tiedgpt.train.history import History, history
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
@@ -214,7 +213,7 @@ def _use(model: Model, config: GPTConfig) -> str:
             "Engine(directory).generate(prompt, max_new_tokens=n).text",
         ]
     else:
-        theirs = class_in_transformers(type(model), config)
+        theirs = model.class_in_transformers(config)
         name = type(model).__name__
         lines = [
             f"from tiedgpt.heads import {name}",

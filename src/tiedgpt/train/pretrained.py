@@ -13,7 +13,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.heads.storing import load_body
+from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
 
 
@@ -30,8 +30,7 @@ class Pretrained:
     def gpt(self) -> GPT:
         """The model, in fp32."""
         if self._gpt is None:
-            loaded = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
-            self._gpt = loaded.model
+            self._gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
         return self._gpt
 
     def config(self, dropout: float | None) -> GPTConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,49 @@ def save_model(
     dtype None is the model's own; with another, the model stays as it is.
     Tied, the file has no `lm_head.weight`. A head that is no plain matrix cannot be written.
     """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; give a directory to save the model in")
-    config = model.config
     require_plain_head(model, "transformers' GPT-2")
+    config = model.config
+    descriptions = {
+        "config.json": describe(model, dtype),
+        "generation_config.json": _generation_config(config),
+    }
+    write_directory(directory, tensors_of(model, dtype), descriptions, model_card(config))
+
+
+def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored]:
+    """Return a model's tensors under transformers' names, with zeros for missing biases."""
+    model_type = model_type_of(model.config)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    model_type = model_type_of(config)
-    describe(model, dtype)  # what cannot be described is refused before anything is written
     if model_type is not TIEDGPT:  # transformers knows no model without biases
-        parameters |= zero_biases(config, model.wte.weight.dtype)
-    tensors = {
+        parameters |= zero_biases(model.config, model.wte.weight.dtype)
+    return {
         to_file(name, model_type): Stored(parameter, is_transposed(name), dtype)
         for name, parameter in parameters.items()
     }
+
+
+def write_directory(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, Stored],
+    descriptions: Mapping[str, object],
+    card: str,
+) -> None:
+    """Write model.safetensors, JSON files by name and a card, unless one was edited.
+
+    Raises `UserError` where `directory` is a file, `NoRoomError` before a disk is too full.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; give a directory to save the model in")
     require_room(directory, sum(tensor.n_bytes for tensor in tensors.values()))
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
-    write_description(model, directory, dtype)
-    card = directory / "README.md"
-    if not card.exists() or OUR_CARD in card.read_text(encoding="utf-8", errors="replace"):
-        with replacing(directory / "README.md") as temporary:
-            temporary.write_text(model_card(config), encoding="utf-8")
+    for name, description in descriptions.items():
+        write_json(directory / name, description)
+    path = directory / "README.md"
+    if not path.exists() or OUR_CARD in path.read_text(encoding="utf-8", errors="replace"):
+        with replacing(path) as temporary:
+            temporary.write_text(card, encoding="utf-8")
 
 
 def require_plain_head(model: GPT, whose: str) -> None:
