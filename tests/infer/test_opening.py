@@ -164,7 +164,7 @@ def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
 def test_the_command_generates_from_a_packed_directory(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "p"), "--to", "packed"]) == 0
     out = capsys.readouterr().out
-    assert "W stands in it once" in out and "(0.05 is allowed)" in out
+    assert "W is stored once" in out and "(tolerance 0.05)" in out
     kept = (tmp_path / "p" / FILE).stat()
     again = ["convert", str(source), str(tmp_path / "p"), "--to", "packed", "--overwrite"]
     assert main(again) == 1

@@ -166,8 +166,8 @@ def test_the_command_prints_what_it_found_and_proved(source, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "safetensors, transformers gpt2" in out
     assert "one matrix of" in out and "reads and predicts" in out
-    assert "bpe vocabulary of" in out
-    assert "W stands in it once" in out
+    assert "tokenizer bpe, " in out
+    assert "W is stored once" in out
     assert "bit for bit" in out
     code = main(
         ["convert", str(tmp_path / "a.gguf"), str(tmp_path / "b"), "--to", "transformers",

@@ -1,4 +1,4 @@
-"""`tiedgpt convert SOURCE DEST --to FORMAT`: any GPT into the format of another tool, proven."""
+"""`tiedgpt convert SOURCE DEST --to FORMAT`: write a GPT in another format and check the file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import tyro
 from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
-ABOUT = "Write a GPT in another format, open it again, and prove that it is the same."
+ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
 LARGE = 100 << 20
-"""Bytes from which a bar is shown."""
+"""A progress bar is shown from this many bytes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +25,29 @@ class Arguments:
     """Write a GPT in another format."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A directory, a file of any format that is read here, or a hub name."""
+    """A directory, a file in any supported format, or a hub name."""
     dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
-    """The file to write. A directory for transformers and packed, and for ONNX where it does not
-    end in .onnx: then config and tokenizer are put there, too."""
+    """The file to write. For transformers and packed, a directory. For ONNX, a directory with
+    config and tokenizer if the name does not end in .onnx."""
     to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
-    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, a directory
-    packed for our own CPU kernels; auto: by the ending of DEST, .gguf, .onnx, .pt or .bin, else
+    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, or a directory
+    packed for tiedgpt's CPU kernels. auto: by DEST's suffix (.gguf, .onnx, .pt, .bin), else
     transformers."""
     precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0", "int8", "int4"] = "auto"
-    """auto: the model's own, where the format has it; packed: int8."""
+    """auto: the model's own if the format has it, else fp32; int8 for packed."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
+    """Directory, file or hub name of the tokenizer, if it is not with the model."""
     n_head: int | None = None
-    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    """The number of attention heads, for files that do not say it (minGPT, bare weights)."""
     activation_function: str | None = None
-    """gelu_new or gelu, where the file does not say it (nanoGPT before June 2023)."""
+    """gelu_new or gelu, for files that do not say it (nanoGPT before June 2023)."""
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do where the file holds two different matrices."""
+    """Which to keep if the file holds two different matrices, or its head is missing (tie)."""
     duplicate_head: bool = False
-    """GGUF: write W a second time, for readers that know no tied GPT-2."""
+    """GGUF: write W twice, for readers that do not support a tied GPT-2."""
     approximate_gelu: bool = False
-    """nanoGPT computes the exact GELU, GGUF and llm.c its tanh form (GPT-2's): write a model of the
-    other one all the same."""
+    """nanoGPT computes the exact GELU, GGUF and llm.c GPT-2's tanh form. Write a model that has the
+    other form anyway; its outputs will differ slightly."""
     overwrite: bool = False
     """Replace DEST if it is a file."""
     format: Literal["human", "json"] = "human"
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """Have SIGTERM raise as SIGINT does, so that what is half written is removed."""
+    """Make SIGTERM raise KeyboardInterrupt, so that a partly written file is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,16 +89,16 @@ def _run(given: Arguments) -> int:
     to = format_of(Path(given.dest)) if given.to == "auto" else given.to
     require_place(Path(given.dest), to, overwrite=given.overwrite)
     with bar("reading") as progress:
-        # wte's type would hold for all; where a file mixes types, what is finer must not be lost
-        finer = given.precision in ("fp32", "q8_0", "int8", "int4")
-        finer = finer or (to == "packed" and given.precision == "auto")
-        dtype = torch.float32 if finer else None
+        # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
+        from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
+        from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
+        dtype = torch.float32 if from_fp32 else None
         loaded = load(
             given.source, resolve=given.resolve, dtype=dtype, progress=progress, **supplied
         )
     tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
     if given.format == "human":
-        print(_found(loaded, tokenizer), flush=True)
+        print(_source_lines(loaded, tokenizer), flush=True)
     options = {
         name: True for name in ("duplicate_head", "approximate_gelu") if getattr(given, name)
     }
@@ -114,17 +114,17 @@ def _run(given: Arguments) -> int:
             **options,
         )
     if given.format == "human":
-        print(_written(written, to, tokenizer))
+        print(_result_lines(written, to, tokenizer))
     else:
         import json
 
-        print(json.dumps(_facts(loaded, tokenizer, written, to), indent=2))
+        print(json.dumps(_as_dict(loaded, tokenizer, written, to), indent=2))
     return EXIT_OK
 
 
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr for what is large."""
+    """Show a progress bar on stderr for large files."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -148,7 +148,7 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _tokenizer(source: str, *, asked: bool) -> Any:
-    """Return the tokenizer with a model, or None where there is none and none was asked for."""
+    """Return the tokenizer at `source`; None if there is none and the user did not name one."""
     from tiedgpt.text import Tokenizer
 
     try:
@@ -161,7 +161,7 @@ def _tokenizer(source: str, *, asked: bool) -> Any:
         return None
 
 
-def _found(loaded: Any, tokenizer: Any) -> str:
+def _source_lines(loaded: Any, tokenizer: Any) -> str:
     from tiedgpt.weights.save import peculiarities
 
     config = loaded.model.config
@@ -169,23 +169,23 @@ def _found(loaded: Any, tokenizer: Any) -> str:
     matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
     tied = loaded.model.head is None
     lines = [
-        f"found     {loaded.path}: {loaded.layout}",
-        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, {_type(loaded)}; "
-        f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
-        f"{config.n_positions:,} positions{peculiarities(config)}",
+        f"source    {loaded.path}: {loaded.layout}",
+        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
+        f"{_weight_type(loaded)}; {config.n_layer} blocks of width {config.n_embd}, "
+        f"{config.n_head} heads, {config.n_positions:,} positions{peculiarities(config)}",
         f"tie       one matrix of {matrix} reads and predicts"
         if tied
         else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
-        f"tokens    {tokenizer.kind} vocabulary of {len(tokenizer):,}"
+        f"tokenizer {tokenizer.kind}, {len(tokenizer):,} tokens"
         if tokenizer is not None
-        else "tokens    no tokenizer with it (--tokenizer SOURCE names one)",
+        else "tokenizer none with the model (name one with --tokenizer)",
     ]
     lines += [f"note      {note}" for note in loaded.notes]
     return "\n".join(lines)
 
 
-def _type(loaded: Any) -> str:
-    """Return what W is in: in the file, where that is packed, else in memory."""
+def _weight_type(loaded: Any) -> str:
+    """Return W's dtype, or the precision of a packed file."""
     from tiedgpt.weights.packed import find_packed, open_packed
 
     if packed := find_packed(loaded.path):
@@ -193,31 +193,31 @@ def _type(loaded: Any) -> str:
     return str(loaded.model.wte.weight.dtype).removeprefix("torch.")
 
 
-def _written(written: Any, to: str, tokenizer: Any) -> str:
+def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
     once = {1: "once", 2: "twice"}.get(written.copies, f"{written.copies} times")
     notes = list(written.notes)
     if tokenizer is not None and not written.with_tokenizer:
-        notes.append(f"the tokenizer is not in it: {to} has no place for one; keep it beside")
+        notes.append(f"{to} cannot hold a tokenizer: keep it beside the file")
     checked = (
-        "every weight came back, bit for bit"
+        "all weights are equal, bit for bit"
         if written.exact
-        else f"logits differ by {written.difference:.1e} of their size "
-        f"({written.tolerance:g} is allowed)"
+        else f"relative RMS difference of the logits {written.difference:.1e} "
+        f"(tolerance {written.tolerance:g})"
     )
     return (
-        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W stands in it {once} "
+        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {once} "
         f"({written.matrix_bytes / 1e6:,.1f} MB{' each' * (written.copies > 1)})\n"
         f"checked   opened again: {checked}" + "".join(f"\nnote      {note}" for note in notes)
     )
 
 
-def _facts(loaded: Any, tokenizer: Any, written: Any, to: str) -> dict[str, Any]:
+def _as_dict(loaded: Any, tokenizer: Any, written: Any, to: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
         "source": str(loaded.path),
         "layout": loaded.layout,
-        "type": _type(loaded),
+        "type": _weight_type(loaded),
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "tied": loaded.model.head is None,
         "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},

@@ -1,4 +1,4 @@
-"""`tiedgpt doctor`: versions, devices, threads, and what is missing."""
+"""`tiedgpt doctor`: versions, devices, threads, and missing packages."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Show the state of the installation; return the exit code."""
-    given = parse(Arguments, "doctor", arguments, "Versions, devices, threads, what is missing.")
-    found = examine()
+    given = parse(
+        Arguments, "doctor", arguments, "Show versions, devices, threads and missing packages."
+    )
+    report = examine()
     if given.format == "json":
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
         return EXIT_OK
-    width = max(map(len, found))
-    for name, value in found.items():
+    width = max(map(len, report))
+    for name, value in report.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         print(f"{name:<{width}}  {shown}")
     return EXIT_OK
 
 
 def examine() -> dict[str, Any]:
-    """Return what there is on this machine, as plain data."""
+    """Return versions, devices and threads of this machine as plain data."""
     missing = []
-    found: dict[str, Any] = {"tiedgpt": __version__}
-    found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    report: dict[str, Any] = {"tiedgpt": __version__}
+    report["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in NEEDED:
         try:
-            found[package] = metadata.version(package)
+            report[package] = metadata.version(package)
             import_module(package)
         except (metadata.PackageNotFoundError, ImportError) as error:
             missing.append(f"{package} ({error})")
     affinity = getattr(os, "sched_getaffinity", None)
-    found["cores"] = len(affinity(0)) if affinity else os.cpu_count()
+    report["cores"] = len(affinity(0)) if affinity else os.cpu_count()
     if not missing:
-        found |= _of_torch()
-    found["compiler for torch.compile"] = shutil.which("g++") or shutil.which("clang++") or "none"
-    found["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
-    found["missing"] = missing or "nothing"
-    return found
+        report |= _torch_report()
+    report["compiler for torch.compile"] = shutil.which("g++") or shutil.which("clang++") or "none"
+    report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
+    report["missing"] = missing or "nothing"
+    return report
 
 
-def _of_torch() -> dict[str, Any]:
+def _torch_report() -> dict[str, Any]:
     import torch
 
     from tiedgpt.core.config import GPTConfig
@@ -73,5 +75,5 @@ def _of_torch() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "gpu": gpus or "none",
-        "faster products": faster_dtype(GPTConfig.preset("gpt2"), training_device()),
+        "faster matmul dtype": faster_dtype(GPTConfig.preset("gpt2"), training_device()),
     }
