@@ -25,7 +25,7 @@ BY_FORMAT = {
     "GGUF": "gguf",
     "ONNX": "dialects.onnx",
     "llm.c": "llmc",
-    "Keras HDF5": "dialects.keras",
+    "Keras HDF5": "keras",
     "packed": "packed",
     "TensorFlow": "openai_gpt2",
     "numpy": "openai_gpt1",

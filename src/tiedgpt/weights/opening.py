@@ -228,15 +228,6 @@ class Elsewhere:
         return checkpoint
 
 
-def _is_keras(path: Path, head: bytes) -> bool:
-    """Whether it is HDF5, an index of such files, or a zip that holds one."""
-    if head[:4] == b"PK\3\4":
-        from tiedgpt.weights.formats.keras_file import is_archive
-
-        return is_archive(path)
-    return head[:8] == b"\x89HDF\r\n\x1a\n" or path.name.endswith(".weights.json")
-
-
 def _is_safetensors(path: Path, head: bytes) -> bool:
     return head[8:9] == b"{" or path.suffix == ".safetensors"
 
@@ -255,7 +246,7 @@ def _is_torch(path: Path, head: bytes) -> bool:
 
 FORMATS: tuple[str | Elsewhere, ...] = (
     "openai_gpt1",
-    Elsewhere("formats.keras_file:open_keras", _is_keras),
+    "keras",
     "gguf",
     "llmc",
     Elsewhere("opening:_read_safetensors", _is_safetensors),

@@ -7,15 +7,13 @@ of weights stands for the directory that it lies in. What transformers and OpenA
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.characters import tokenizer_of_ids
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights import llmc
-from tiedgpt.weights.formats.keras_file import is_archive, tokenizer_files
+from tiedgpt.weights import keras, llmc
 from tiedgpt.weights.formats.plain_pickle import BEGINS, read_plain_pickle
 from tiedgpt.weights.hub import local_directory
 
@@ -98,8 +96,8 @@ def _in_file(path: Path) -> Tokenizer | None:
         return gguf.tokenizer(path)
     if head.startswith(llmc.TOKENIZER_MAGIC):
         return llmc.tokenizer(path)
-    if head.startswith(b"PK\x03\x04") and is_archive(path):
-        return _in_archive(path) or _in_directory(path.parent)
+    if head.startswith(b"PK\x03\x04") and keras.detect(path, head):
+        return keras.tokenizer(path) or _in_directory(path.parent)
     of_weights = head.startswith((llmc.MAGIC, *_TORCH)) or path.name.endswith(_WEIGHTS)
     if not of_weights and (found := read_tokenizer(path)):
         return Tokenizer(*found, str(path))
@@ -108,15 +106,6 @@ def _in_file(path: Path) -> Tokenizer | None:
     if of_weights or head[8:9] == b"{":  # so begins a safetensors file of any name
         return _in_directory(path.parent)
     return None
-
-
-def _in_archive(path: Path) -> Tokenizer | None:
-    """Return the tokenizer inside a .keras archive of a whole task."""
-    with tempfile.TemporaryDirectory() as name:
-        for file, content in tokenizer_files(path).items():
-            (Path(name) / file).write_bytes(content)
-        found = read_tokenizer(Path(name))
-    return Tokenizer(*found, str(path)) if found else None
 
 
 def _head(path: Path) -> bytes:
