@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.tie.surgery import prune, resize_vocab, tie, untie
+from tiedgpt.tie import prune, resize_vocab, tie, untie
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim import optimizers, parameter_groups
 

@@ -9,7 +9,7 @@ import torch
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.cli.tie import _alike
-from tiedgpt.tie.accounts import Row
+from tiedgpt.tie.ledgers import Row
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path,
     for keep in ([], ["--keep", "input"]):
         assert main(["tie", "fix", str(tmp_path / "packed"), str(tmp_path / "new"), *keep]) == 1
         err = capfd.readouterr().err
-        assert "is packed, which is audited but not written here: mend the checkpoint" in err
+        assert "is packed, which is audited but not written here: fix the checkpoint" in err
     assert not (tmp_path / "new").exists()
 
 

@@ -25,6 +25,7 @@ from tests.tie.checkpoints import (
     write_gguf,
     write_onnx,
 )  # fmt: skip
+from tests.weights.dialects.karpathy import FirstMinGPT, Karpathy
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix, ledger
@@ -616,8 +617,53 @@ def test_a_head_derived_from_the_matrix_is_not_tied(how):
     judged(model, "untied as claimed", "derived")
 
 
-def test_a_live_body_has_no_head():
-    judged(their_gpt2().transformer, "no head", "no head")
+def test_a_live_body_has_no_head_and_its_embedding_only_reads():
+    found = judged(their_gpt2().transformer, "no head", "no head")
+    assert [matrix.roles for matrix in found.matrices] == [("reads",)]
+
+
+def test_a_saved_body_has_no_head_and_its_embedding_only_reads(tmp_path):
+    path = save(their_gpt2().transformer, tmp_path / "m")
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["GPT2Model"]
+    found = judged(path, "no head", "no head")
+    assert [(m.names, m.roles) for m in found.matrices] == [(("wte.weight",), ("reads",))]
+    assert "reads and predicts" not in found.explain + ledger(path).explain
+
+
+# formats that are untied by design
+
+
+MINGPT = {
+    "vocab_size": V, "block_size": 24, "n_embd": D, "n_layer": 2, "n_head": 4, "dropout": 0.0,
+    "bias": True,
+}  # fmt: skip
+
+
+def mingpt(tmp_path, *, first: bool = False, equal: bool = False):
+    """A state dict of either generation of minGPT, which has two matrices."""
+    model = FirstMinGPT(MINGPT) if first else Karpathy(MINGPT, masks=True, tied=False)
+    state = model.state_dict()
+    names = ("tok_emb.weight", "head.weight") if first else (WTE, HEAD)
+    if equal:
+        state[names[1]] = state[names[0]].clone()
+    torch.save(state, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_mingpt_is_untied_as_claimed(tmp_path, first):
+    path = mingpt(tmp_path, first=first)
+    found = judged(path, "untied as claimed", "drifted", "claim")
+    assert "minGPT is untied by design" in found.claim_source
+    with pytest.raises(UserError, match="nothing to mend"):
+        fix(path, tmp_path / "new")
+    judged(mingpt(tmp_path, first=first, equal=True), "untied as claimed", "equal copies")
+
+
+def test_the_config_beside_a_mingpt_has_the_last_word(tmp_path):
+    path = mingpt(tmp_path)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    judged(path, "broken", "drifted")
 
 
 def test_a_holder_is_looked_through():

@@ -11,8 +11,8 @@ from torch import nn
 from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.tie import add_tokens, prune, replace_head, resize_vocab, tie, untie
 from tiedgpt.tie.heads import Unembed, is_tied
-from tiedgpt.tie.surgery import add_tokens, prune, replace_head, resize_vocab, tie, untie
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -126,7 +126,10 @@ def test_gradients_through_a_wrapped_tied_head_reach_w_from_both_its_uses(tiny, 
     [
         (None, "tied already"),
         (nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 97)), r"no linear layer.*\(97, 32\)"),
-        (nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)]), "output_name='head.0' or 'head.1'"),
+        (
+            nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)]),
+            r"head\.0\.weight.*head\.1\.weight.*output_name=",
+        ),
         (nn.Linear(32, 97, bias=False, dtype=torch.float64), "dtype"),
     ],
 )
@@ -140,10 +143,10 @@ def test_what_cannot_be_tied_is_refused_and_left_alone(tiny, head, says):
 def test_the_layer_to_tie_can_be_named(tiny):
     tiny.head = nn.ModuleList([nn.Linear(32, 97), nn.Linear(32, 97)])
     assert tie(tiny, output_name="head.1").outputs == ("head.1.weight",)
-    with pytest.raises(UserError, match=r"no linear layer D -> V.*head\.0"):
+    with pytest.raises(UserError, match=r"'head\.7' is not among.*head\.0"):
         tiny.head = nn.ModuleList([nn.Linear(32, 97)])
         tie(tiny, output_name="head.7")
-    with pytest.raises(UserError, match="none of 'input'"):
+    with pytest.raises(UserError, match=r"one of 'input'.*got 'both'"):
         tie(tiny, keep="both")
 
 
@@ -338,10 +341,10 @@ def test_without_a_word_from_the_module_shapes_decide():
 @pytest.mark.parametrize(
     ("model", "names", "says"),
     [
-        (Bare(heads=2), {}, r"heads\.0\.weight, heads\.1\.weight.*output_name="),
-        (Bare(tables=2), {}, r"tables\.0\.weight, tables\.1\.weight.*input_name="),
+        (Bare(heads=2), {}, r"heads\.0\.weight .*heads\.1\.weight .*output_name="),
+        (Bare(tables=2), {}, r"tables\.0\.weight .*tables\.1\.weight .*input_name="),
         (Bare(heads=0), {}, "nothing to tie"),
-        (Bare(), {"output_name": "nose"}, "output_name='nose' names no matrix"),
+        (Bare(), {"output_name": "nose"}, r"output_name=.* 'nose' is not among"),
         (Bare(), {"input_name": "positions"}, r"could be the output|nothing to tie"),
         (Bare(), {"input_name": "positions", "output_name": "heads"}, "shape"),
         (nn.LayerNorm(3), {}, "nothing to tie"),

@@ -18,8 +18,8 @@ from tiedgpt.errors import EXIT_OK, EXIT_USAGE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tiedgpt.tie.accounts import Ledger, Row
-    from tiedgpt.tie.auditing import Audit
+    from tiedgpt.tie.audits import Audit
+    from tiedgpt.tie.ledgers import Ledger, Row
 
 LAYER = re.compile(r"\.(\d+)(?=\.)")
 USAGE = """\

@@ -1,18 +1,19 @@
-"""The tie as a checked contract: count it, audit it, mend it, change it on purpose, guard it.
+"""The tie as a checked contract: count it, audit it, fix it, change it on purpose, guard it.
 
-`ledger` and `audit` take a model in memory or any checkpoint; on safetensors, GGUF and ONNX files
-they work without torch. The names are imported when they are first used.
+`ledger` and `audit` take a module or any checkpoint; on safetensors, GGUF and ONNX files they work
+without torch. So each name is imported when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiedgpt.tie.accounts import ledger
-    from tiedgpt.tie.auditing import audit
-    from tiedgpt.tie.guarding import TieBrokenError, TieWarning, guard
-    from tiedgpt.tie.repair import fix
-    from tiedgpt.tie.surgery import add_tokens, prune, replace_head, resize_vocab, tie, untie
+    from tiedgpt.tie.audits import audit
+    from tiedgpt.tie.fixes import fix
+    from tiedgpt.tie.guards import TieBrokenError, TieWarning, guard
+    from tiedgpt.tie.ledgers import ledger
+    from tiedgpt.tie.surgery import replace_head, tie, untie
+    from tiedgpt.tie.vocabulary import add_tokens, prune, resize_vocab
 
 __all__ = [
     "TieBrokenError",
@@ -29,26 +30,21 @@ __all__ = [
     "untie",
 ]
 
-_HOMES = {
-    "TieBrokenError": "tiedgpt.tie.guarding",
-    "TieWarning": "tiedgpt.tie.guarding",
-    "add_tokens": "tiedgpt.tie.surgery",
-    "audit": "tiedgpt.tie.auditing",
-    "fix": "tiedgpt.tie.repair",
-    "guard": "tiedgpt.tie.guarding",
-    "ledger": "tiedgpt.tie.accounts",
-    "prune": "tiedgpt.tie.surgery",
-    "replace_head": "tiedgpt.tie.surgery",
-    "resize_vocab": "tiedgpt.tie.surgery",
-    "tie": "tiedgpt.tie.surgery",
-    "untie": "tiedgpt.tie.surgery",
+_MODULES = {
+    "audits": ("audit",),
+    "fixes": ("fix",),
+    "guards": ("TieBrokenError", "TieWarning", "guard"),
+    "ledgers": ("ledger",),
+    "surgery": ("replace_head", "tie", "untie"),
+    "vocabulary": ("add_tokens", "prune", "resize_vocab"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tiedgpt.tie' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"tiedgpt.tie.{module}"), name)
+    raise AttributeError(f"module 'tiedgpt.tie' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

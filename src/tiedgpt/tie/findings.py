@@ -1,237 +1,455 @@
-"""What an audit has to tell: each fact about the matrices that were found, put into words."""
+"""What an audit tells its reader: each fact about the matrices in plain sentences.
+
+    findings(checkpoint, roles, comparison, verdict)    a Finding for each fact
+
+TEXTS holds every sentence of the audit: what is there, what follows from it, what to do.
+"""
 
 from __future__ import annotations
 
-from tiedgpt.tie import explanations as words
-from tiedgpt.tie.candidates import ONE_LAYOUT, Roles
-from tiedgpt.tie.explanations import Finding, size
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiedgpt.tie.roles import ONE_LAYOUT, Roles
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows, statistics
-from tiedgpt.weights.tensors import StoredTensor
+from tiedgpt.weights.tensors import StoredTensor, printable
 
+SOUND = ("tied", "tied twice", "untied as claimed", "no head")
+"""Verdicts with which nothing is wrong."""
 MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights")
 
-
-class Layout:
-    """How a head of some shape lies to an embedding (V, D)."""
-
-    def __init__(
-        self, reads: StoredTensor, predicts: StoredTensor, *, transposed: bool | None = None
-    ) -> None:
-        rows, width = reads.shape
-        if transposed is None:
-            transposed = predicts.shape[1] != width and predicts.shape[0] == width
-            if predicts.shape[0] == width != rows and predicts.shape[1] == rows:
-                transposed = True
-        self.transposed = transposed
-        self.head_rows, head_width = predicts.shape[::-1] if transposed else predicts.shape
-        self.fits = head_width == width
-        self.extra = self.head_rows - rows if self.fits else 0
-        """Rows that the head has more (or, negative, fewer) than the embedding."""
-
-
-def is_turned(checkpoint: Checkpoint, matrix: StoredTensor) -> bool:
-    """Whether a matrix lies transposed in the file, and is seen here as it should lie."""
-    return checkpoint.tensors[matrix.name].shape != matrix.shape
-
-
-def is_one(reads: StoredTensor, predicts: StoredTensor) -> bool:
-    """Whether the two are all of the same bytes in the same order, straight or transposed."""
-    return predicts is reads or reads.is_view_of(predicts)
-
-
-def have_two_owners(reads: StoredTensor, predicts: StoredTensor) -> bool:
-    """Whether an optimizer would find two Parameters."""
-    return reads.owner != predicts.owner and (reads.trainable or predicts.trainable)
-
-
-def collect(
-    checkpoint: Checkpoint,
-    roles: Roles,
-    layout: Layout | None,
-    comparison: Comparison | None,
-    verdict: str,
-    *,
-    sound: bool,
-) -> list[Finding]:
-    """Return all that there is to tell, the matrices first and the claim last."""
-    reads, predicts = roles.input, roles.output
-    found: list[Finding] = []
-    if reads is not None and checkpoint.derived:
-        found.append(_derived(reads, checkpoint.derived))
-    elif reads is not None and roles.hidden:
-        found.append(_hidden_head(reads, roles.hidden))
-    elif verdict == "no head":
-        matrix = reads or predicts
-        assert matrix is not None
-        found.append(_headless(matrix))
-    elif reads is None or predicts is None:
-        found += _of_one(checkpoint, reads, predicts)
-    elif is_one(reads, predicts):
-        found += _of_shared(checkpoint, roles, reads, predicts)
-    elif layout is None or not layout.fits:
-        found.append(words.unlike(reads, predicts))
-    else:
-        found += _of_two(checkpoint, reads, predicts, layout, comparison)
-    if reads is not None and is_turned(checkpoint, reads):
-        found.append(words.transposed(checkpoint.tensors[reads.name], wrong=True))
-    found += _of_padding(checkpoint, reads, predicts, layout)
-    found += [words.misspelt(key) for key in MISSPELT if key in checkpoint.config]
-    if verdict == "no head":
-        return found  # a claim about the head says nothing here
-    live = checkpoint.format == "module"
-    claim = words.agreement(
-        checkpoint.claim, checkpoint.claim_source, verdict, sound=sound, live=live
-    )
-    return [*found, claim]
-
-
-def _of_one(
-    checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
-) -> list[Finding]:
-    matrix = reads or predicts
-    assert matrix is not None
-    if checkpoint.claim is False:
-        return [words.missing_head(matrix, checkpoint.claim_source)]
-    return [words.one_matrix(matrix) if reads else words.only_head(matrix)]
-
-
-def _of_shared(
-    checkpoint: Checkpoint, roles: Roles, reads: StoredTensor, predicts: StoredTensor
-) -> list[Finding]:
-    names = [reads.name, *(tensor.name for tensor in roles.others)]
-    found = [
-        words.one_matrix(reads) if len(names) == 1 else words.same_storage(reads, predicts, names)
-    ]
-    if checkpoint.claim is False:
-        found.append(words.shared_though_claimed_apart(reads, checkpoint.claim_source))
-    if have_two_owners(reads, predicts):
-        found.append(words.two_owners(reads, predicts))
-    if Layout(reads, predicts).transposed and checkpoint.format in ONE_LAYOUT:
-        found.append(words.transposed(predicts, wrong=True))
-    return found
-
-
-def _of_two(
-    checkpoint: Checkpoint,
-    reads: StoredTensor,
-    predicts: StoredTensor,
-    layout: Layout,
-    comparison: Comparison | None,
-) -> list[Finding]:
-    live = checkpoint.format == "module"
-    lies = ", transposed" if layout.transposed else ""
-    found: list[Finding] = []
-    if reads.storage.overlaps(predicts.storage):
-        found.append(_overlapping(reads, predicts))
-    if comparison is None:
-        found.append(words.not_compared(reads, predicts))
-    elif comparison.equal:
-        found.append(
-            words.equal_copies(
-                reads, predicts, comparison, live=live, layout=lies, extra=layout.extra
-            )
-        )
-    else:
-        found.append(words.drifted(reads, predicts, comparison, layout=lies))
-        found += _of_noise(reads, predicts, layout, comparison)
-    if comparison is not None and comparison.not_finite_rows:
-        found.append(words.not_finite(comparison.not_finite_rows))
-    if layout.transposed:
-        found.append(words.transposed(predicts, wrong=checkpoint.format in ONE_LAYOUT))
-    if layout.extra:
-        longer, rows = (predicts, reads.shape[0]) if layout.extra > 0 else (reads, layout.head_rows)
-        across = layout.transposed and longer is predicts
-        end = rows + abs(layout.extra)
-        nonzero = (
-            nonzero_rows(longer, rows, end, transposed=across) if longer.is_decodable else None
-        )
-        wrong = checkpoint.claim is not False
-        shorter = reads if longer is predicts else predicts
-        beyond = f"rows of {shorter.name}"
-        if checkpoint.vocabulary == rows:
-            beyond = "tokens that config.json tells of"
-        found.append(words.padded(longer, rows, abs(layout.extra), nonzero, beyond, wrong=wrong))
-    return found
-
-
-def _of_noise(
-    reads: StoredTensor, predicts: StoredTensor, layout: Layout, comparison: Comparison
-) -> list[Finding]:
-    """Say so where one of two unrelated matrices looks like an initialisation."""
-    cosine = comparison.cosine
-    n_items = comparison.rows_compared * reads.shape[1]
-    if cosine is None or abs(cosine) > 0.02 + 5 / n_items**0.5:
-        return []
-    found = []
-    for matrix, across in ((predicts, layout.transposed), (reads, False)):
-        measured = statistics(matrix, transposed=across)
-        looks = measured.initialization if measured else None
-        if measured and looks:
-            found.append(words.fresh(matrix, looks, measured.mean, measured.std, cosine))
-    return found
-
-
-def _of_padding(
-    checkpoint: Checkpoint,
-    reads: StoredTensor | None,
-    predicts: StoredTensor | None,
-    layout: Layout | None,
-) -> list[Finding]:
-    """Hold the rows against the config's vocabulary."""
-    vocabulary = checkpoint.vocabulary
-    matrix = reads or predicts
-    if vocabulary is None or matrix is None or matrix.shape[0] <= vocabulary:
-        return []
-    if layout is not None and layout.extra < 0:
-        return []  # said already
-    extra = matrix.shape[0] - vocabulary
-    told = "tokens that config.json tells of"
-    return [words.padded(matrix, vocabulary, extra, None, told, wrong=False)]
-
-
-def _overlapping(reads: StoredTensor, predicts: StoredTensor) -> Finding:
-    """Two matrices with bytes in common."""
-    return Finding(
-        "overlap",
-        f"{predicts.name} and {reads.name} are different views of one storage",
-        f"{reads.name} ({size(reads.shape)}) and {predicts.name} ({size(predicts.shape)}) lie in "
-        "one allocation, interleaved, shifted or one within the other. They are two matrices: "
-        "token for token, they do not take their numbers from the same place.",
-        {"reads": reads.shape, "predicts": predicts.shape},
-    )
-
-
-def _hidden_head(reads: StoredTensor, hidden: tuple[StoredTensor, ...]) -> Finding:
-    """Something predicts that is no readable matrix."""
-    listed = ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in hidden[:4])
-    return Finding(
-        "not comparable",
-        "there is a head of its own, and its numbers are not read here",
-        f"{reads.name} ({size(reads.shape)}) reads; by its name, {listed} predicts: quantized, "
-        "packed, or stored in parts. Whether it holds the embedding's numbers is not known here. "
-        "Compare the file it was made from.",
-        {"reads": reads.dtype, "predicts": [t.name for t in hidden[:4]]},
-    )
-
-
-def _derived(reads: StoredTensor, why: str) -> Finding:
-    """The head of a module in memory is not W."""
-    return Finding(
-        "derived",
-        "the head computes with something derived from or other than W",
-        f"{reads.name} ({size(reads.shape)}) reads, and the head {why}: what it multiplies with is "
-        "not W itself, even where W is an ingredient. Merge or remove that first, then look again.",
-        {"why": why},
-    )
-
-
-def _headless(matrix: StoredTensor) -> Finding:
-    """Nothing predicts tokens."""
-    return Finding(
-        "no head",
+TEXTS = {
+    # one matrix
+    "one matrix": (
+        "{matrix} reads and predicts",
+        "There is one matrix of {matrix_size}, {matrix}, and no second one. Reading a token looks "
+        "up its row. Predicting a token takes the dot product of the last hidden state with the "
+        "same row: logits = h W^T. Its {parameters:,} numbers are stored, counted and trained "
+        "once.",
+    ),
+    "only a head": (
+        "the one matrix has the head's name, {matrix}",
+        "There is one matrix of {matrix_size}, {matrix}, and none under an embedding's name. In a "
+        "tied model it is the embedding too, and tiedgpt loads it so. Other readers look for the "
+        "embedding's name and may fill it with random numbers. `tiedgpt tie fix` renames it if the "
+        "other names tell the family (GPT-2 and GPT); otherwise rename it yourself.",
+    ),
+    "same storage": (
+        "{output} is {input}",
+        "{names} are names of the same {n_bytes:,} bytes: one matrix of {input_size}. Learning to "
+        "predict a token also changes how the token is read. A count by names counts it twice; it "
+        "is one.",
+    ),
+    "two parameters on one storage": (
+        "{output} and {input} are two Parameters on the same bytes",
+        "The bytes of the {input_size} matrix are shared, but two Parameter objects hold them "
+        "(load_state_dict(assign=True) does this). An optimizer sees two parameters, each with "
+        "half of the gradient and with moments of its own, and steps the matrix twice. A deep copy "
+        "or a move to another device makes two matrices of them. Share the object: "
+        "tiedgpt.tie.tie(model).",
+    ),
+    "shared against the claim": (
+        "two matrices are claimed, and there is one",
+        "{claim}, and both names hold the same {input_size} matrix: it is tied. A reader that "
+        "believes the claim looks for a second matrix. Correct the claim, or untie.",
+    ),
+    "missing": (
+        "an untied head is claimed, and there is one matrix",
+        "{claim}, so two matrices of {matrix_size} are expected; only {matrix} is there. Either "
+        "the claim is wrong and the one matrix does both, or the head was lost when this was "
+        "saved. It must not be made up. `tiedgpt tie fix` corrects the claim; if the head was "
+        "trained, go back to the file that still has it.",
+    ),
+    # no matrix that predicts
+    "no head": (
         "no head: this model does not predict tokens",
-        f"{matrix.name} ({size(matrix.shape)}) reads. By its architecture this is a bare body or a "
-        "classifier: it needs no head over the vocabulary, so there is no tie to judge.",
-        {"shape": matrix.shape},
-    )
+        "{matrix} ({matrix_size}) reads. By its architecture this is a bare body or a classifier. "
+        "It needs no head over the vocabulary, so there is no tie to judge.",
+    ),
+    "derived": (
+        "the head multiplies with something derived from W, or with something else",
+        "{matrix} ({matrix_size}) reads. The head {why}: it does not multiply with W itself, even "
+        "if W is part of the result. Merge or remove that first, then audit again.",
+    ),
+    "unreadable": (
+        "there is an untied head whose numbers are not read here",
+        "{matrix} ({matrix_size}) reads. By its name, {heads} predicts; it is quantized, packed, "
+        "or stored in parts. Whether it holds the embedding's numbers is not known here. Audit the "
+        "file that it was made from.",
+    ),
+    # two matrices
+    "shapes": (
+        "{output} does not fit {input}",
+        "{input} is {input_size} and {output} is {output_size}. Their widths differ, so one cannot "
+        "be the other, straight or transposed. The head belongs to another model, or predicts "
+        "something other than tokens.",
+    ),
+    "overlap": (
+        "{output} and {input} are different views of one storage",
+        "{input} ({input_size}) and {output} ({output_size}) lie in one allocation: interleaved, "
+        "shifted, or one inside the other. They are two matrices: a token's two rows are not the "
+        "same numbers.",
+    ),
+    "not compared": (
+        "{input} and {output} were not compared",
+        "{input} is {input_dtype} and {output} is {output_dtype}, of {input_size} and "
+        "{output_size}. They are two matrices. How far apart they are is not known here, because "
+        "at least one of them cannot be decoded (a quantized type, or no data). Audit the file "
+        "that it was made from.",
+    ),
+    "equal copies": (
+        "{output} is a second copy of {input}",
+        "{input} ({input_size}) and {output} ({output_size}{transposed}) are two tensors and equal "
+        "in all {rows:,} rows that both have. {follows}",
+    ),
+    "drifted": (
+        "{output} differs from {input} in {differing:,} of {rows:,} rows",
+        "{input} ({input_size}) gives a token's vector when it is read; {output} "
+        "({output_size}{transposed}) gives the vector that its logit is computed with. They are "
+        "two matrices and differ in {differing:,} of {rows:,} rows, first at token {first}. "
+        "{largest}Their cosine is {cosine}. {cause}",
+    ),
+    "fresh": (
+        "{name} looks freshly initialized",
+        "The numbers of {name} ({shape}) have mean {mean:.2g} and standard deviation {std:.3g}, "
+        "rows of nearly one length, no heavy tails, and cosine {cosine:.3f} with the other matrix: "
+        "they look like {initialization}, never trained. A loader that does not find this matrix "
+        "and makes one up leaves exactly this.",
+    ),
+    "not finite": (
+        "{rows:,} rows hold numbers that are not finite",
+        "{rows:,} rows hold an infinity or NaN. In a tied matrix such a row spoils both reading "
+        "and predicting: every logit of that token is NaN.",
+    ),
+    # the layout of a matrix, the config, the claim
+    "transposed": (
+        "{name} is stored transposed",
+        "{name} is {shape}: its columns, not its rows, are tokens. {follows}",
+    ),
+    "padded": (
+        "{name} has {extra:,} rows more than the {rows:,} {beyond}",
+        "{name} is {shape}: {extra:,} rows beyond the {rows:,} {beyond}.{filled} {follows}",
+    ),
+    "config": (
+        "config.json has {key!r}, which nothing reads",
+        "The key is tie_word_embeddings; {key!r} is ignored, so it changes nothing.",
+    ),
+    "nothing is claimed": (
+        "nothing is claimed, and all is sound",
+        "{claim}. What is there is sound: {verdict}.",
+    ),
+    "the claim holds": (
+        "the claim holds",
+        "{claim}. What is there agrees with it: {verdict}.",
+    ),
+    "the claim does not hold": (
+        "the claim does not hold",
+        "{claim}. What is there contradicts it.",
+    ),
+    "broken": (
+        "the tie is broken",
+        "{claim}{by_default}. Readers treat two matrices differently: some keep both, some "
+        "silently drop one. Choose: keep the input's numbers, keep the output's, or declare them "
+        "untied ({how}).",
+    ),
+}
+"""Title and explanation of each finding."""
+
+COPY_DRIFTS = (
+    "They agree now. The first training step moves each by its own gradient, and they drift apart. "
+    "Share the one: tiedgpt.tie.tie(model)."
+)
+TURN_IT = (
+    "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it. `tiedgpt "
+    "tie fix` turns it if config.json tells V and D."
+)
+STORED_SO = "This format stores the matrix of a product x W so; it is compared transposed."
+TWO_SIZES = (
+    "One matrix cannot have two sizes: loaders refuse this. `tiedgpt tie fix` keeps as many rows "
+    "as config.json's vocab_size says, lists the rows that go, and asks where nothing says it."
+)
+PADDING = (
+    "Padding speeds up a product. No text maps to these ids, yet they take part in the softmax "
+    "unless they are cut off."
+)
+SAME_ORIGIN = (
+    "They probably began as one matrix and were trained apart: an adapter that copied the head, an "
+    "optimizer with two parameters, or a conversion that lost the tie."
+)
+SOME_ROWS = (
+    "Most rows are equal. Some tokens were changed on one side, as happens when tokens are added "
+    "or retrained on a tied matrix whose two names have come apart."
+)
+HOW_LIVE = 'tiedgpt.tie.tie(model, keep="input" | "output"), or set tie_word_embeddings=False'
+HOW_FILE = (
+    "`tiedgpt tie fix --keep input | output | both`; on loading, "
+    'resolve="keep-input" | "keep-output" | "untie"'
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact: a short title, an explanation in plain words, and the numbers behind it."""
+
+    kind: str
+    title: str
+    explain: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; numbers that are not finite become null."""
+        return plain(vars(self))
+
+
+def plain(value: Any) -> Any:
+    """Return a value that JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def size(shape: tuple[int, ...]) -> str:
+    """Return a shape as people write it: 50,257 x 768."""
+    return " x ".join(f"{n:,}" for n in shape) if shape else "one number"
+
+
+def megabytes(n_bytes: int) -> str:
+    """Return a number of bytes as people write it."""
+    return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 50_000 else f"{n_bytes:,} bytes"
+
+
+def findings(
+    checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None, verdict: str
+) -> tuple[Finding, ...]:
+    """Return all there is to tell: the matrices first, the claim last."""
+    return tuple(_Report(checkpoint, roles, comparison, verdict).all())
+
+
+@dataclass(frozen=True)
+class _Report:
+    checkpoint: Checkpoint
+    roles: Roles
+    comparison: Comparison | None
+    verdict: str
+
+    def tell(self, text: str, kind: str = "", *, numbers: Any = None, **values: Any) -> Finding:
+        """Fill in one of TEXTS: with `values`, and with what every sentence may name."""
+        known = {"claim": self.checkpoint.claim_source, "verdict": self.verdict}
+        for role, tensor in (
+            ("matrix", self.roles.matrix),
+            ("input", self.roles.input),
+            ("output", self.roles.output),
+        ):
+            if tensor is not None:
+                known |= {role: tensor.name, f"{role}_size": size(tensor.shape)}
+                known[f"{role}_dtype"] = tensor.dtype
+        known["transposed"] = ", transposed" if self.roles.output_transposed else ""
+        title, explain = (printable(part.format(**known | values)) for part in TEXTS[text])
+        return Finding(kind or text, title, explain, values if numbers is None else numbers)
+
+    def all(self) -> Iterator[Finding]:
+        """Yield the findings in the order in which they are read."""
+        checkpoint, roles = self.checkpoint, self.roles
+        yield from self.of_the_matrices()
+        if roles.input_transposed:
+            yield self.transposed(checkpoint.tensors[roles.matrix.name], wrong=True)
+        vocabulary = checkpoint.vocabulary
+        if vocabulary is not None and roles.matrix.shape[0] > vocabulary:
+            if roles.pair is None or roles.extra_rows >= 0:  # otherwise it was told already
+                extra = roles.matrix.shape[0] - vocabulary
+                yield self.padded(roles.matrix, vocabulary, extra, follows=PADDING)
+        for key in MISSPELT:
+            if key in checkpoint.config:
+                yield self.tell("config", key=key)
+        if self.verdict != "no head":  # otherwise a claim about the head means nothing
+            yield self.claim()
+
+    def of_the_matrices(self) -> Iterator[Finding]:
+        """Tell of the matrices that there are, of which there may be one, two or none."""
+        checkpoint, roles = self.checkpoint, self.roles
+        matrix = roles.matrix
+        one: dict[str, Any] = {"shape": matrix.shape, "parameters": matrix.count}
+        if roles.input is not None and checkpoint.derived:
+            yield self.tell("derived", why=checkpoint.derived)
+        elif roles.input is not None and roles.unreadable:
+            heads = roles.unreadable[:4]
+            listed = ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in heads)
+            numbers: dict[str, Any] = {"reads": matrix.dtype, "predicts": [t.name for t in heads]}
+            yield self.tell("unreadable", "not comparable", numbers=numbers, heads=listed)
+        elif self.verdict == "no head":
+            yield self.tell("no head", shape=matrix.shape)
+        elif roles.pair is None and checkpoint.claim is False:
+            yield self.tell("missing", shape=matrix.shape)
+        elif roles.pair is None:
+            yield self.tell("one matrix" if roles.input else "only a head", "one matrix", **one)
+        elif roles.shared:
+            names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
+            if len(names) == 1:
+                yield self.tell("one matrix", **one)
+            else:
+                numbers = {"shape": matrix.shape, "names": names}
+                listed = " and ".join(names)
+                n_bytes = matrix.n_bytes
+                yield self.tell("same storage", numbers=numbers, names=listed, n_bytes=n_bytes)
+            if checkpoint.claim is False:
+                yield self.tell("shared against the claim", "claim", shape=matrix.shape)
+            if roles.two_parameters:
+                yield self.tell("two parameters on one storage", shape=matrix.shape)
+            if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
+                yield self.transposed(roles.pair[1], wrong=True)
+        elif not roles.fits:
+            reads, predicts = roles.pair
+            yield self.tell("shapes", reads=reads.shape, predicts=predicts.shape)
+        else:
+            yield from self.of_two(*roles.pair)
+
+    def of_two(self, reads: StoredTensor, predicts: StoredTensor) -> Iterator[Finding]:
+        """Tell of two matrices of one width."""
+        roles, comparison = self.roles, self.comparison
+        if reads.storage.overlaps(predicts.storage):
+            yield self.tell("overlap", reads=reads.shape, predicts=predicts.shape)
+        if comparison is None:
+            types: dict[str, Any] = {"reads": reads.dtype, "predicts": predicts.dtype}
+            yield self.tell("not compared", "not comparable", **types)
+        elif comparison.equal:
+            yield self.equal_copies(comparison, predicts)
+        else:
+            yield self.drifted(comparison)
+            yield from self.fresh(comparison, predicts, roles.output_transposed)
+            yield from self.fresh(comparison, reads, False)
+        if comparison is not None and comparison.not_finite_rows:
+            yield self.tell("not finite", rows=comparison.not_finite_rows)
+        if roles.output_transposed:
+            yield self.transposed(predicts, wrong=self.checkpoint.format in ONE_LAYOUT)
+        if roles.extra_rows:
+            yield self.of_extra_rows(reads, predicts)
+
+    def equal_copies(self, comparison: Comparison, predicts: StoredTensor) -> Finding:
+        """Tell of the same numbers, stored twice."""
+        extra = self.roles.extra_rows
+        if self.checkpoint.format == "module":
+            follows = COPY_DRIFTS
+        elif extra == 0:
+            follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
+        else:
+            follows = f"One of them has {abs(extra):,} rows more than the other."
+        rows = comparison.rows_compared
+        numbers = {"rows_compared": rows, "wasted_bytes": predicts.n_bytes}
+        return self.tell("equal copies", numbers=numbers, rows=rows, follows=follows)
+
+    def drifted(self, comparison: Comparison) -> Finding:
+        """Tell how two different matrices differ, and what probably happened."""
+        c = comparison
+        largest = ""
+        if c.largest is not None:
+            largest = f"The largest difference of two finite numbers is {c.largest:.3g}. "
+            if c.largest == 0:
+                largest = "Where they differ, one of the two numbers is infinite or none at all. "
+        numbers = {key: value for key, value in vars(c).items() if key != "not_finite_rows"}
+        return self.tell(
+            "drifted",
+            numbers=numbers,
+            differing=c.differing_rows,
+            rows=c.rows_compared,
+            first=", ".join(map(str, c.first_rows)),
+            largest=largest,
+            cosine="unknown" if c.cosine is None else f"{c.cosine:.4f}",
+            cause=_likely_cause(c),
+        )
+
+    def fresh(
+        self, comparison: Comparison, matrix: StoredTensor, transposed: bool
+    ) -> Iterator[Finding]:
+        """Tell if one of two unrelated matrices looks like an initialization."""
+        cosine = comparison.cosine
+        n_items = comparison.rows_compared * self.roles.matrix.shape[1]
+        if cosine is None or abs(cosine) > 0.02 + 5 / n_items**0.5:
+            return
+        measured = statistics(matrix, transposed=transposed)
+        if measured is not None and measured.initialization is not None:
+            numbers: dict[str, Any] = {"mean": measured.mean, "std": measured.std, "cosine": cosine}
+            like = measured.initialization
+            named = {"name": matrix.name, "shape": size(matrix.shape), "initialization": like}
+            yield self.tell("fresh", numbers=numbers, **numbers, **named)
+
+    def of_extra_rows(self, reads: StoredTensor, predicts: StoredTensor) -> Finding:
+        """Tell that one of the two matrices has more rows than the other."""
+        extra = self.roles.extra_rows
+        longer, shorter = (predicts, reads) if extra > 0 else (reads, predicts)
+        rows, end = sorted((reads.shape[0], self.roles.head_shape[0]))
+        across = self.roles.output_transposed and longer is predicts
+        nonzero = None
+        if longer.is_decodable:
+            nonzero = nonzero_rows(longer, rows, end, transposed=across)
+        follows = PADDING if self.checkpoint.claim is False else TWO_SIZES
+        beyond = f"rows of {shorter.name}"
+        if self.checkpoint.vocabulary == rows:
+            beyond = ""
+        return self.padded(longer, rows, end - rows, nonzero, beyond, follows=follows)
+
+    def padded(
+        self,
+        longer: StoredTensor,
+        rows: int,
+        extra: int,
+        nonzero: int | None = None,
+        beyond: str = "",
+        *,
+        follows: str,
+    ) -> Finding:
+        """Tell of rows beyond those of the other matrix, or beyond the config's vocabulary."""
+        filled = "" if nonzero is None else f" {nonzero:,} of them hold numbers other than zero."
+        return self.tell(
+            "padded",
+            numbers={"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero},
+            name=longer.name,
+            shape=size(longer.shape),
+            extra=extra,
+            rows=rows,
+            beyond=beyond or "tokens that config.json tells of",
+            filled=filled,
+            follows=follows,
+        )
+
+    def transposed(self, matrix: StoredTensor, *, wrong: bool) -> Finding:
+        """Tell that a matrix is stored as (D, V)."""
+        follows = TURN_IT if wrong else STORED_SO
+        numbers = {"shape": matrix.shape}
+        shape = size(matrix.shape)
+        return self.tell(
+            "transposed", numbers=numbers, name=matrix.name, shape=shape, follows=follows
+        )
+
+    def claim(self) -> Finding:
+        """Tell what is claimed, and whether it is true."""
+        claim = self.checkpoint.claim
+        numbers = {"claim": claim}
+        if self.verdict in SOUND:
+            text = "nothing is claimed" if claim is None else "the claim holds"
+            return self.tell(text, "claim", numbers=numbers)
+        if claim is False:
+            return self.tell("the claim does not hold", "claim", numbers=numbers)
+        by_default = "" if claim else ", and a GPT is tied unless something says otherwise"
+        how = HOW_LIVE if self.checkpoint.format == "module" else HOW_FILE
+        return self.tell("broken", "claim", numbers=numbers, by_default=by_default, how=how)
+
+
+def _likely_cause(comparison: Comparison) -> str:
+    if comparison.within_rounding:
+        return "Rounding to the coarser of their types explains all differences."
+    if comparison.cosine is None:
+        return "One of them is zero or holds numbers that are not finite."
+    if comparison.differing_rows < comparison.rows_compared / 2:
+        return SOME_ROWS
+    if comparison.cosine > 0.9:
+        return SAME_ORIGIN
+    if comparison.cosine > 0.2:
+        return "They are related but far apart: the head was probably trained as its own matrix."
+    return "They have nothing in common: the head was probably replaced or never loaded."

@@ -1,13 +1,13 @@
-"""A GPT's head: where in it a matrix (V, D) predicts, and how W predicts from inside it.
+"""The head of a GPT: whether W predicts, and where in a larger head a matrix (V, D) does.
 
-A head that is h W^T and nothing more needs no module: `model.head` is None. Within a larger head
-(a dropout before it, a bias after it) `Unembed` calls the embedding's other face; it has no
-matrix of its own, so that there, too, nothing can come untied.
+A head that is h W^T and nothing else needs no module: `model.head` is None. Inside a larger head
+(dropout before it, a bias after it) `Unembed` calls the embedding's `unembed`. It has no matrix of
+its own, so nothing can untie it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.tie.storages import storage_key
 
 
 class Unembed(nn.Module):
-    """Score by the rows of an embedding's matrix from inside a head: h W^T, or h W^T + b.
+    """Predict with an embedding's matrix from inside a head: h W^T, or h W^T + b.
 
     The embedding is not registered here: it keeps its one name in the model that owns it, and
     copying or pickling that model copies it once.
@@ -28,7 +27,7 @@ class Unembed(nn.Module):
 
     def __init__(self, wte: TiedEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self._owner = (wte,)  # a tuple hides it from nn.Module's bookkeeping
+        self._owner = (wte,)  # nn.Module does not register what is in a tuple
         self.bias = bias
 
     @property
@@ -53,10 +52,11 @@ class Unembed(nn.Module):
 
 
 def require_gpt(model: object) -> GPT:
-    """Return the model if it is ours, unsharded; `UserError` says what to do with any other."""
+    """Return the model if it is an unsharded `tiedgpt.GPT`; else raise `UserError`."""
     if not isinstance(model, GPT):
         raise UserError(
-            f"{type(model).__name__} is no tiedgpt.GPT; on any other module only `tie` works"
+            f"{type(model).__name__} is no tiedgpt.GPT; of these functions only `tie` changes "
+            "other modules"
         )
     if type(model.wte.weight) is not nn.Parameter:
         raise UserError(
@@ -67,80 +67,47 @@ def require_gpt(model: object) -> GPT:
 
 
 def is_tied(model: GPT) -> bool:
-    """Whether W predicts: without a head, or from inside one."""
-    return model.head is None or bool(unembeds(model)) or bool(aliases(model.head, model))
+    """Whether W predicts: through `wte`, or as a parameter of the head under a second name."""
+    return predicts_through_wte(model) or bool(second_names(model))
+
+
+def predicts_through_wte(model: GPT) -> bool:
+    """Whether there is no head, or an `Unembed` in it."""
+    return model.head is None or bool(unembeds(model))
 
 
 def unembeds(model: GPT) -> list[str]:
-    """Return the names in the model, `head...`, of modules that predict with its `wte`."""
+    """Return the names of the modules in the head that predict with `model.wte`."""
     return [
         name
-        for name, module in _named(model.head)
+        for name, module in _modules(model.head)
         if isinstance(module, Unembed) and module.wte is model.wte
     ]
 
 
-def aliases(head: nn.Module | None, model: GPT) -> list[str]:
-    """Return the names of parameters of a head that are the model's W under a second name."""
-    if head is None:
+def second_names(model: GPT) -> list[str]:
+    """Return the names of parameters in the head that are `wte.weight` under a second name."""
+    if model.head is None:
         return []
     key = storage_key(model.wte.weight)
-    parameters = head.named_parameters("head", remove_duplicate=False)
+    parameters = model.head.named_parameters("head", remove_duplicate=False)
     return [name for name, parameter in parameters if storage_key(parameter) == key]
 
 
-def matrices(head: nn.Module | None, model: GPT) -> dict[str, nn.Linear]:
-    """Return the linear layers D -> V in a head by their names in the model, `head...`."""
+def head_layers(model: GPT) -> dict[str, nn.Linear]:
+    """Return the linear layers D -> V in the head, by their names in the model."""
     return {
         name: module
-        for name, module in _named(head)
+        for name, module in _modules(model.head)
         if isinstance(module, nn.Linear) and module.weight.shape == model.wte.weight.shape
     }
 
 
-def put(model: GPT, name: str, module: nn.Module) -> None:
-    """Replace the module of that name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
-
-
-def tables(model: GPT) -> dict[str, nn.Parameter]:
-    """Return the parameters that have one entry a token: W, and those of a head of its own.
-
-    Raises `UserError` for a head in which anything else has V entries, parameter or buffer.
-    """
-    found = {"wte.weight": model.wte.weight}
-    if model.head is None:
-        return found
-    if second := aliases(model.head, model):
-        raise UserError(
-            f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
-        )
-    size = model.config.vocab_size
-    for name, layer in matrices(model.head, model).items():
-        if isinstance(layer.weight, nn.Parameter):  # a parametrization makes it of two others
-            found[f"{name}.weight"] = layer.weight
-    faces = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Unembed))]
-    held = [*model.head.named_parameters("head"), *model.head.named_buffers("head")]
-    for name, tensor in held:
-        owner, _, last = name.rpartition(".")
-        if name in found or size not in tensor.shape:
-            continue
-        is_bias = last == "bias" and owner in faces and tensor.shape == (size,)
-        if not is_bias or not isinstance(tensor, nn.Parameter):
-            raise UserError(
-                f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
-                "product with a matrix (V, D): resize before the head is replaced"
-            )
-        found[name] = tensor
-    return found
-
-
 @torch.no_grad()
-def n_scored(model: GPT, head: nn.Module) -> int:
-    """Try a head on zeros as `GPT.logits` will call it, (1, D) and (1, 1, D); return its tokens.
+def count_logits(model: GPT, head: nn.Module) -> int:
+    """Call a head with zeros of (1, D) and (1, 1, D), as `GPT.logits` will; return its V.
 
-    Raises `UserError` where it cannot read them, or gives something else than a score a token.
+    Raises `UserError` if the head cannot read them or does not return one logit per token.
     """
     weight, n_tokens = model.wte.weight, 0
     for leading in ((1,), (1, 1)):
@@ -156,7 +123,7 @@ def n_scored(model: GPT, head: nn.Module) -> int:
         if not isinstance(out, Tensor) or out.shape[:-1] != h.shape[:-1]:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise UserError(
-                f"{describe(head)} turns h {tuple(h.shape)} into {got}; a head gives one "
+                f"{describe(head)} turns h {tuple(h.shape)} into {got}; a head must return one "
                 f"score a token, {(*leading, weight.shape[0])}"
             )
         n_tokens = out.shape[-1]
@@ -165,7 +132,7 @@ def n_scored(model: GPT, head: nn.Module) -> int:
 
 @contextmanager
 def inference(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a while, module by module as it was."""
+    """Switch to eval mode, and afterwards each module back to its own mode."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -185,5 +152,18 @@ def describe(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _named(head: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+def storage_key(tensor: Tensor) -> Hashable:
+    """Return a key that two tensors share exactly if they begin in the same memory.
+
+    Works on the meta device. Valid as long as the tensor lives.
+    """
+    try:
+        if tensor.numel():
+            return id(tensor.untyped_storage()), tensor.storage_offset()
+    except (NotImplementedError, RuntimeError):  # sharded and wrapped tensors have no storage
+        pass
+    return id(tensor)
+
+
+def _modules(head: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
     return iter(()) if head is None else head.named_modules(prefix="head")

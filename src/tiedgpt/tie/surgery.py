@@ -1,7 +1,7 @@
-"""Tie, untie and replace what predicts, in place; each returns a report of what it did.
+"""Tie, untie and replace the head, in place. Each function returns a report of what it did.
 
-    untie(model)                  a head of its own, a copy of W: the same logits, V D more numbers
-    tie(model, keep="input")      W predicts again; of any other module: one Parameter, two names
+    untie(model)                  a head with a copy of W: the same logits, V D more parameters
+    tie(model, keep="input")      W predicts again; in any other module: one Parameter, two names
     replace_head(model, module)   any module (..., D) -> (..., V) predicts; with None, W does
 
 Values are copied, compared and reported, never made up. The Parameter `wte.weight` stays the same
@@ -11,6 +11,9 @@ object throughout.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,44 +22,114 @@ from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import (
     Unembed,
-    aliases,
+    count_logits,
     describe,
+    head_layers,
     is_tied,
-    matrices,
-    n_scored,
-    put,
+    predicts_through_wte,
     require_gpt,
+    second_names,
+    storage_key,
     unembeds,
 )
-from tiedgpt.tie.reports import REMAKE_OPTIMIZER, Change, HeadReport, TieReport
-from tiedgpt.tie.sharing import Keep, merge, require_keep, share
-from tiedgpt.tie.storages import named
-from tiedgpt.tie.vocabulary import add_tokens, prune, resize_vocab
+from tiedgpt.tie.modules import module_checkpoint, output_module, unwrapped
+from tiedgpt.tie.roles import find_roles
+from tiedgpt.weights.comparison import Comparison, compare
 
-__all__ = ["add_tokens", "prune", "replace_head", "resize_vocab", "tie", "untie"]
+Keep = Literal["input", "output", "mean"]
+NEW_OPTIMIZER = (
+    "an optimizer made before this holds the old parameters: make a new one before the next step"
+)
 
 
-def untie(model: GPT) -> HeadReport:
-    """Give the model a head of its own, a copy of W (V, D): the same logits, V D more numbers.
+@dataclass(frozen=True)
+class Change:
+    """The parameters of the whole model before and after, counted by storage."""
 
-    `model.head` becomes a Linear without bias; inside a larger head W is replaced by its copy
-    there. Raises `UserError` if the head has its own matrix already, or the model is not ours.
-    """
-    model = require_gpt(model)
-    if not is_tied(model):
-        raise UserError("the model is untied already: its head predicts with a matrix of its own")
-    if model.head is not None and not unembeds(model):
-        raise UserError(
-            f"{aliases(model.head, model)[0]} is wte.weight under a second name in a head that is "
-            "no linear layer; give that module a parameter of its own"
+    parameters_before: int
+    parameters_after: int
+    came_in: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of new parameters, by name."""
+    went_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of parameters that are gone, by their old names."""
+
+    @classmethod
+    def since(cls, before: dict[str, nn.Parameter], module: nn.Module) -> Change:
+        """Compare a module with its `named_parameters` from before."""
+        after = dict(module.named_parameters())
+        old = {storage_key(parameter): parameter.numel() for parameter in before.values()}
+        new = {storage_key(parameter): parameter.numel() for parameter in after.values()}
+        return cls(
+            sum(old.values()),
+            sum(new.values()),
+            {n: tuple(p.shape) for n, p in after.items() if storage_key(p) not in old},
+            {n: tuple(p.shape) for n, p in before.items() if storage_key(p) not in new},
         )
-    before = named(model)
-    for name in unembeds(model) or ["head"]:
-        face = model.head if model.head is None else model.get_submodule(name)
-        bias = face.bias if isinstance(face, Unembed) else None
-        put(model, name, _linear(model.wte.weight.detach().clone(), model.wte.weight, bias))
-    _set_tied(model, False)
-    return _head_report(model, Change.since(before, model))
+
+    def lines(self) -> list[str]:
+        """Return the change in words."""
+        text = [f"parameters: {self.parameters_before:,}, as before"]
+        if self.parameters_before != self.parameters_after:
+            text = [f"parameters: {self.parameters_before:,} -> {self.parameters_after:,}"]
+        for what, shapes in (("came in: ", self.came_in), ("went out:", self.went_out)):
+            text += [f"  {what} {name} {shape}, {prod(shape):,}" for name, shape in shapes.items()]
+        return text
+
+
+@dataclass(frozen=True)
+class TieReport:
+    """Two matrices have become one."""
+
+    input: str
+    """Name of the matrix that reads; it is the one that stays."""
+    outputs: tuple[str, ...]
+    """Names of the matrix that predicted."""
+    shape: tuple[int, ...]
+    """(V, D)."""
+    keep: str
+    """Whose values were kept: `input`, `output` or `mean`."""
+    apart: Comparison | None
+    """How far apart the two were; None on the meta device, where there are no values."""
+    change: Change
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        outputs = ", ".join(self.outputs)
+        kept = {"input": f"those of {self.input}", "output": f"those of {outputs}"}
+        compared = "were not compared: on the meta device they have no values"
+        if self.apart is not None:
+            compared = f"had values that {self.apart}"
+        if self.apart is not None and not self.apart.equal:
+            compared += f"; the values kept are {kept.get(self.keep, 'the mean of both')}"
+        lines = [
+            f"tied: {self.input} {self.shape} reads and predicts; it replaces {outputs}",
+            f"the two {compared}",
+        ]
+        return "\n".join([*lines, *self.change.lines(), *self.notes])
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """The head as it is now."""
+
+    head: str
+    """The head in a few words."""
+    n_outputs: int
+    """The number of logits: V."""
+    tied: bool
+    """Whether W predicts."""
+    change: Change
+    how_to_tie: str = ""
+    """The call that makes W predict again, if it does not."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        state = "NOT tied: wte.weight only reads, the head predicts with a matrix of its own"
+        if self.tied:
+            state = "tied: wte.weight reads and predicts"
+        lines = [f"head: {self.head}, scores {self.n_outputs:,} tokens", state]
+        lines += self.change.lines()
+        return "\n".join([*lines, *([self.how_to_tie] if self.how_to_tie else []), *self.notes])
 
 
 def tie(
@@ -68,137 +141,219 @@ def tie(
 ) -> TieReport:
     """Make one matrix of the two that read and predict, in place.
 
-    Of our GPT: `head` becomes None, or, where the (V, D) matrix is one layer of a larger head,
-    that layer predicts with W from then on. Of any other module (a transformers GPT-2 whose
-    `lm_head` was replaced by a Linear, or by a Sequential that holds one): the input's Parameter
-    takes the place of the output's, so that both names hold one object; a bias stays.
+    In a `tiedgpt.GPT`, `head` becomes None; if the matrix (V, D) is one layer of a larger head,
+    that layer predicts with W from then on. In any other module (a transformers GPT-2 whose
+    `lm_head` was replaced) the input's Parameter replaces the output's, so that both names hold
+    one object; a bias stays.
 
-    `keep` says whose values are left: the "input"'s, the "output"'s, or their "mean". `input_name`
-    and `output_name` name a module or a parameter where the module does not tell. Raises
-    `UserError` where there is nothing to tie, where there are several candidates (it lists them),
-    or where shapes, dtypes or devices differ.
+    `keep` says whose values stay: the "input"'s, the "output"'s, or their "mean". `input_name`
+    and `output_name` name a module or a parameter if the module does not tell. Raises `UserError`
+    if there is nothing to tie, if there are several candidates (it lists them), or if shapes,
+    dtypes or devices differ.
     """
-    require_keep(keep)
-    if not isinstance(model, GPT):
-        return share(model, keep, input_name=input_name, output_name=output_name)
-    if input_name not in (None, "wte", "wte.weight"):
-        raise UserError(f"input_name={input_name!r}: in a tiedgpt.GPT, wte reads")
+    if keep not in get_args(Keep):
+        raise UserError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}")
+    for name, part in model.named_modules():
+        if isinstance(part, GPT) and part is not model:
+            raise UserError(f"the GPT is {name!r} inside {type(model).__name__}: tie that one")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    before = dict(model.named_parameters())
+    reads, predicts, apart = _two_matrices(model, parameters, input_name, output_name)
+    matrix, other = parameters[reads], parameters[predicts]
+    outputs = tuple(name for name, parameter in parameters.items() if parameter is other)
+    notes = _notes_on_the_rest(model, predicts)
+    _keep_values(matrix, other, keep)
+    for name in outputs:
+        owner, _, last = name.rpartition(".")
+        if isinstance(model, GPT):
+            _predict_with_wte(model, owner)
+        else:
+            setattr(model.get_submodule(owner), last, matrix)
+    notes += _claim_tied(model)
+    change = Change.since(before, model)
+    shape = tuple(matrix.shape)
+    return TieReport(reads, outputs, shape, keep, apart, change, (*notes, NEW_OPTIMIZER))
+
+
+def untie(model: GPT) -> HeadReport:
+    """Give the model a head of its own, a copy of W (V, D): the same logits, V D more parameters.
+
+    `model.head` becomes a Linear without bias; inside a larger head the copy replaces W there.
+    Raises `UserError` if the head is untied already, or the model is no `tiedgpt.GPT`.
+    """
     model = require_gpt(model)
-    if model.head is None or unembeds(model):
-        raise UserError("the model is tied already: wte.weight reads and predicts")
-    name, layer = _own_matrix(model, model.head, output_name)
-    before = named(model)
-    apart = merge(model.wte.weight, layer.weight, keep, names=("wte.weight", f"{name}.weight"))
-    if plain_matrix(model.head) is not None:
-        model.head = None
-    else:
-        put(model, name, Unembed(model.wte, layer.bias))
-    _set_tied(model, True)
-    notes = [REMAKE_OPTIMIZER]
-    if model.head is not None:
-        notes.append(
-            f"{name} keeps its place in the head and predicts with W; transformers' files have no "
-            "place for such a head"
+    if not is_tied(model):
+        raise UserError("the model is untied already: its head predicts with a matrix of its own")
+    if not predicts_through_wte(model):
+        raise UserError(
+            f"{second_names(model)[0]} is wte.weight under a second name in a head that is no "
+            "linear layer; give that module a parameter of its own"
         )
-    return TieReport(
-        input="wte.weight",
-        outputs=(f"{name}.weight",),
-        shape=tuple(model.wte.weight.shape),
-        keep=keep,
-        apart=apart,
-        change=Change.since(before, model),
-        notes=tuple(notes),
-    )
-
-
-def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
-    """Let any module (..., D) -> (..., V) predict, or with None W; say what that does to the tie.
-
-    The module is tried on one row first; what cannot score the vocabulary raises `UserError` and
-    changes nothing. A module whose linear layer holds `wte.weight` itself is tied: alone it
-    becomes `model.head = None`; within a larger head that layer is replaced by one without a
-    matrix of its own. The report says which parameters came in, and how to tie.
-    """
-    model = require_gpt(model)
-    if module is not None:
-        _require_module(module)
-        if module is model or module is model.wte:
-            raise UserError("the model's own parts are no head; with None instead, wte predicts")
-        size, scored = model.wte.weight.shape[0], n_scored(model, module)
-        if scored != size:
-            raise UserError(
-                f"{describe(module)} scores {scored:,} tokens and the vocabulary has {size:,}: "
-                f"use a head of {size:,}, or resize_vocab(model, {scored}) first"
-            )
-    before = named(model)
-    model.head = module
-    for name, layer in matrices(module, model).items():
-        if f"{name}.weight" in aliases(module, model):
-            if module is not None and plain_matrix(module) is not None:
-                model.head = None
-            else:
-                put(model, name, Unembed(model.wte, layer.bias))
-    _set_tied(model, is_tied(model))
+    before = dict(model.named_parameters())
+    for name in unembeds(model) or ["head"]:
+        unembed = None if model.head is None else model.get_submodule(name)
+        bias = unembed.bias if isinstance(unembed, Unembed) else None
+        matrix = nn.Parameter(model.wte.weight.detach().clone(), model.wte.weight.requires_grad)
+        _set_module(model, name, _linear(matrix, bias))
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
     return _head_report(model, Change.since(before, model))
 
 
-def _own_matrix(model: GPT, head: nn.Module, output: str | None) -> tuple[str, nn.Linear]:
-    """Return the one layer D -> V of the head, or the one that was asked for, by name."""
-    found = matrices(head, model)
-    if output is not None:
-        name = output.removesuffix(".weight")
-        if name not in found:
+def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
+    """Let any module (..., D) -> (..., V) predict, or W if `module` is None.
+
+    The module is called once first; if it does not return V logits, `UserError` is raised and
+    nothing changes. A linear layer that holds `wte.weight` itself is tied: alone it becomes
+    `model.head = None`; in a larger head it becomes a layer without a matrix of its own. The
+    report says which parameters came in, and how to tie.
+    """
+    model = require_gpt(model)
+    if module is not None:
+        if not isinstance(module, nn.Module):
             raise UserError(
-                f"output_name={output!r} is no linear layer D -> V of the head; "
-                f"there {_there_are(list(found))}"
+                "a head is a torch.nn.Module, or None to let wte predict; got "
+                f"{type(module).__name__}"
             )
-        return name, found[name]
-    if len(found) == 1:
-        return next(iter(found.items()))
-    size = tuple(model.wte.weight.shape)
-    if found:
+        if module is model or module is model.wte:
+            raise UserError("the model's own parts are no head; with None instead, wte predicts")
+        size, n_logits = model.wte.weight.shape[0], count_logits(model, module)
+        if n_logits != size:
+            raise UserError(
+                f"{describe(module)} scores {n_logits:,} tokens and the vocabulary has {size:,}: "
+                f"use a head of {size:,}, or resize_vocab(model, {n_logits}) first"
+            )
+    before = dict(model.named_parameters())
+    model.head = module
+    shared = second_names(model)
+    for name in head_layers(model):
+        if f"{name}.weight" in shared:
+            _predict_with_wte(model, name)
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=is_tied(model))
+    return _head_report(model, Change.since(before, model))
+
+
+# tie, step by step
+
+
+def _two_matrices(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    input_name: str | None,
+    output_name: str | None,
+) -> tuple[str, str, Comparison | None]:
+    """Return the names of the two matrices to tie, and how far apart they are."""
+    checkpoint = module_checkpoint(model)
+    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
+    gpt = require_gpt(model) if isinstance(model, GPT) else None
+    if gpt is not None and predicts_through_wte(gpt):
+        raise UserError("the model is tied already: wte.weight reads and predicts")
+    reads, predicts = roles.input, roles.output or next(iter(roles.aliases), None)
+    if reads is not None and predicts is not None:
+        if parameters[reads.name] is parameters[predicts.name]:
+            raise UserError(f"tied already: {predicts.name} is the same Parameter as {reads.name}")
+    if gpt is not None and gpt.head is not None:
+        if reads is None or reads.name != "wte.weight":
+            raise UserError(f"input_name must be 'wte' in a tiedgpt.GPT, got {input_name!r}")
+        if predicts is None or predicts.name.removesuffix(".weight") not in head_layers(gpt):
+            raise UserError(
+                f"the head ({describe(gpt.head)}) has no linear layer with a matrix "
+                f"{reads.shape}, so none of its layers can be wte.weight; set model.head = None to "
+                "let wte predict instead"
+            )
+    if reads is None or predicts is None:
         raise UserError(
-            f"{len(found)} layers of the head have a matrix {size}: choose with "
-            f"output_name={' or '.join(map(repr, found))}"
+            f"{checkpoint.source} has one matrix over the vocabulary, {roles.matrix.name} "
+            f"{roles.matrix.shape}, and no second one: there is nothing to tie"
         )
-    raise UserError(
-        f"the head ({describe(head)}) has no linear layer with a matrix {size}, which alone can "
-        "be wte.weight; set model.head = None to let wte predict instead"
-    )
+    a, b = parameters[reads.name], parameters[predicts.name]
+    for what, one, other in (
+        ("shape", reads.shape, predicts.shape),
+        ("dtype", a.dtype, b.dtype),
+        ("device", a.device, b.device),
+    ):
+        if one != other:
+            hint = "resize or replace one of them" if what == "shape" else "convert one of them"
+            raise UserError(
+                f"{reads.name} {reads.shape} and {predicts.name} {predicts.shape} must have the "
+                f"same {what}, got {one} and {other}: {hint}, then tie"
+            )
+    return reads.name, predicts.name, compare(reads, predicts)
 
 
-def _there_are(names: list[str]) -> str:
-    return f"are {', '.join(names)}" if names else "is none"
+@torch.no_grad()
+def _keep_values(matrix: nn.Parameter, other: Tensor, keep: Keep) -> None:
+    """Write the values to keep into `matrix`. `requires_grad` goes with the values."""
+    if keep == "output":
+        matrix.copy_(other)
+        matrix.requires_grad_(other.requires_grad)
+    elif keep == "mean":
+        matrix.lerp_(other, 0.5)
+        matrix.requires_grad_(matrix.requires_grad or other.requires_grad)
 
 
-def _require_module(head: object) -> None:
-    if not isinstance(head, nn.Module):
-        raise UserError(
-            f"a head is a torch.nn.Module, or None for wte to predict, not {type(head).__name__}"
-        )
+def _predict_with_wte(model: GPT, name: str) -> None:
+    """Let W predict in the place of a linear layer of the head."""
+    layer = model.get_submodule(name)
+    if plain_matrix(layer) is not None and layer is model.head:
+        model.head = None
+    else:
+        bias = layer.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        _set_module(model, name, Unembed(model.wte, bias))
 
 
-def _linear(matrix: Tensor, like: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """Return a Linear over a matrix (V, D) that already exists."""
-    size, width = matrix.shape
-    with torch.device("meta"):
-        linear = nn.Linear(width, size, bias=False)
-    linear.weight = nn.Parameter(matrix, requires_grad=like.requires_grad)
+def _set_module(model: GPT, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """Return a Linear with a given matrix (V, D)."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = weight
     if bias is not None:
         linear.bias = bias
     return linear
 
 
-def _set_tied(model: GPT, tied: bool) -> None:
-    model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
+def _claim_tied(model: nn.Module) -> list[str]:
+    """Correct the config, if there is one that says something else."""
+    if isinstance(model, GPT):
+        model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
+        return []
+    config = getattr(unwrapped(model), "config", None)
+    if getattr(config, "tie_word_embeddings", True) is True:
+        return []
+    config.tie_word_embeddings = True  # type: ignore[union-attr]
+    return ["config.tie_word_embeddings was False and is True now"]
+
+
+def _notes_on_the_rest(model: nn.Module, predicts: str) -> list[str]:
+    """Tell of a bias, which stays, and of a larger head, which files have no place for."""
+    notes = []
+    owner = predicts.rpartition(".")[0]
+    if isinstance(getattr(model.get_submodule(owner), "bias", None), nn.Parameter):
+        notes.append(f"{owner}.bias stays: logits = h W^T + b")
+    head = model.head if isinstance(model, GPT) else output_module(model)[1]
+    if head is None or model.get_submodule(owner) is head:
+        return notes
+    refuses = f"save_pretrained refuses a tie under the name {predicts}: put a plain Linear that "
+    refuses += "holds the Parameter back as the head before saving"
+    if isinstance(model, GPT):
+        refuses = f"{owner} keeps its place in the head and predicts with W; transformers' files "
+        refuses += "have no place for such a head"
+    return [*notes, refuses]
+
+
+# What is said of a head
 
 
 def _head_report(model: GPT, change: Change) -> HeadReport:
-    notes = [REMAKE_OPTIMIZER]
-    if model.head is not None and (second := aliases(model.head, model)):
+    notes = [NEW_OPTIMIZER]
+    if second := second_names(model):
         notes.append(
-            f"{second[0]} is wte.weight under a second name: what replaces one of them "
-            "(to_empty, load_state_dict(assign=True)) unties them; guard(model) notices"
+            f"{second[0]} is wte.weight under a second name: replacing one of them (to_empty, "
+            "load_state_dict(assign=True)) unties them; guard(model) notices"
         )
     return HeadReport(
         head="none: wte predicts" if model.head is None else describe(model.head),
@@ -211,17 +366,16 @@ def _head_report(model: GPT, change: Change) -> HeadReport:
 
 
 def _how_to_tie(model: GPT) -> str:
-    """Say which call lets W predict again, for the head that the model has."""
-    found = matrices(model.head, model)
-    if model.head is None or not found:
+    """Say which call lets W predict again with this head."""
+    layers = list(head_layers(model))
+    if not layers:
         return (
             f"no layer of this head has a matrix {tuple(model.wte.weight.shape)}, so nothing in it "
             "can be wte.weight; replace_head(model, None) lets wte predict instead"
         )
-    name = next(iter(found))
-    call = "tie(model)" if len(found) == 1 else f'tie(model, output_name="{name}")'
-    rest = "" if plain_matrix(model.head) is not None else ", the rest of the head stays"
+    call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
+    rest = "" if layers == ["head"] else ", the rest of the head stays"
     return (
-        f"to tie it: {call} lets wte.weight take the place of {name}.weight{rest}; "
+        f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight{rest}; "
         'keep="output" keeps the values of the head'
     )

@@ -1,10 +1,10 @@
-"""More tokens, or fewer, on the one matrix (and on a head's own, where there is one).
+"""More tokens, or fewer, on the one matrix (and on an untied head).
 
-Old rows keep their values bit for bit. A new row read by a tied model is also a new answer: drawn
-at random it may win every softmax, and the model then emits nothing but new tokens. So new rows
-are drawn close to the mean of the old ones: exp(h . mean) is at most the mean of exp(h . row), and
-a token at the mean never takes more than its share (Hewitt 2021, "Initializing New Word Embeddings
-for Pretrained Language Models"). What they do take is measured and reported.
+Old rows keep their values bit for bit. In a tied model a new row is also a new answer: a random
+row may win every softmax, and the model then emits nothing but new tokens. So new rows are drawn
+close to the mean of the old ones: exp(h . mean) is at most the mean of exp(h . row), so a token at
+the mean never takes more than its share (Hewitt 2021, "Initializing New Word Embeddings for
+Pretrained Language Models"). The probability that they do take is measured and reported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,23 +22,73 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.tie.heads import describe, inference, n_scored, require_gpt, tables
-from tiedgpt.tie.reports import REMAKE_OPTIMIZER, Change, Mass, VocabularyReport
-from tiedgpt.tie.storages import count
+from tiedgpt.tie.heads import (
+    Unembed,
+    count_logits,
+    describe,
+    head_layers,
+    inference,
+    require_gpt,
+    second_names,
+)
+from tiedgpt.tie.surgery import NEW_OPTIMIZER, Change
 
 SPREAD = 0.1
 """Standard deviation of new rows about the mean, in units of the old rows' covariance."""
-
 MOST_OF_SHARE = 2.0
 """New rows that take more than this multiple of their share are drawn closer to the mean."""
-
 HALVINGS = 10
 """How often the spread is halved before the new rows are put at the mean itself."""
+N_STATES = 64
+"""Hidden states on which the probability is measured if no sample is given."""
 
 Ids = Sequence[Sequence[int]]
 
-N_STATES = 64
-"""Hidden states on which the new tokens' probability is measured where no sample is given."""
+
+@dataclass(frozen=True)
+class Mass:
+    """The probability that new tokens take, at hidden states of this model."""
+
+    mean: float
+    """Mean over the states of the new rows' summed probability."""
+    largest: float
+    """Its largest value over the states."""
+    share: float
+    """Their probability if all tokens were equally likely: new rows / all rows."""
+    n_states: int
+    spread: float
+    """Standard deviation of the new rows about the mean row, in units of the old rows' own."""
+
+    def __str__(self) -> str:
+        return (
+            f"probability of the new tokens at {self.n_states} states: {self.mean:.3g} on average, "
+            f"{self.largest:.3g} at most (their share of the vocabulary is {self.share:.3g}); "
+            f"drawn with {self.spread:.3g} of the old rows' spread about their mean"
+        )
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """The vocabulary has another size."""
+
+    rows_before: int
+    rows_after: int
+    matrices: tuple[str, ...]
+    """Names of the parameters that were resized."""
+    change: Change
+    mass: Mass | None = None
+    """None if no row was added, or the weights are on the meta device."""
+    old_ids: tuple[int, ...] | None = None
+    """After `prune`: the old id of each new id."""
+    notes: tuple[str, ...] = (NEW_OPTIMIZER,)
+
+    def __str__(self) -> str:
+        if self.rows_before == self.rows_after and self.old_ids is None:
+            return f"vocabulary: {self.rows_before:,} tokens, as before"
+        sizes = f"{self.rows_before:,} -> {self.rows_after:,} tokens"
+        lines = [f"vocabulary: {sizes}, in {', '.join(self.matrices)}", *self.change.lines()]
+        lines += [] if self.mass is None else [str(self.mass)]
+        return "\n".join([*lines, *self.notes])
 
 
 def resize_vocab(
@@ -46,69 +97,59 @@ def resize_vocab(
     """Give the vocabulary n tokens, in place: new rows at the end, or the first n kept.
 
     New rows of (V, D) come from the mean and covariance of the old ones, with a tenth of their
-    spread, halved until they take at most twice their share of probability at the states that are
-    looked at: those of `sample`, ids (B, T), or of random ids. `seed` alone decides the draw;
-    torch's own random stream is not touched. dtype, device and requires_grad stay.
+    spread, halved until they take at most twice their share of probability. The probability is
+    measured at the hidden states of `sample`, ids (B, T), or of random ids. `seed` alone decides
+    the draw; torch's random stream is not touched. dtype, device and requires_grad stay.
 
     `wte.weight` becomes a new Parameter: an optimizer that holds the old one must be made anew.
-    Raises `UserError` if a special id would be lost, the head cannot follow or the old rows have
+    Raises `UserError` if a special id would be lost, the head cannot follow, or the old rows have
     no finite mean; `NoRoomError` if the rows do not fit in memory. Nothing has changed then.
     """
     model = require_gpt(model)
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n < 2**63:
-        raise UserError(f"n={n!r} is no number of tokens: give a whole number above 0, of 63 bits")
+        raise UserError(f"n must be a number of tokens, give a whole number above 0; got {n!r}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise UserError(f"seed={seed!r} is no seed: give a whole number of at most 64 bits")
+        raise UserError(f"seed must fit 64 bits, give a whole number; got {seed!r}")
     before = model.config.vocab_size
+    parameters = dict(model.named_parameters())
     if n == before:
-        total = count(model.parameters())
-        return VocabularyReport(before, n, (), Change(total, total))
+        return VocabularyReport(before, n, (), Change.since(parameters, model))
     if n < before:
         return _select(model, list(range(n)))
-    grown = tables(model)
-    drawn = {name: _Draw.of(name, table, n - before, seed) for name, table in grown.items()}
+    draws = {name: _Draw.of(name, old, n - before, seed) for name, old in _tables(model).items()}
     states = _states(model, _ids(model, sample), seed)
-    total = count(model.parameters())
-    spread = SPREAD
-    with _replaced(model, {name: draw.grown(spread) for name, draw in drawn.items()}, n):
-        mass = None if states is None else _mass(model, states, before, spread)
+    with _replaced(model, {name: draw.grown(SPREAD) for name, draw in draws.items()}, n):
+        mass = None if states is None else _mass(model, states, before, SPREAD)
         for halving in range(1, HALVINGS + 1):
-            if mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
+            if states is None or mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
                 break
             spread = SPREAD / 2**halving if halving < HALVINGS else 0.0
             with torch.no_grad():
-                for name, draw in drawn.items():
+                for name, draw in draws.items():
                     model.get_parameter(name)[before:] = draw.rows(spread)
             mass = _mass(model, states, before, spread)
-    return VocabularyReport(
-        rows_before=before,
-        rows_after=n,
-        matrices=tuple(grown),
-        change=Change(total, count(model.parameters())),
-        mass=mass,
-        notes=(REMAKE_OPTIMIZER,),
-    )
+    return VocabularyReport(before, n, tuple(draws), Change.since(parameters, model), mass)
 
 
 def add_tokens(
     model: GPT, n_new: int, *, sample: Tensor | Ids | None = None, seed: int = 0
 ) -> VocabularyReport:
-    """Append rows for `n_new` tokens, with ids from the old vocabulary's size on.
+    """Append rows for `n_new` tokens; their ids begin at the old vocabulary's size.
 
-    See `resize_vocab`, which this is with n = V + n_new.
+    The same as `resize_vocab(model, V + n_new)`.
     """
     model = require_gpt(model)
     if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 1:
-        raise UserError(f"n_new={n_new!r} is no number of tokens: give a whole number above 0")
+        raise UserError(f"n_new must be a whole number above 0, got {n_new!r}")
     return resize_vocab(model, model.config.vocab_size + n_new, sample=sample, seed=seed)
 
 
 def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
-    """Keep the rows of these ids alone, in this order: the i-th becomes token i.
+    """Keep only the rows of these ids, in this order: the i-th id becomes token i.
 
     Special ids in the config move with their tokens. Raises `UserError`, before anything changes,
-    for ids outside the vocabulary or given twice, and where a special id would be lost. The
-    report's `old_ids` says what each new id was; a tokenizer must be pruned alike.
+    for ids outside the vocabulary or given twice, or if a special id would be lost. The report's
+    `old_ids` holds the old id of each new id; the tokenizer must be pruned in the same way.
     """
     model = require_gpt(model)
     try:
@@ -129,45 +170,64 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
 def _select(model: GPT, ids: list[int]) -> VocabularyReport:
     """Keep these rows, in this order, in every table; move the special ids."""
     before = model.config.vocab_size
+    parameters = dict(model.named_parameters())
+    special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
+    special |= {key: id for key, id in model.foreign_config.items() if key.endswith("_token_id")}
+    special = {k: id for k, id in special.items() if type(id) is int and 0 <= id < before}
     place = {old: new for new, old in enumerate(ids)}
-    special = _special_ids(model)
     lost = [f"{name}={old}" for name, old in special.items() if old not in place]
     if lost:
         raise UserError(
             f"{' and '.join(lost)} would be lost with {before} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
-    chosen = tables(model)
-    total = count(model.parameters())
     moved = {name: place[old] for name, old in special.items()}
     own = {name: new for name, new in moved.items() if hasattr(model.config, name)}
     with torch.no_grad():
         rows = {
             name: table.detach()[torch.tensor(ids, device=table.device)]
-            for name, table in chosen.items()
+            for name, table in _tables(model).items()
         }
     with _replaced(model, rows, len(ids), own):
         model.foreign_config |= {name: new for name, new in moved.items() if name not in own}
-    return VocabularyReport(
-        rows_before=before,
-        rows_after=len(ids),
-        matrices=tuple(chosen),
-        change=Change(total, count(model.parameters())),
-        notes=(REMAKE_OPTIMIZER,),
-    )
+    return VocabularyReport(before, len(ids), tuple(rows), Change.since(parameters, model))
 
 
-def _special_ids(model: GPT) -> dict[str, int]:
-    """Return the ids inside the vocabulary that the config or the file's config gives a role."""
-    named = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
-    named |= {k: v for k, v in model.foreign_config.items() if k.endswith("_token_id")}
+def _tables(model: GPT) -> dict[str, nn.Parameter]:
+    """Return the parameters with one entry per token: W, and those of an untied head.
+
+    Raises `UserError` for a head in which anything else has V entries, parameter or buffer.
+    """
+    found = {"wte.weight": model.wte.weight}
+    if model.head is None:
+        return found
+    if second := second_names(model):
+        raise UserError(
+            f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
+        )
     size = model.config.vocab_size
-    return {k: v for k, v in named.items() if type(v) is int and 0 <= v < size}
+    for name, layer in head_layers(model).items():
+        if isinstance(layer.weight, nn.Parameter):  # a parametrized weight is computed
+            found[f"{name}.weight"] = layer.weight
+    layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Unembed))]
+    held = [*model.head.named_parameters("head"), *model.head.named_buffers("head")]
+    for name, tensor in held:
+        owner, _, last = name.rpartition(".")
+        if name in found or size not in tensor.shape:
+            continue
+        is_bias = last == "bias" and owner in layers and tensor.shape == (size,)
+        if not is_bias or not isinstance(tensor, nn.Parameter):
+            raise UserError(
+                f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
+                "product with a matrix (V, D): resize before the head is replaced"
+            )
+        found[name] = tensor
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Draw:
-    """Old rows, their mean, and how far from it new ones are drawn at the full spread."""
+    """The old rows, their mean, and deviations from it for new rows at spread 1."""
 
     old: Tensor
     mean: Tensor
@@ -188,15 +248,14 @@ class _Draw:
             return cls(old, torch.zeros(old.shape[1:], device="meta"), deviations)
         mean = old.mean(0, dtype=torch.float32)
         _require_finite(name, old, mean)
-        if old.ndim == 2 and old.shape[0] > 1:  # a bias has no direction to tell tokens apart by
+        if old.ndim == 2 and old.shape[0] > 1:  # the entries of a bias have no directions
             centred = old.float() - mean
             covariance = (centred.T @ centred).double() / (old.shape[0] - 1)
             _require_finite(name, old, covariance)
             values, vectors = torch.linalg.eigh(covariance)
             root = (vectors * values.clamp(min=0).sqrt()).float()  # root root^T = covariance
-            normal = torch.randn(
-                n_new, old.shape[1], generator=torch.Generator().manual_seed(seed)
-            ).to(old.device)
+            generator = torch.Generator().manual_seed(seed)
+            normal = torch.randn(n_new, old.shape[1], generator=generator).to(old.device)
             deviations = normal @ root.T
         return cls(old, mean, deviations)
 
@@ -205,7 +264,7 @@ class _Draw:
         return (self.mean + spread * self.deviations).to(self.old.dtype)
 
     def grown(self, spread: float) -> Tensor:
-        """Return the old rows and the new ones after them."""
+        """Return the old rows, followed by the new ones."""
         try:
             return torch.cat([self.old, self.rows(spread)])
         except RuntimeError as error:
@@ -213,13 +272,14 @@ class _Draw:
 
 
 def _require_finite(name: str, old: Tensor, moments: Tensor) -> None:
-    """Refuse to draw about rows without a finite mean and covariance."""
+    """Refuse rows without a finite mean and covariance."""
     if moments.isfinite().all():
         return
     rows = (~old.isfinite()).reshape(len(old), -1).any(1).nonzero().flatten().tolist()
     what = f"not finite in row {rows[0]}, one of {len(rows):,}" if rows else "too large for float32"
     raise UserError(
-        f"{name} is {what}: new rows are drawn about the mean of all, so mend or prune these first"
+        f"{name} is {what}: new rows are drawn about the mean of all, so repair or prune these "
+        "first"
     )
 
 
@@ -227,45 +287,42 @@ def _require_finite(name: str, old: Tensor, moments: Tensor) -> None:
 def _replaced(
     model: GPT, rows: dict[str, Tensor], n: int, special_ids: dict[str, Any] | None = None
 ) -> Iterator[None]:
-    """Put the new rows in place, each as a Parameter, and see that the head scores them.
+    """Put the new rows in place, each as a Parameter, and check that the head follows.
 
-    Whatever fails, here or in the body, leaves the model as it was.
+    If anything fails, here or in the body, the model is put back as it was.
     """
     config, foreign = model.config, dict(model.foreign_config)
     new_config = dataclasses.replace(config, vocab_size=n, **(special_ids or {}))
     old = {name: model.get_parameter(name) for name in rows}
-    n_outputs = {name: getattr(_owner(model, name), "out_features", None) for name in rows}
     try:
         for name, new in rows.items():
-            _set(model, name, nn.Parameter(new, requires_grad=old[name].requires_grad), n)
+            _set(model, name, nn.Parameter(new, requires_grad=old[name].requires_grad))
         model.config = new_config
-        _require_scores(model, n)
+        _require_logits(model, n)
         yield
     except BaseException:
         for name, parameter in old.items():
-            _set(model, name, parameter, n_outputs[name])
+            _set(model, name, parameter)
         model.config, model.foreign_config = config, foreign
         raise
 
 
-def _owner(model: GPT, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+def _set(model: GPT, name: str, parameter: nn.Parameter) -> None:
+    owner_name, _, last = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    setattr(owner, last, parameter)
+    for size in ("out_features", "num_embeddings"):
+        if hasattr(owner, size):
+            setattr(owner, size, parameter.shape[0])
 
 
-def _set(model: GPT, name: str, parameter: nn.Parameter, n_outputs: int | None) -> None:
-    owner = _owner(model, name)
-    setattr(owner, name.rpartition(".")[2], parameter)
-    if isinstance(owner, nn.Linear) and n_outputs is not None:
-        owner.out_features = n_outputs
-
-
-def _require_scores(model: GPT, n: int) -> None:
-    """Try the head on one row: what no table shows (a size in its code) shows here."""
+def _require_logits(model: GPT, n: int) -> None:
+    """Call the head once: a size in its code, which no table shows, shows here."""
     if model.head is None:
         return
     try:
-        scored = n_scored(model, model.head)
-        wrong = "" if scored == n else f"{describe(model.head)} scores {scored:,} tokens then"
+        n_logits = count_logits(model, model.head)
+        wrong = "" if n_logits == n else f"{describe(model.head)} scores {n_logits:,} tokens then"
     except UserError as error:
         wrong = str(error)
     if wrong:
@@ -276,13 +333,13 @@ def _require_scores(model: GPT, n: int) -> None:
 
 
 def _ids(model: GPT, sample: Tensor | Ids | None) -> Tensor | None:
-    """Return ids (B, T), which may have been given as lists; those outside V are refused."""
+    """Return ids (B, T), which may have been given as lists; refuse those outside V."""
     if sample is None:
         return None
     try:
         ids = torch.as_tensor(sample)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise UserError(f"sample holds no ids (B, T), rows of one length: {error}") from None
+        raise UserError(f"sample must hold ids (B, T), rows of one length: {error}") from None
     size = model.config.vocab_size
     if not ids.numel() or ids.is_meta or not 0 <= ids.min() <= ids.max() < size:
         raise UserError(f"sample {tuple(ids.shape)} must hold ids of a vocabulary of {size} tokens")
@@ -291,7 +348,7 @@ def _ids(model: GPT, sample: Tensor | Ids | None) -> Tensor | None:
 
 @torch.no_grad()
 def _states(model: GPT, sample: Tensor | None, seed: int) -> Tensor | None:
-    """Return hidden states (N, D) that the head is given; None on the meta device."""
+    """Return hidden states (N, D) as the head gets them; None on the meta device."""
     weight = model.wte.weight
     if weight.is_meta:
         return None
@@ -305,16 +362,15 @@ def _states(model: GPT, sample: Tensor | None, seed: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _mass(model: GPT, states: Tensor | None, n_old: int, spread: float) -> Mass | None:
-    """Measure the probability of all rows from n_old on at the states (N, D)."""
-    if states is None:
-        return None
+def _mass(model: GPT, states: Tensor, n_old: int, spread: float) -> Mass:
+    """Measure the probability of all rows from n_old on, at the states (N, D)."""
     with inference(model):
-        parts = [
-            model.logits(part).float().softmax(-1)[:, n_old:].sum(-1)
-            for part in states.split(N_STATES)
-        ]
-    masses = torch.cat(parts)
+        masses = torch.cat(
+            [
+                model.logits(part).float().softmax(-1)[:, n_old:].sum(-1)
+                for part in states.split(N_STATES)
+            ]
+        )
     return Mass(
         mean=float(masses.mean()),
         largest=float(masses.max()),

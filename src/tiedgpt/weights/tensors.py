@@ -93,9 +93,10 @@ class StoredTensor:
             assert whole is not None
             return np.ascontiguousarray(whole(left, right, first, end).T)
 
+        by_element = self.n_bytes % max(1, self.count) == 0 and self.dtype not in PANEL_TYPES
         return replace(
             self, shape=(columns, rows), strides=strides[::-1],
-            read=read if whole and self.dtype in FLOATS else None,
+            read=read if whole and by_element else None,
         )  # fmt: skip
 
     def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:

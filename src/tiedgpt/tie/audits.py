@@ -1,0 +1,202 @@
+"""Is the matrix that predicts the matrix that reads? Of a model in memory or of any checkpoint.
+
+Names, shapes and places of all tensors come first. Numbers are read only if two matrices are
+stored apart, a block of rows at a time. The claim is then held against what is there:
+
+    verdict               there is                                       claimed          exit
+    tied                  one matrix                                     tied or nothing  0
+    tied twice            two equal copies in a file                     tied or nothing  0
+    untied as claimed     two matrices, equal or not                     untied           0
+    no head               a body or a classifier: it predicts no tokens  anything         0
+    broken                two that differ, or do not fit; in memory,     tied or nothing  6
+                          two Parameters where one is meant
+    contradicts the claim one matrix                                     untied           6
+
+A head stored transposed in a safetensors or torch file, which no loader takes, is broken whatever
+is claimed. An output.weight in a GGUF file claims an untied head.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from tiedgpt.errors import EXIT_OK, CheckFailedError, TiedGPTError, UserError
+from tiedgpt.tie.findings import SOUND, Finding, findings, plain
+from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
+from tiedgpt.weights.checkpoint import Checkpoint, as_gpt
+from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.opening import open_checkpoint
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Verdict = Literal[
+    "tied", "tied twice", "untied as claimed", "broken", "contradicts the claim", "no head"
+]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A V x D matrix under all its names, and what it does."""
+
+    names: tuple[str, ...]
+    roles: tuple[str, ...]
+    """`reads`, `predicts`, or both."""
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The matrices of a model or checkpoint, what is claimed of them, and the verdict."""
+
+    source: str
+    format: str
+    verdict: Verdict
+    claim: bool | None
+    claim_source: str
+    matrices: tuple[Matrix, ...]
+    comparison: Comparison | None
+    """None if there is one matrix, or if the two cannot be compared."""
+    transposed: bool
+    wasted_bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
+        return EXIT_OK if self.verdict in SOUND else CheckFailedError.exit_code
+
+    @property
+    def explain(self) -> str:
+        """All findings in plain words, a paragraph each."""
+        return "\n\n".join(f"{f.title}\n{f.explain}" for f in self.findings)
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.verdict}\n\n{self.explain}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        comparison = self.comparison and vars(self.comparison)
+        return plain(
+            vars(self)
+            | {
+                "exit_code": self.exit_code,
+                "matrices": [vars(matrix) for matrix in self.matrices],
+                "comparison": comparison,
+                "findings": [vars(finding) for finding in self.findings],
+            }
+        )
+
+
+def audit(
+    source: str | os.PathLike[str] | nn.Module,
+    *,
+    input_name: str | None = None,
+    output_name: str | None = None,
+) -> Audit:
+    """Say whether the head is the embedding, in a module or in any checkpoint.
+
+    `input_name` and `output_name` name the matrices where their names do not tell. Raises
+    `CorruptInputError` for a file that cannot be read, `UserError` if there is no embedding or
+    there are several candidates.
+    """
+    checkpoint = checkpoint_of(source)
+    return examine(
+        checkpoint, find_roles(checkpoint, input_name=input_name, output_name=output_name)
+    )
+
+
+def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
+    """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
+    if isinstance(source, (str, os.PathLike)):
+        return _with_claim_of_its_format(open_checkpoint(source))
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(source, torch.nn.Module):
+        raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")
+    from tiedgpt.tie.modules import module_checkpoint
+
+    return module_checkpoint(source)
+
+
+def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
+    """Compare the two matrices where there are two, and judge; see `audit`."""
+    comparison = None
+    if roles.pair is not None and not roles.shared and roles.fits:
+        reads, predicts = roles.pair
+        comparison = compare(reads, predicts, transposed=roles.output_transposed)
+        square = reads.shape == predicts.shape == reads.shape[::-1]
+        if square and comparison is not None and not comparison.equal:
+            across = compare(reads, predicts, transposed=True)
+            if across is not None and across.equal:
+                comparison, roles = across, replace(roles, output_transposed=True)
+    verdict = _verdict(checkpoint, roles, comparison)
+    copy = roles.output if comparison is not None and comparison.equal else None
+    return Audit(
+        source=str(checkpoint.source),
+        format=checkpoint.format,
+        verdict=verdict,
+        claim=checkpoint.claim,
+        claim_source=checkpoint.claim_source,
+        matrices=_matrices(checkpoint, roles, verdict),
+        comparison=comparison,
+        transposed=roles.output_transposed,
+        wasted_bytes=copy.n_bytes if copy is not None else 0,
+        findings=findings(checkpoint, roles, comparison, verdict),
+    )
+
+
+def _verdict(checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None) -> Verdict:
+    """Hold the claim against what is there; see the table at the top of this file."""
+    claim = checkpoint.claim
+    one_layout = checkpoint.format in ONE_LAYOUT
+    misplaced = roles.input_transposed or (roles.output_transposed and one_layout)
+    if checkpoint.derived or roles.unreadable:
+        return "untied as claimed" if claim is False else "broken"
+    if misplaced:
+        return "broken"
+    if roles.pair is None or roles.shared:
+        if roles.pair is None and checkpoint.headless:
+            return "no head"
+        if claim is False:
+            return "contradicts the claim"
+        return "broken" if roles.two_parameters else "tied"
+    if not roles.fits:
+        return "broken"
+    if claim is False:
+        return "untied as claimed"
+    if comparison is not None and comparison.equal and roles.extra_rows == 0:
+        trained = any(matrix.trainable for matrix in roles.pair)
+        return "broken" if checkpoint.format == "module" and trained else "tied twice"
+    return "untied as claimed" if checkpoint.format == "GGUF" and claim is None else "broken"
+
+
+def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[Matrix, ...]:
+    def matrix(names: list[str], *does: str) -> Matrix:
+        tensor = roles.output if does == ("predicts",) else roles.matrix
+        assert tensor is not None
+        return Matrix(tuple(names), does, tensor.shape, tensor.dtype, tensor.n_bytes)
+
+    names = [roles.matrix.name, *(tensor.name for tensor in roles.aliases)]
+    if roles.pair is not None and not roles.shared:
+        return matrix(names, "reads"), matrix([roles.pair[1].name], "predicts")
+    if verdict == "no head" or checkpoint.derived or roles.unreadable:
+        return (matrix(names, "reads"),)
+    return (matrix(names, "reads", "predicts"),)
+
+
+def _with_claim_of_its_format(checkpoint: Checkpoint) -> Checkpoint:
+    """Let the format claim where no config does: minGPT is untied by design."""
+    if checkpoint.claim is not None or checkpoint.format not in ONE_LAYOUT:
+        return checkpoint
+    try:
+        layout = as_gpt(checkpoint).layout
+    except TiedGPTError:
+        return checkpoint
+    if layout != "minGPT":
+        return checkpoint
+    return replace(checkpoint, claim=False, claim_source="minGPT is untied by design")

@@ -1,0 +1,360 @@
+"""The ledger: every parameter once, by the storage that it lies in and not by its names.
+
+    before = ledger(model)
+    model.lm_head = nn.Linear(768, 50257, bias=False)
+    print(before.difference(ledger(model)).explain)
+
+A row is one storage with all names that share it. `multiply_adds` are per token: a matrix that
+multiplies costs one per element, a lookup none. A shared matrix is counted where it predicts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiedgpt.errors import TiedGPTError
+from tiedgpt.tie.audits import checkpoint_of
+from tiedgpt.tie.findings import megabytes, plain, size
+from tiedgpt.tie.roles import MAY_READ, READS, Roles, find_roles, is_position, name_rank
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BUFFERS = re.compile(
+    r"(^|[./])(attn|attention)\.(masked_)?bias$|inv_freq$|(^|\.)position_ids$|tril$|causal_mask$"
+)
+"""Masks and tables that some files hold beside the parameters."""
+STATISTICS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|final_logits_bias)$")
+"""Tensors that a module keeps and no optimizer trains."""
+NOT_PARAMETERS = frozenset("int64 int32 uint32 uint64 bool".split())
+PREFIXES = ("_orig_mod.", "module.", "base_model.model.", "transformer.", "model.")
+"""What wrappers and libraries put before a name."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One storage: all its names, and its parameters counted once."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    parameters: int
+    trainable: bool
+    """In a file: whether its type is one that is trained."""
+    padded_rows: int
+    """Rows beyond the config's vocabulary; 0 if nothing is known."""
+    multiply_adds: int
+    """The cost of a token in products with this matrix."""
+    overlapping: bool = False
+    """Whether the names are views of different parts of the storage, not one matrix."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether the storage has more than one name."""
+        return len(self.names) > 1
+
+    @property
+    def keys(self) -> set[str]:
+        """The names without prefixes, to match the same parameter in another ledger."""
+        return {_key(name) for name in self.names}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All parameters of a model or a checkpoint, each storage once."""
+
+    source: str
+    format: str
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...] = ()
+    """Tensors that are no parameters: masks, index tables, constants of a graph."""
+    reads_and_predicts: str | None = None
+    """Name of the matrix that does both under one name, if there is one."""
+
+    @property
+    def total(self) -> int:
+        """The number of parameters, each counted once."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def trainable(self) -> int:
+        """The number of parameters that are trained."""
+        return sum(row.parameters for row in self.rows if row.trainable)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the parameters, each storage once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds per token in products with parameters; attention's own are not in it."""
+        return sum(row.multiply_adds for row in self.rows)
+
+    @property
+    def explain(self) -> str:
+        """The count in plain words: what is shared, and what a count by names would give."""
+        text = (
+            f"{self.total:,} parameters in {len(self.rows):,} storages, {megabytes(self.bytes)}; "
+            f"{self.multiply_adds:,} multiply-adds per token."
+        )
+        for row in self.rows:
+            names, count = " and ".join(row.names), f"{row.parameters:,} parameters"
+            if self.reads_and_predicts in row.names:
+                text += (
+                    f" {self.reads_and_predicts} reads and predicts: one matrix of "
+                    f"{size(row.shape)}, {count} counted once. Reading a token looks up a row; "
+                    "predicting one is the product that is counted."
+                )
+            if row.overlapping:
+                text += (
+                    f" {names} are different views of one storage: {count}; common parts are "
+                    "counted once."
+                )
+            elif row.shared:
+                text += (
+                    f" {names} are one matrix of {size(row.shape)}: {count}, counted once; a count "
+                    f"by names would count them {len(row.names)} times."
+                )
+        return text
+
+    def __str__(self) -> str:
+        return self.explain
+
+    def difference(self, after: Ledger) -> Movement:
+        """Say which storages came in and went out between this ledger and a later one, and why."""
+        pairs, came_in, went_out = _match(self.rows, after.rows)
+        reasons = [_why_in(row, self.rows, after.rows) for row in came_in]
+        reasons += [_why_out(row, after.rows) for row in went_out]
+        reasons += [why for old, new in pairs if (why := _why_changed(old, new, after.rows))]
+        return Movement(
+            tuple(came_in),
+            tuple(went_out),
+            after.total - self.total,
+            after.multiply_adds - self.multiply_adds,
+            tuple(reasons),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        totals = ("total", "trainable", "bytes", "multiply_adds", "explain", "source", "format")
+        values = {name: getattr(self, name) for name in totals}
+        values |= {"rows": [vars(row) for row in self.rows], "left_out": self.left_out}
+        return plain(values)
+
+
+@dataclass(frozen=True)
+class Movement:
+    """The difference between two ledgers."""
+
+    came_in: tuple[Row, ...]
+    """Storages of the later ledger that the earlier one does not have."""
+    went_out: tuple[Row, ...]
+    """Storages of the earlier ledger that the later one does not have."""
+    total: int
+    """Parameters after, minus parameters before."""
+    multiply_adds: int
+    """Multiply-adds per token after, minus those before."""
+    reasons: tuple[str, ...]
+    """Why, a sentence or two for each storage that changed."""
+
+    @property
+    def explain(self) -> str:
+        """All of it in plain words."""
+        if not self.reasons:
+            return "Nothing came in and nothing went out: the same parameters, shared the same way."
+        return f"{self.total:+,} parameters. " + " ".join(self.reasons)
+
+    def __str__(self) -> str:
+        return self.explain
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        rows = {
+            name: [vars(row) for row in getattr(self, name)] for name in ("came_in", "went_out")
+        }
+        return plain(vars(self) | rows)
+
+
+def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
+    """Count a module's parameters, or a checkpoint's without building the model.
+
+    Works on any `torch.nn.Module`. Raises `CorruptInputError` for a file that cannot be read.
+    """
+    checkpoint = checkpoint_of(source)
+    try:
+        roles = find_roles(checkpoint)
+    except TiedGPTError:  # a ledger needs no embedding
+        roles = Roles(None, None)
+    if isinstance(source, (str, os.PathLike)):
+        costs = _costs(checkpoint, roles)
+    else:
+        from tiedgpt.tie.modules import multiply_adds
+
+        costs = multiply_adds(source)
+    counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
+    rows = tuple(_row(group, costs, roles, checkpoint) for group in by_storage(counted))
+    names = {tensor.name for tensor in counted}
+    alone = roles.input.name if roles.input is not None and roles.output is None else None
+    multiplies = any(alone in row.names and row.multiply_adds and not row.shared for row in rows)
+    return Ledger(
+        str(checkpoint.source),
+        checkpoint.format,
+        rows,
+        left_out=tuple(name for name in checkpoint.tensors if name not in names),
+        reads_and_predicts=alone if multiplies else None,
+    )
+
+
+def _row(
+    group: list[StoredTensor], costs: Mapping[str, int], roles: Roles, checkpoint: Checkpoint
+) -> Row:
+    """Count the tensors of one storage once."""
+    largest = max(group, key=lambda tensor: tensor.count)
+    spans = {(t.storage.start, t.storage.stop): t for t in group}
+    n_bytes, count = largest.n_bytes, largest.count
+    if len(spans) > 1 and largest.dtype in FLOATS:  # views of different parts
+        covered = max(stop for _, stop in spans) - min(start for start, _ in spans)
+        n_bytes = min(covered, sum(tensor.n_bytes for tensor in spans.values()))
+        count = n_bytes // FLOATS[largest.dtype]
+    padded = 0
+    tables = {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
+    if checkpoint.vocabulary and any(tensor.name in tables for tensor in group):
+        padded = max(0, largest.shape[0] - checkpoint.vocabulary)
+    live = checkpoint.format == "module"
+    return Row(
+        names=tuple(tensor.name for tensor in group),
+        shape=largest.shape,
+        dtype=largest.dtype,
+        bytes=n_bytes,
+        parameters=count,
+        trainable=any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group),
+        padded_rows=padded,
+        multiply_adds=sum(costs.get(tensor.name, 0) for tensor in group),
+        overlapping=not all(tensor.is_view_of(largest) for tensor in group),
+    )
+
+
+def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
+    if checkpoint.format == "module":
+        return True
+    if STATISTICS.search(tensor.name):
+        return False
+    if BUFFERS.search(tensor.name) and len(tensor.shape) != 1:
+        return False
+    if checkpoint.format == "ONNX" and (tensor.count < 2 or not tensor.shape):
+        return False
+    return tensor.dtype not in NOT_PARAMETERS
+
+
+def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
+    """Return each tensor's multiply-adds per token, by the graph or by names and shapes."""
+    if checkpoint.products is not None:
+        return {name: checkpoint.tensors[name].count for name in checkpoint.products}
+    costs = {}
+    for name, tensor in checkpoint.tensors.items():
+        looked_up = is_position(name) or name_rank(name, READS, MAY_READ) == 2
+        costs[name] = tensor.count if len(tensor.shape) >= 2 and not looked_up else 0
+    for matrix in (roles.input, *roles.aliases):
+        if matrix is not None:
+            costs[matrix.name] = 0
+    head = roles.output
+    if head is None and not roles.unreadable and not checkpoint.headless:
+        head = roles.input  # tied: it does the product
+    if head is not None:
+        costs[head.name] = head.count
+    return costs
+
+
+# What moved between two ledgers, and why
+
+
+def _match(
+    before: tuple[Row, ...], after: tuple[Row, ...]
+) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
+    """Pair each storage with the one that kept its first name, or else any of its names."""
+    left, rest = list(before), list(after)
+    pairs: list[tuple[Row, Row]] = []
+    for n_names in (1, None):  # the first name decides before any other does
+        by_key = {_key(name): row for row in reversed(left) for name in row.names[:n_names]}
+        unmatched = []
+        for new in rest:
+            candidates = (by_key.get(_key(name)) for name in new.names[:n_names])
+            old = next((row for row in candidates if row is not None), None)
+            if old is not None and any(old is row for row in left):
+                pairs.append((old, new))
+                left = [row for row in left if row is not old]
+            else:
+                unmatched.append(new)
+        rest = unmatched
+    return pairs, rest, left
+
+
+def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
+    brings = f"{row.names[0]} ({size(row.shape)}) came in with {row.parameters:,} parameters"
+    partner = _partner(row, before)
+    if partner:
+        holder = next((other for other in after if _key(partner) in other.keys), None)
+        keeps = "" if holder is None else f", which keeps its {holder.parameters:,}"
+        return (
+            f"{brings} of its own. It used to be the same storage as {partner}, and is now a "
+            f"second matrix beside it{keeps}. From here on the two are trained apart. To share "
+            "one again: tiedgpt.tie.tie(model)."
+        )
+    twins = [other for other in after if other is not row and other.shape == row.shape]
+    known = _all_keys(before)
+    if len(row.shape) == 2 and any(_key(twin.names[0]) in known for twin in twins):
+        return (
+            f"{brings} of its own, in the shape of {twins[0].names[0]}; nothing had that name "
+            "before. If it predicts, the head is not tied."
+        )
+    return f"{brings}; nothing had that name before."
+
+
+def _why_out(row: Row, after: tuple[Row, ...]) -> str:
+    loses = f"{row.names[0]} ({size(row.shape)}) went out with {row.parameters:,} parameters"
+    partner = _partner(row, after)
+    if partner:
+        return f"{loses}: it is now the same storage as {partner}, counted once."
+    return f"{loses}: nothing has that name now."
+
+
+def _why_changed(old: Row, new: Row, after: tuple[Row, ...]) -> str:
+    more = new.parameters - old.parameters
+    if old.shape != new.shape and old.shape != new.shape[::-1]:  # a transpose is only layout
+        sizes = f"from {size(old.shape)} to {size(new.shape)}"
+        return f"{new.names[0]} went {sizes}: {more:+,} parameters."
+    if more:
+        return f"{new.names[0]} holds {more:+,} parameters."
+    known = _all_keys(after)
+    lost = [name for name in old.names if _key(name) not in known]
+    if lost:
+        return f"{', '.join(lost)} no longer names the storage of {new.names[0]}; no count changes."
+    return ""
+
+
+def _partner(row: Row, others: tuple[Row, ...]) -> str:
+    """Return a further name of the storage that had, or has, one of the row's names."""
+    for other in others:
+        further = [name for name in other.names if _key(name) not in row.keys]
+        if other.keys & row.keys and further:
+            return further[0]
+    return ""
+
+
+def _key(name: str) -> str:
+    """Return a name without what wrappers and libraries put before it."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _all_keys(rows: tuple[Row, ...]) -> set[str]:
+    return {key for row in rows for key in row.keys}
