@@ -33,7 +33,7 @@ def test_position_counts_from_the_start_also_after_a_special_token():
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
 def test_no_character_at_all_is_refused(texts):
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="at least one character"):
         Tokenizer.characters(texts)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.text import gpt1 as module
+from tiedgpt.text import bpe as module
 
 TEXT = "Hello WÖRLD, don't  naïve\r\n\t日本 x☃y ... 1234½ ﬁn\u0301 ΑΣ İß\x00\u200b end"
 

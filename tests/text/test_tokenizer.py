@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -135,9 +136,40 @@ def test_id_outside_the_vocabulary_is_named(tokenizer, offset):
             use()
 
 
-def test_decode_takes_numpy_ids(tokenizer):
-    ids = tokenizer.encode_array("to be")
-    assert tokenizer.decode(ids) == "to be"
+@pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
+def test_arrays_and_tensors_decode_as_lists_do(request, kind):
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode("to be or not")
+    for same in (
+        np.array(ids),
+        tokenizer.encode_array("to be or not"),
+        torch.tensor(ids),
+        iter(ids),
+    ):
+        assert tokenizer.decode(same) == "to be or not"
+    stream, after = tokenizer.stream(), tokenizer.stream(after=torch.tensor(ids[0]))
+    assert "".join(map(stream.push, torch.tensor(ids))) + stream.finish() == "to be or not"
+    plain = tokenizer.stream(after=ids[0])
+    assert after.push(torch.tensor(ids[1])) == plain.push(ids[1])
+    assert tokenizer.decode(torch.tensor([], dtype=torch.long)) == ""
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_ids_that_are_none_are_refused_in_every_container(request, kind, make):
+    tokenizer = request.getfixturevalue(kind)
+    for id in (-1, len(tokenizer), 2**40):
+        with pytest.raises(UserError, match=f"id {id} is outside the vocabulary"):
+            tokenizer.decode(make([0, id]))
+    for ids in ([0.5], [[0, 1]]):
+        with pytest.raises(UserError, match="ids must be integers in one dimension"):
+            tokenizer.decode(make(ids))
+
+
+@pytest.mark.parametrize("ids", [3, "3", [None], ["3"], np.array(3), torch.tensor(3)])
+def test_what_is_no_row_of_integers_is_refused(bpe, ids):
+    with pytest.raises(UserError, match="ids must be integers in one dimension"):
+        bpe.decode(ids)
 
 
 def test_half_a_character_is_decoded_as_the_replacement_character(bpe):

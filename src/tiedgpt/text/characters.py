@@ -1,9 +1,8 @@
-"""One id a character: the vocabulary is the characters of a text, sorted, then `<|endoftext|>`.
+"""One id per character: the characters of a text, sorted, then `<|endoftext|>`.
 
-A vocabulary from elsewhere (nanoGPT's) may give other ids to its characters and end no text.
-
-Kept as a Hugging Face tokenizer (WordLevel over single characters, fused without spaces), so that
-a `tokenizer.json` of it loads in transformers with the same ids. Encoding is one numpy look-up.
+A vocabulary from elsewhere (nanoGPT's) may have other ids and no end of text. It is kept as a
+Hugging Face tokenizer (WordLevel over single characters, fused without spaces), so that
+transformers loads its `tokenizer.json` with the same ids. Encoding is one numpy look-up.
 """
 
 import json
@@ -16,32 +15,22 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from tiedgpt.errors import UserError
-
-END_OF_TEXT = "<|endoftext|>"
-
-_EACH_CHARACTER = r"[\s\S]"  # `.` would leave newlines out
+from tiedgpt.text.codec import END_OF_TEXT, Codec
 
 
 def character_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """The character vocabulary of `texts`, as a Hugging Face tokenizer.
-
-    Raises UserError if there is not one character in `texts`.
-    """
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
+    """The tokenizer of the characters in `texts`; `UserError` if there are none."""
+    characters = sorted(set().union(*texts))
     if not characters:
-        raise UserError(
-            "a character vocabulary needs text, and there is none; give at least one character"
-        )
-    rust = tokenizer_of_ids({character: id for id, character in enumerate(sorted(characters))})
+        raise UserError("a character vocabulary needs text with at least one character")
+    rust = tokenizer_of_ids({character: id for id, character in enumerate(characters)})
     rust.add_special_tokens([END_OF_TEXT])
     return rust
 
 
 def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
-    """The tokenizer with these ids of single characters, and no token more."""
-    # No character is called "<unk>", so that transformers, too, refuses unknown ones.
+    """The tokenizer with these ids of single characters, and no other token."""
+    # No character is called "<unk>": transformers, too, refuses unknown characters.
     rust = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     rust.pre_tokenizer = _split_characters()
     rust.decoder = decoders.Fuse()
@@ -49,20 +38,18 @@ def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
 
 
 def _split_characters() -> pre_tokenizers.Split:
-    return pre_tokenizers.Split(tokenizers.Regex(_EACH_CHARACTER), behavior="isolated")
+    every_character = tokenizers.Regex(r"[\s\S]")  # `.` leaves newlines out
+    return pre_tokenizers.Split(every_character, behavior="isolated")
 
 
-class Characters:
-    """Encodes with a vocabulary of single characters; every other character is refused."""
+class Characters(Codec):
+    """Encodes with a vocabulary of single characters; refuses all other characters."""
 
     kind = "char"
 
-    def __init__(self, rust: tokenizers.Tokenizer) -> None:
-        self._rust = rust
-
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
-        """Whether `rust` is such a tokenizer as `character_tokenizer` makes."""
+        """Whether `rust` is such a tokenizer as `tokenizer_of_ids` makes."""
         return (
             isinstance(rust.model, models.WordLevel)
             and isinstance(rust.decoder, decoders.Fuse)
@@ -72,17 +59,9 @@ class Characters:
             and all(len(token) == 1 for token in rust.get_vocab(with_added_tokens=False))
         )
 
-    def token_bytes(self, token: str) -> bytes:
-        """The UTF-8 bytes that a token of the vocabulary stands for."""
-        return token.encode()
-
-    def last_bytes(self) -> dict[int, bytes]:
-        """None: a token is the same bytes wherever it stands."""
-        return {}
-
     @cached_property
     def _id_of_code_point(self) -> NDArray[np.int64]:
-        """(largest code point + 2,): the id, or -1; the last entry stands for all beyond it."""
+        """(largest code point + 2,): the id or -1; the last entry stands for all beyond it."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
         ids = np.full(max(map(ord, vocabulary), default=0) + 2, -1, dtype=np.int64)
         for character, id in vocabulary.items():
@@ -90,10 +69,7 @@ class Characters:
         return ids
 
     def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
-        """`text` of N characters -> (N,) ids.
-
-        Raises UserError for a character outside the vocabulary; its position is counted from `at`.
-        """
+        """`text` of N characters -> (N,) ids; `UserError` for a character without an id."""
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         known = self._id_of_code_point
         ids = known[np.minimum(points, len(known) - 1)]
@@ -101,16 +77,14 @@ class Characters:
             first = int(np.argmin(ids))
             raise UserError(
                 f"character {text[first]!r} (U+{ord(text[first]):04X}) at position {at + first} is "
-                f"not in this character vocabulary; make the vocabulary from text that has it, or "
-                f"use a byte-level BPE, which takes any text"
+                "not in this character vocabulary; make the vocabulary from text that has it, or "
+                "use a byte-level BPE, which takes any text"
             )
-        found: NDArray[np.uint32] = ids.astype(np.uint32)
-        return found
+        return ids.astype(np.uint32)
 
     def encode(self, text: str, at: int = 0) -> list[int]:
         """`text` -> ids; as `encode_array`."""
-        ids: list[int] = self.encode_array(text, at).tolist()
-        return ids
+        return self.encode_array(text, at).tolist()
 
 
 def _state(part: pre_tokenizers.PreTokenizer) -> object:

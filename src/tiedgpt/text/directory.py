@@ -1,15 +1,11 @@
-"""A path -> a Hugging Face tokenizer and its settings; and back to a directory.
+"""The files of a tokenizer -> a Hugging Face tokenizer and its settings; and back to a directory.
 
 Read are `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had the former);
 `vocabulary.json` with `merges.txt` (KerasHub); `encoder.json` with `vocab.bpe` (OpenAI's GPT-2) and
-`encoder_bpe_40000.json` with `vocab_40000.bpe` (OpenAI's GPT-1). Whether such a pair is of bytes or
-of GPT-1's words, its tokens tell. Everything from outside is checked here, so that what is wrong
-with a file is said in one line that names it.
+`encoder_bpe_40000.json` with `vocab_40000.bpe` (OpenAI's GPT-1). The tokens tell whether such a
+pair is a byte-level BPE or GPT-1's. Files are checked here: an error names the file in one line.
 """
 
-import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +13,52 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import replacing, write_json
+from tiedgpt.files import read_json, replacing, write_json
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.text.characters import END_OF_TEXT
+from tiedgpt.text.codec import END_OF_TEXT, SPECIAL
 from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 
-_WHOLE = "tokenizer.json"
-_PAIRS = [
+WHOLE = "tokenizer.json"
+PAIRS = [
     ("vocab.json", "merges.txt"),
     ("vocabulary.json", "merges.txt"),
     ("encoder.json", "vocab.bpe"),
     ("encoder_bpe_40000.json", "vocab_40000.bpe"),
 ]
-_CONFIG = "tokenizer_config.json"
-_ADDED = "added_tokens.json"
-FILE_NAMES = [_WHOLE, _CONFIG, _ADDED, *(name for pair in _PAIRS for name in pair)]
-EXPECTED = f"{_WHOLE}, or {' or '.join(' with '.join(pair) for pair in _PAIRS)}"
-
-_AGAIN = "get the file again from where it came from"
-# Tokens that no merge makes: <|endoftext|>, <s>, [PAD]; and those with which fairseq pads.
-SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
+CONFIG = "tokenizer_config.json"
+ADDED = "added_tokens.json"
+FILE_NAMES = [WHOLE, CONFIG, ADDED, *(name for pair in PAIRS for name in pair)]
+EXPECTED = f"{WHOLE}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}"
+DOWNLOAD_AGAIN = "download the file again"
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | None:
     """The tokenizer at `path`, a directory or one of its files, and its `tokenizer_config.json`.
 
-    None if `path` holds none of the files. Raises CorruptInputError if one of them is damaged,
+    None if `path` has none of the files. Raises CorruptInputError if one of them is damaged,
     UserError if it cannot be read.
     """
     directory = path if path.is_dir() else path.parent
-    config = _read_object(directory / _CONFIG) if (directory / _CONFIG).is_file() else {}
-    file = path / _WHOLE if path.is_dir() else path
-    pairs = [pair for pair in _PAIRS if path.is_dir() or path.name in pair]
+    config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+    file = path / WHOLE if path.is_dir() else path
+    pairs = [pair for pair in PAIRS if path.is_dir() or path.name in pair]
     if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
-        return _parse(_read(file), file), config
+        return _read_whole(file), config
     for vocabulary, merges in pairs:
-        files = directory / vocabulary, directory / merges
-        if all(file.is_file() for file in files):
-            return _read_pair(*files, config)
+        if (directory / vocabulary).is_file() and (directory / merges).is_file():
+            return _read_pair(directory / vocabulary, directory / merges, config)
     return None
 
 
 def write_tokenizer(directory: Path, rust: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, each at once or not at all."""
-    with replacing(directory / _WHOLE) as temporary:
+    """Write `tokenizer.json` and `tokenizer_config.json`, each atomically."""
+    with replacing(directory / WHOLE) as temporary:
         temporary.write_text(rust.to_str(pretty=True), encoding="utf-8")
-    write_json(directory / _CONFIG, config)
+    write_json(directory / CONFIG, config)
 
 
 def special_id(
-    rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: Path
+    rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: str
 ) -> int | None:
     """The id of the token that `config` names under `key`, else of `<|endoftext|>`, else None.
 
@@ -79,8 +71,8 @@ def special_id(
     id = rust.token_to_id(token) if token is not None else None
     if id is None:
         raise CorruptInputError(
-            f"{where}: {_CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
-            f"correct or remove that key"
+            f"{where}: {CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
+            "correct or remove that key"
         )
     return id
 
@@ -92,35 +84,14 @@ def token_of(config: dict[str, Any], key: str) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read(file: Path) -> str:
+def _read_whole(file: Path) -> tokenizers.Tokenizer:
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(
-            f"{file}: not UTF-8 text at byte {error.start}; {_AGAIN}"
-        ) from error
+        return tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CorruptInputError):
-            raise
-        raise CorruptInputError(f"{file}: not JSON ({error}); {_AGAIN}") from error
-    if not isinstance(stored, dict):
-        raise CorruptInputError(f"{file}: not a JSON object; {_AGAIN}")
-    return stored
-
-
-def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         reason = " ".join(str(error).split())[:200]
-        raise CorruptInputError(f"{file}: not a tokenizer ({reason}); {_AGAIN}") from error
+        raise CorruptInputError(f"{file}: not a tokenizer ({reason}); {DOWNLOAD_AGAIN}") from error
 
 
 def _read_pair(
@@ -140,7 +111,7 @@ def _read_pair(
     if lost:
         raise CorruptInputError(
             f"{merges_file}: no line makes {lost[0]!r} and {len(lost) - 1} other tokens of "
-            f"{vocabulary_file.name}, so it is cut short or not of that vocabulary; {_AGAIN}"
+            f"{vocabulary_file.name}; it is cut off or of another vocabulary; {DOWNLOAD_AGAIN}"
         )
     if of_bytes:
         model = models.BPE(vocab=vocabulary, merges=merges)
@@ -149,19 +120,18 @@ def _read_pair(
         unknown = token_of(config, "unk_token") or UNKNOWN
         if unknown not in vocabulary:
             raise CorruptInputError(
-                f"{vocabulary_file}: has no {unknown!r}, which stands for unknown "
-                f"characters in a BPE as GPT-1's; {_AGAIN}"
+                f"{vocabulary_file}: has no {unknown!r}, which stands for unknown characters in a "
+                f"BPE as GPT-1's; {DOWNLOAD_AGAIN}"
             )
         config = config | {"unk_token": unknown}
-        rust = lower_case_tokenizer(
-            models.BPE(
-                vocab=vocabulary, merges=merges, unk_token=unknown, end_of_word_suffix=END_OF_WORD
-            )
+        model = models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unknown, end_of_word_suffix=END_OF_WORD
         )
+        rust = lower_case_tokenizer(model)
         unmade = list({*unmade, unknown})
     rust.add_special_tokens(sorted(unmade, key=vocabulary.__getitem__))
-    if (vocabulary_file.parent / _ADDED).is_file():
-        _add(rust, vocabulary_file.parent / _ADDED)
+    if (vocabulary_file.parent / ADDED).is_file():
+        _add_tokens(rust, vocabulary_file.parent / ADDED)
     return rust, config
 
 
@@ -170,42 +140,52 @@ def _is_basic(token: str, of_bytes: bool) -> bool:
     return len(token) == 1 or (not of_bytes and len(token.removesuffix(END_OF_WORD)) == 1)
 
 
-def _add(rust: tokenizers.Tokenizer, file: Path) -> None:
+def _add_tokens(rust: tokenizers.Tokenizer, file: Path) -> None:
     ids = _read_ids(file)
     rust.add_special_tokens(sorted(ids, key=ids.__getitem__))
     for token, id in ids.items():
         if rust.token_to_id(token) != id:
             raise CorruptInputError(
-                f"{file}: gives {token!r} the id {id}, but counting on from the vocabulary it is "
+                f"{file}: gives {token!r} the id {id}, but after the vocabulary it is "
                 f"{rust.token_to_id(token)}; correct or remove the file"
             )
 
 
 def _read_ids(file: Path) -> dict[str, int]:
-    ids = _read_object(file)
+    ids = read_json(file)
     for token, id in ids.items():
         if not (type(id) is int and 0 <= id < 1 << 32 and token):
-            raise CorruptInputError(f"{file}: gives {token!r} the id {id!r}; {_AGAIN}")
+            raise CorruptInputError(f"{file}: gives {token!r} the id {id!r}; {DOWNLOAD_AGAIN}")
     if len(set(ids.values())) < len(ids):
-        raise CorruptInputError(f"{file}: gives two tokens the same id; {_AGAIN}")
+        raise CorruptInputError(f"{file}: gives two tokens the same id; {DOWNLOAD_AGAIN}")
     return ids
 
 
 def _read_merges(
     file: Path, vocabulary: dict[str, int], vocabulary_name: str
-) -> Sequence[tuple[str, str]]:
+) -> list[tuple[str, str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(
+            f"{file}: not UTF-8 text at byte {error.start}; {DOWNLOAD_AGAIN}"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
     merges = []
-    for number, line in enumerate(_read(file).split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
-        left, _, right = line.rstrip("\r").partition(" ")
+        left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise CorruptInputError(f"{file}, line {number}: not two tokens: {line!r}; {_AGAIN}")
+            raise CorruptInputError(
+                f"{file}, line {number}: not two tokens: {line!r}; {DOWNLOAD_AGAIN}"
+            )
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise CorruptInputError(
                     f"{file}, line {number}: {token!r} is not in {vocabulary_name}; "
-                    f"use the two files of one vocabulary"
+                    "use the two files of one vocabulary"
                 )
         merges.append((left, right))
     return merges

@@ -1,34 +1,26 @@
 """GPT-1's BPE: text -> lower-case words -> pieces of words -> ids.
 
-Text is cleaned (no control characters, no accents, lower case), split at blanks and around every
+Control characters, accents and upper case are removed; the text is split at blanks and around every
 punctuation mark, and each word is merged from its characters (Radford et al. 2018, "Improving
 Language Understanding by Generative Pre-Training", section 4.1). A token that ends a word is
-written with `</w>`, which is decoded to a blank. So what was blank, upper case or accented cannot
-be told from the ids: the text that they stand for is the text that they decode to.
+written with `</w>` and decodes to the word and a blank: the ids do not tell what was removed.
 
-Characters outside the vocabulary are `<unk>`, each by itself.
+Each character outside the vocabulary becomes `<unk>`.
 """
 
-import re
-
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tiedgpt.errors import UserError
+from tiedgpt.text.bpe import chunks
+from tiedgpt.text.codec import Codec
 
 END_OF_WORD = "</w>"
 UNKNOWN = "<unk>"
 
-CHUNK = 1 << 16  # characters encoded at a time
-# Both characters are blanks to the splitter, and none of the cleaning looks across a blank: what
-# comes before one and what begins with it are encoded alike together and apart.
-_BLANK = re.compile("[ \n]")
-
 
 def lower_case_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
-    """`model`, a BPE over characters with END_OF_WORD, between GPT-1's splitter and joiner."""
+    """A tokenizer of `model`, a BPE over characters with END_OF_WORD, that splits as GPT-1's."""
     rust = tokenizers.Tokenizer(model)
     rust.normalizer = normalizers.BertNormalizer(lowercase=True)
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -36,25 +28,25 @@ def lower_case_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
     return rust
 
 
-class LowerCaseBPE:
-    """Encodes with GPT-1's BPE; special tokens in the text are ordinary text here."""
+class LowerCaseBPE(Codec):
+    """Encodes with GPT-1's BPE; special tokens in the text are ordinary text."""
 
     kind = "gpt1"
 
     def __init__(self, rust: tokenizers.Tokenizer) -> None:
+        super().__init__(rust)
         unknown = rust.model.unk_token
         if unknown is None or rust.token_to_id(unknown) is None:
             raise UserError(
                 f"this BPE with {END_OF_WORD} has no token for unknown characters, which would be "
-                f"lost without a word; use a vocabulary with {UNKNOWN}, as GPT-1's"
+                f"lost silently; use a vocabulary with {UNKNOWN}, as GPT-1's"
             )
-        self._rust = rust
         added = rust.get_added_tokens_decoder().values()
-        self._found_in_text = any(not token.special for token in added)
+        self._finds_tokens_in_text = any(not token.special for token in added)
 
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
-        """Whether `rust` cleans, splits, merges and joins as GPT-1's tokenizer does."""
+        """Whether `rust` normalizes, splits, merges and joins as GPT-1's tokenizer."""
         return (
             isinstance(rust.model, models.BPE)
             and isinstance(rust.normalizer, normalizers.BertNormalizer)
@@ -65,11 +57,11 @@ class LowerCaseBPE:
         )
 
     def token_bytes(self, token: str) -> bytes:
-        """The UTF-8 bytes that a token of the vocabulary stands for where another follows."""
+        """The bytes that a token of the vocabulary stands for before another token."""
         return token.replace(END_OF_WORD, " ").encode()
 
     def last_bytes(self) -> dict[int, bytes]:
-        """What the ids that end a word stand for at the end of a text: no blank follows there."""
+        """The bytes of the ids that end a word at the end of a text: without the blank."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
         return {
             id: token.replace(END_OF_WORD, "").encode()
@@ -77,24 +69,13 @@ class LowerCaseBPE:
             if END_OF_WORD in token
         }
 
-    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
-        """`text` -> (N,) ids; takes any text, so that `at` is not needed."""
-        parts = [self._encode(part) for part in self._chunks(text)]
-        return np.concatenate([np.array(part, dtype=np.uint32) for part in parts])
-
     def encode(self, text: str, at: int = 0) -> list[int]:
-        """`text` -> ids; as `encode_array`."""
-        return [id for part in self._chunks(text) for id in self._encode(part)]
+        """`text` -> ids, of any text.
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def _chunks(self, text: str) -> list[str]:
-        """`text`, cut before blanks, where no added token could reach across."""
-        if self._found_in_text:
-            return [text]
-        cuts = [0]
-        while cut := _BLANK.search(text, cuts[-1] + CHUNK):
-            cuts.append(cut.start())
-        return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+        It is cut before blanks, across which nothing is merged, unless an added token may reach
+        across.
+        """
+        parts = [text] if self._finds_tokens_in_text else chunks(text)
+        return [
+            id for part in parts for id in self._rust.encode(part, add_special_tokens=False).ids
+        ]

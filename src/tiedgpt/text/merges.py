@@ -1,11 +1,12 @@
-"""A byte-level vocabulary without its merges -> the merges, from the order of the tokens.
+"""The merges of a byte-level vocabulary, recovered from the order of its tokens.
 
-Files made for decoding alone (llm.c's) leave the merges out. They can be found again where ids were
-given in the order of the merges, as in every vocabulary that GPT-2's way of training makes: the
-merge that made a token is the pair that is left of its bytes when all earlier merges are done.
+Files made only for decoding (llm.c's) leave the merges out. They can be recovered where ids were
+given in the order of the merges, as GPT-2's training does: the merge that made a token is the pair
+that remains of its bytes after all earlier merges.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import tokenizers
@@ -13,19 +14,18 @@ from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.text.directory import SPECIAL
+from tiedgpt.text.codec import SPECIAL
 
-# Merging a token takes the square of its length. GPT-2's take 2.5 million in all, and 0.3 s; of
-# what is no BPE, no more than seconds.
-_WORK = 20_000_000
-_NONE = 1 << 62  # the rank of a pair that is no token
+MAX_WORK = 20_000_000
+"""The sum of the tokens' squared lengths, to which the time is proportional; GPT-2's is 2.5 million
+and takes 0.3 s."""
 
 
 def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Tokenizer:
-    """The byte-level BPE of these tokens, which lie in the order of their merges, by their ids.
+    """The byte-level BPE with these tokens, of which the 256 bytes are some, in their order.
 
-    All 256 bytes must be among them. A token that no merge makes is a special one if it looks like
-    it, as `<|endoftext|>`; else it is a CorruptInputError, which names `where`.
+    A token that no merge makes must look like a special token, such as `<|endoftext|>`; if it does
+    not, raises CorruptInputError with `where`.
     """
     merges, unmade = merges_in_order(tokens, where)
     vocabulary = {as_characters(token): id for id, token in enumerate(tokens)}
@@ -35,11 +35,11 @@ def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Token
         if not SPECIAL.fullmatch(text) or text not in vocabulary:
             raise CorruptInputError(
                 f"{where}: token {tokens.index(token)}, {token!r}, is not made of two tokens "
-                f"before it, as a BPE's are; get the file again from where it came from"
+                "before it, as a BPE's are; download the file again"
             )
         specials.append(text)
-    written = [(as_characters(left), as_characters(right)) for left, right in merges]
-    rust = byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=written))
+    pairs = [(as_characters(left), as_characters(right)) for left, right in merges]
+    rust = byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     rust.add_special_tokens(specials)
     return rust
 
@@ -47,24 +47,23 @@ def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Token
 def merges_in_order(
     tokens: Sequence[bytes], where: str
 ) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
-    """The merges that make the tokens, in their order; and the tokens that no merge makes.
+    """The merges that make the tokens, in order, and the tokens that no merge makes.
 
-    Raises CorruptInputError, which names `where`, for tokens that are far longer than a BPE's.
+    Raises CorruptInputError with `where` for tokens that are far longer than a BPE's.
     """
-    if sum(len(token) ** 2 for token in tokens) > _WORK:
+    if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise CorruptInputError(
-            f"{where}: its tokens are far longer than those of a BPE; get the file again from "
-            f"where it came from"
+            f"{where}: its tokens are far longer than those of a BPE; download the file again"
         )
-    ranks: dict[bytes, int] = {}  # of the tokens that merging can have made by now
+    ranks: dict[bytes, int] = {}  # of the tokens made so far
     merges, unmade = [], []
     for rank, token in enumerate(tokens):
         if len(token) > 1:
-            pair = _parts(token, ranks)
-            if len(pair) > 2:
+            parts = _merged(token, ranks)
+            if len(parts) > 2:
                 unmade.append(token)
                 continue
-            merges.append((pair[0], pair[1]))
+            merges.append((parts[0], parts[1]))
         ranks[token] = rank
     return merges, unmade
 
@@ -74,14 +73,14 @@ def as_characters(token: bytes) -> str:
     return "".join(BYTE_ALPHABET[byte] for byte in token)
 
 
-def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """What is left of a token's bytes when they are merged as far as `ranks` goes; at least two."""
+def _merged(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """A token's bytes, merged until two parts are left or no pair of parts is in `ranks`."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(left + right, _NONE) for left, right in itertools.pairwise(parts)]
-        best = min(pairs)
-        if best == _NONE:
-            return parts
+        pairs = [left + right for left, right in itertools.pairwise(parts)]
+        best = min(pairs, key=lambda pair: ranks.get(pair, math.inf))
+        if best not in ranks:
+            break
         at = pairs.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        parts[at : at + 2] = [best]
     return parts

@@ -1,49 +1,31 @@
-"""`Tokenizer`: text -> ids -> text, whatever the vocabulary is made of.
+"""`Tokenizer`: text -> ids -> text, for every kind of vocabulary.
 
-What depends on the kind of vocabulary is a `Codec`: byte-level BPE (`bpe.py`), GPT-1's lower-case
-BPE (`gpt1.py`) or single characters (`characters.py`). Special tokens and decoding are the same for
-all and are here.
+A `Codec` knows one kind: byte-level BPE (`bpe.py`), GPT-1's lower-case BPE (`gpt1.py`) or single
+characters (`characters.py`). Special tokens and decoding are the same for all, and are here.
 """
 
-import re
+import operator
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
+from tiedgpt.text.codec import Codec
 from tiedgpt.text.directory import special_id, write_tokenizer
 from tiedgpt.text.gpt1 import LowerCaseBPE
 from tiedgpt.text.stream import StreamDecoder
 
-
-class Codec(Protocol):
-    """What depends on the kind of vocabulary; no method sees special tokens."""
-
-    kind: str
-
-    def encode(self, text: str, at: int = 0) -> list[int]:
-        """`text`, which begins at position `at` of what the user gave -> ids."""
-
-    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
-        """The same as (N,) ids."""
-
-    def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for."""
-
-    def last_bytes(self) -> dict[int, bytes]:
-        """The ids that stand for other bytes at the end of a text, with these bytes."""
-
-
-_CODECS = (ByteLevelBPE, LowerCaseBPE, Characters)
-# Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved.
-_KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
+CODECS: tuple[type[Codec], ...] = (ByteLevelBPE, LowerCaseBPE, Characters)
+KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
+"""Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved."""
 
 
 class Tokenizer:
@@ -67,8 +49,8 @@ class Tokenizer:
         self._settings = settings or {}
         self._codec = _codec_for(rust, where)
         self._size = _checked_size(rust, where)
-        self.bos_token_id = special_id(rust, self._settings, "bos_token", Path(where))
-        self.eos_token_id = special_id(rust, self._settings, "eos_token", Path(where))
+        self.bos_token_id = special_id(rust, self._settings, "bos_token", where)
+        self.eos_token_id = special_id(rust, self._settings, "eos_token", where)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Tokenizer":
@@ -76,9 +58,9 @@ class Tokenizer:
 
         Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
         and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; llm.c's `gpt2_tokenizer.bin`;
-        the one inside a GGUF file. A file of weights stands for the directory that it lies in. A
-        path that exists wins over a hub name. Raises UserError if there is no tokenizer or it is of
-        another kind, CorruptInputError if a file is damaged.
+        the one inside a GGUF file. A file of weights stands for its directory. A path that exists
+        wins over a hub name. Raises UserError if there is no tokenizer or it is of another kind,
+        CorruptInputError if a file is damaged.
         """
         from tiedgpt.weights.tokenizer_files import open_tokenizer
 
@@ -88,7 +70,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Train a byte-level BPE of at most `vocab_size` ids, the last `<|endoftext|>`.
 
-        Fewer ids come out if no pair of tokens is left that occurs twice. Raises UserError if
+        There are fewer ids if no pair of tokens is left that occurs twice. Raises UserError if
         `vocab_size` is below 257 or a text is not valid Unicode.
         """
         return cls(train_bpe(_checked_texts(texts), vocab_size))
@@ -97,7 +79,7 @@ class Tokenizer:
     def characters(cls, texts: Iterable[str]) -> "Tokenizer":
         """One id for each distinct character of `texts`, sorted; then `<|endoftext|>`.
 
-        Raises UserError if `texts` has no character or one is not valid Unicode.
+        Raises UserError if `texts` has no character or is not valid Unicode.
         """
         return cls(character_tokenizer(_checked_texts(texts)))
 
@@ -112,7 +94,7 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer(kind={self.kind!r}, len={len(self)}, eos_token_id={self.eos_token_id})"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that worker processes get one like this
+    def __reduce__(self) -> tuple[Any, ...]:  # for worker processes
         return _restored, (self._rust.to_str(), self._settings)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
@@ -120,13 +102,21 @@ class Tokenizer:
 
         "<|endoftext|>" in the text is ordinary text, which cannot end a document, unless
         `allow_special`. GPT-1's vocabulary has `<unk>` for characters that it lacks. Raises
-        UserError if the text is not valid Unicode or, for characters, has one that is not in the
+        UserError if the text is not valid Unicode or has a character outside a character
         vocabulary.
         """
         _refuse_surrogates(text)
-        if allow_special and self._special:
-            return [id for part in self._parts(text) for id in part]
-        return self._codec.encode(text)
+        if not (allow_special and self._special_ids):
+            return self._codec.encode(text)
+        ids: list[int] = []
+        splitter, special_ids = self._special_splitter
+        parts = splitter.encode(text)
+        for number, (start, end) in zip(parts.ids, parts.offsets, strict=True):
+            if number in special_ids:
+                ids.append(special_ids[number])
+            else:
+                ids += self._codec.encode(text[start:end], start)
+        return ids
 
     def encode_array(self, text: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """`text` -> (N,) ids, for bulk data: uint16 if V is at most 65,536, else uint32.
@@ -138,12 +128,12 @@ class Tokenizer:
         return ids.astype(np.uint16) if len(self) <= 1 << 16 else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text: their bytes joined, with U+FFFD for what is not UTF-8; special tokens show.
+        """A list, numpy array or torch tensor of ids (N,) -> text.
 
-        Of GPT-1's words the last has no blank after it. Raises UserError for an id outside the
-        vocabulary.
+        Bytes that are not UTF-8 become U+FFFD; special tokens are shown. After GPT-1's last word
+        there is no blank. Raises UserError for an id outside the vocabulary, or no integer.
         """
-        known = list(ids)
+        known = _integers(ids)
         parts = list(map(self.token_bytes, known))
         if known:
             parts[-1] = self._last_bytes.get(known[-1], parts[-1])
@@ -152,33 +142,33 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """The bytes of text that one id stands for, possibly part of a character.
 
-        Where a word ends in GPT-1's vocabulary they have the blank that follows it. Raises
+        A token that ends a word in GPT-1's vocabulary includes the blank that follows. Raises
         UserError for an id outside the vocabulary.
         """
-        found = self._bytes[id] if 0 <= id < self._size else None
-        if found is None:
+        token = self._bytes[id] if 0 <= id < self._size else None
+        if token is None:
             raise UserError(
                 f"id {id} is outside the vocabulary of {self._size} tokens; "
                 f"use ids of this tokenizer, from 0 to {self._size - 1}"
             )
-        return found
+        return token
 
     def byte_lengths(self) -> NDArray[np.int64]:
-        """(V,): how many bytes of text each id stands for; 0 for special tokens: they are no text.
+        """(V,): how many bytes of text each id stands for; 0 for special tokens.
 
         The sum over a text's ids is its length in bytes, as bits per byte needs it. With GPT-1's
-        vocabulary that is the decoded text, lower-case and with one blank after each word, also the
-        last; what is `<unk>` in it counts as nothing.
+        vocabulary that is the decoded text, with a blank after the last word, too, and without what
+        became `<unk>`.
         """
         lengths = np.array([len(token or b"") for token in self._bytes], dtype=np.int64)
-        lengths[[id for id, _ in self._special.values()]] = 0
+        lengths[list(self._special_ids.values())] = 0
         return lengths
 
     def stream(self, after: int | None = None) -> StreamDecoder:
-        """A decoder for ids that come one by one; its pieces, joined, are what `decode` gives.
+        """A decoder for ids that come one by one; its joined pieces are what `decode` gives.
 
-        Where they go on from a prompt, `after` is its last id: if that ended a word of GPT-1's, the
-        pieces begin with the blank between.
+        If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
+        first piece begins with a blank.
         """
         return StreamDecoder(self.token_bytes, self._last_bytes, after)
 
@@ -189,9 +179,9 @@ class Tokenizer:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers loads, too.
 
-        Each file is replaced at once: a crash leaves the old one or the new one.
+        Each file is replaced atomically.
         """
-        config = {key: self._settings[key] for key in _KEPT_SETTINGS if key in self._settings}
+        config = {key: self._settings[key] for key in KEPT_SETTINGS if key in self._settings}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["clean_up_tokenization_spaces"] = False
         named = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
@@ -217,39 +207,18 @@ class Tokenizer:
         return {id: last for id, last in self._codec.last_bytes().items() if id not in added}
 
     @cached_property
-    def _special(self) -> dict[str, tuple[int, tokenizers.AddedToken]]:
-        """The special tokens by their text."""
+    def _special_ids(self) -> dict[str, int]:
         added = self._rust.get_added_tokens_decoder()
-        return {token.content: (id, token) for id, token in added.items() if token.special}
+        return {token.content: id for id, token in added.items() if token.special}
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        """Finds the special tokens as `tokenizers` does: the first, and there the longest."""
-        longest_first = sorted(self._special, key=len, reverse=True)
-        return re.compile(
-            "|".join(
-                rf"(?<!\w){re.escape(content)}(?!\w)"
-                if self._special[content][1].single_word
-                else re.escape(content)
-                for content in longest_first
-            )
-        )
-
-    def _parts(self, text: str) -> Iterator[list[int]]:
-        """The ids of the text between special tokens, and of these, in turn."""
-        start, takes_blanks = 0, False
-        for match in self._special_pattern.finditer(text):
-            id, token = self._special[match[0]]
-            yield self._between(text, start, match.start(), takes_blanks, token.lstrip)
-            yield [id]
-            start, takes_blanks = match.end(), token.rstrip
-        yield self._between(text, start, len(text), takes_blanks, False)
-
-    def _between(self, text: str, start: int, end: int, lstrip: bool, rstrip: bool) -> list[int]:
-        part = text[start:end]
-        part = part.rstrip() if rstrip else part
-        stripped = part.lstrip() if lstrip else part
-        return self._codec.encode(stripped, start + len(part) - len(stripped))
+    def _special_splitter(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """Splits a text at special tokens; its number of each special token -> its id here."""
+        splitter = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        added = self._rust.get_added_tokens_decoder()
+        splitter.add_special_tokens([added[id] for id in self._special_ids.values()])
+        numbers = splitter.get_vocab()
+        return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
 
 
 def _restored(stored: str, settings: dict[str, Any]) -> Tokenizer:
@@ -257,13 +226,13 @@ def _restored(stored: str, settings: dict[str, Any]) -> Tokenizer:
 
 
 def _codec_for(rust: tokenizers.Tokenizer, where: str) -> Codec:
-    for codec in _CODECS:
+    for codec in CODECS:
         if codec.reads(rust):
             return codec(rust)
-    names = type(rust.model).__name__, type(rust.decoder).__name__
+    model, decoder = type(rust.model).__name__, type(rust.decoder).__name__
     raise UserError(
-        f"{where}: a tokenizer with the model {names[0]} and the decoder {names[1]} is not "
-        f"supported; use one with a byte-level BPE, as GPT-2's, GPT-1's BPE, or single characters"
+        f"{where}: a tokenizer with the model {model} and the decoder {decoder} is not supported; "
+        "use one with a byte-level BPE, as GPT-2's, GPT-1's BPE, or single characters"
     )
 
 
@@ -274,9 +243,17 @@ def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
     if not ids or size > 2 * len(ids) + 1024 or len(set(ids)) < len(ids):
         raise CorruptInputError(
             f"{where}: {len(ids)} tokens have {len(set(ids))} different ids up to {size - 1}; it "
-            f"is damaged; get it again from where it came from"
+            "is damaged; download it again"
         )
     return size
+
+
+def _integers(ids: Any) -> list[int]:
+    """The ids of a list, array or tensor as plain integers, which are equal by their values."""
+    try:
+        return list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
+    except TypeError as error:
+        raise UserError(f"ids must be integers in one dimension: {error}") from error
 
 
 def _checked_texts(texts: Iterable[str]) -> Iterator[str]:
@@ -295,5 +272,5 @@ def _refuse_surrogates(text: str, where: str = "") -> None:
     except UnicodeEncodeError as error:
         raise UserError(
             f"position {error.start}{where} has the lone surrogate U+{ord(text[error.start]):04X}, "
-            f"which is not valid Unicode; read the text with errors='replace' or remove it"
+            "which is not valid Unicode; read the text with errors='replace' or remove it"
         ) from error

@@ -249,7 +249,7 @@ def tokenizer(path: Path) -> Tokenizer:
 
 def _character_tokenizer(tokens: list[bytes], path: Path) -> tokenizers.Tokenizer:
     from tiedgpt.text.characters import tokenizer_of_ids
-    from tiedgpt.text.directory import SPECIAL
+    from tiedgpt.text.codec import SPECIAL
 
     texts = [token.decode("utf-8", errors="replace") for token in tokens]
     n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))

@@ -1,0 +1,41 @@
+"""The part of a tokenizer that depends on its kind of vocabulary."""
+
+import re
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
+"""Special tokens, which no merge makes: <|endoftext|>, <s>, [PAD]; and fairseq's padding."""
+
+
+class Codec:
+    """Base of `ByteLevelBPE`, `LowerCaseBPE` and `Characters`. No method knows special tokens."""
+
+    kind: str
+
+    def __init__(self, rust: tokenizers.Tokenizer) -> None:
+        self._rust = rust
+
+    @staticmethod
+    def reads(rust: tokenizers.Tokenizer) -> bool:
+        """Whether `rust` is of this kind."""
+        raise NotImplementedError
+
+    def encode(self, text: str, at: int = 0) -> list[int]:
+        """`text` -> ids; `at` is the position of `text` in what the user gave, for errors."""
+        raise NotImplementedError
+
+    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
+        """`text` -> (N,) ids; raises as `encode`."""
+        return np.array(self.encode(text, at), dtype=np.uint32)
+
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes that a token of the vocabulary stands for."""
+        return token.encode()
+
+    def last_bytes(self) -> dict[int, bytes]:
+        """The ids that stand for other bytes at the end of a text, with these bytes."""
+        return {}
