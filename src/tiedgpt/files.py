@@ -93,10 +93,10 @@ def require_room(directory: Path, n_bytes: int) -> None:
         )
 
 
-def beside(path: Path, name: str) -> Path:
+def beside(path: Path, name: str, *, links: bool = False) -> Path:
     """Return the file `name` that a file or directory names: in its directory, and nowhere else.
 
-    A link out of the directory is followed only into the blobs of a Hugging Face cache. Raises
+    Unless `links`, a link out of it is followed only into the blobs of a Hugging Face cache. Raises
     `CorruptInputError` for a path, for such a link, and where there is no such file.
     """
     directory = path if path.is_dir() else path.parent
@@ -107,7 +107,7 @@ def beside(path: Path, name: str) -> Path:
         there = False
     if not there:
         raise CorruptInputError(f"{path} names the file {shown!r}, which is not beside it")
-    if leads_out(directory, directory / name):
+    if not links and leads_out(directory, directory / name):
         raise CorruptInputError(f"{path} names the file {shown!r}, a link out of its directory")
     return directory / name
 

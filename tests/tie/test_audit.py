@@ -25,12 +25,12 @@ from tests.tie.checkpoints import (
     write_gguf,
     write_onnx,
 )  # fmt: skip
-from tests.weights.dialects.karpathy import FirstMinGPT, Karpathy
+from tests.weights.karpathy import FirstMinGPT, Karpathy
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix, ledger
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
-from tiedgpt.weights.formats.torch_file import stored_tensor
+from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.torch_file import stored_tensor
 
 
 def kinds(found) -> list[str]:

@@ -15,7 +15,7 @@ from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.loop import train
 from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.step import train_step
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
 def run_all(run, config, plan, tokenizer, stop_after=None):

@@ -29,7 +29,7 @@ from tiedgpt.train.plan import Plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sharding import Shards
 from tiedgpt.train.step import train_step
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 PLAN = Plan(
     steps=6, batch_size=5, micro_batch=1, optimizer="adamw", lr=1e-3, warmup=1, weight_decay=0.1,

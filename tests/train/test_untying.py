@@ -24,7 +24,7 @@ from tiedgpt.train.loop import train
 from tiedgpt.train.planning import make_plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.untying import arranged, untie_in_training
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
 @pytest.fixture

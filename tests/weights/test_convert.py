@@ -12,9 +12,10 @@ from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.weights import convert as convert_module
-from tiedgpt.weights.convert import convert
+from tiedgpt.weights.convert import TARGETS, convert
 from tiedgpt.weights.load import load
-from tiedgpt.weights.targets import TARGETS
+
+pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
 TEXT = "the cat sat on the mat and the dog sat on the log, naïve café 2 + 2 = 4\n" * 40
 SUFFIXES = {

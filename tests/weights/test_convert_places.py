@@ -12,7 +12,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights import convert as converting
-from tiedgpt.weights.convert import _sweep, convert
+from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
 
 
@@ -79,9 +79,10 @@ def test_a_message_is_one_line_whatever_a_path_is_called(tmp_path: Path, capsys)
     assert "\x1b" not in err and (err.count("\n") == 1 or "usage" in err.lower())
 
 
-def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(tmp_path):
+def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(saved, tmp_path):
     gone, running = f".x.bin.tmp-{2**22 - 1}-ab", f".x.bin.tmp-{os.getpid()}-ab"
     for name in (gone, running, ".other.tmp-1-ab"):
         (tmp_path / name).mkdir()
-    _sweep(tmp_path / "x.bin")
-    assert {path.name for path in tmp_path.iterdir()} == {running, ".other.tmp-1-ab"}
+    convert(load(saved), tmp_path / "x.bin", "llmc", tokenizer=None)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {running, ".other.tmp-1-ab", "saved", "x.bin"}

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.gguf import TYPES, read, read_metadata, to_ours, to_theirs
 from tiedgpt.weights.load import load
-from tiedgpt.weights.names import shapes
 from tiedgpt.weights.tensors import QUANTIZED
+
+pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.weights.conftest import with_head
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.load import load
-from tiedgpt.weights.names import shapes
 
 
 def assert_is(model: GPT, tiny: GPT) -> None:
@@ -324,7 +324,7 @@ def test_a_head_that_transformers_has_no_place_for_is_not_written(tiny, tmp_path
 def test_what_safetensors_writes_we_read_and_the_reverse(tiny, saved, tmp_path):
     state = load_file(saved / "model.safetensors")
     save_file(state, tmp_path / "copy.safetensors")
-    from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+    from tiedgpt.weights.safetensors_file import SafetensorsFile
 
     ours = SafetensorsFile.open(tmp_path / "copy.safetensors")
     assert ours.entries.keys() == state.keys()

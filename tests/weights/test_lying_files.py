@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.weights.dialects.karpathy import FirstMinGPT
 from tests.weights.gpt1_release import block_shapes, write_release
+from tests.weights.karpathy import FirstMinGPT
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.llmc import write as write_llmc

@@ -77,9 +77,8 @@ def _termination_as_interrupt() -> Iterator[None]:
 def _run(given: Arguments) -> int:
     import torch
 
-    from tiedgpt.weights.convert import convert
+    from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
-    from tiedgpt.weights.targets import format_of, require_place
 
     supplied = {
         name: value

@@ -29,7 +29,7 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import memory_line
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.weights.names import TIEDGPT, model_type_of
+from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9

@@ -158,27 +158,38 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        source: str | os.PathLike[str],
+        source: str | os.PathLike[str] | nn.Module,
         *,
         resolve: str | None = None,
         dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         **config: Any,
     ) -> GPT:
         """Load a model from a directory, a file or a hub name, in eval mode.
 
+        `source` may also be a GPT-2 or GPT-1 of transformers in memory: its weights are copied.
         dtype None keeps the file's. `resolve` ("untie", "keep-input", "keep-output", "tie") says
         what to do where a file holds two different matrices, or lacks the head that its config
-        claims. `config` supplies only what the file does not say. Raises `CorruptInputError` for
-        files that are damaged or not GPTs, `UserError` for what is asked for wrongly.
+        claims. `revision` (a branch, tag or commit) and `cache_dir` are for hub names. `config`
+        fills in what the file does not say; it may change dropout (`attn_pdrop=0.0`), and
+        contradict nothing else. Assumptions are told in a `CheckpointWarning`.
+
+        Raises `CorruptInputError` for files that are damaged or not GPTs, `UserError` for what is
+        asked for wrongly, for classifiers (see `tiedgpt.heads`) and for adapters.
         """
         from tiedgpt.weights.load import load_model
 
-        return load_model(source, resolve=resolve, dtype=dtype, **config)
+        return load_model(
+            source, resolve=resolve, dtype=dtype, revision=revision, cache_dir=cache_dir, **config
+        )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers loads as it is.
 
-        Existing files of the same names are replaced, each atomically.
+        Existing files of the same names are replaced, each atomically. Raises `UserError`, before
+        anything is written, for a model that is not what its config says: an unmerged adapter,
+        parametrizations, a pruned or added module.
         """
         from tiedgpt.weights.save import save_model
 

@@ -23,20 +23,17 @@ from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
-from tiedgpt.weights.formats.safetensors_file import Stored
-from tiedgpt.weights.load import load
-from tiedgpt.weights.names import GPT1, GPT2, TIEDGPT, ModelType, model_type_of
+from tiedgpt.weights.huggingface import GPT1, GPT2, TIEDGPT, ModelType, model_type_of
+from tiedgpt.weights.load import OTHER_HEADS, load
 from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.safetensors_file import Stored
 from tiedgpt.weights.save import (
     OUR_CARD,
     describe,
-    require_plain_head,
     tensors_of,
     write_directory,
 )
 
-OWN_TENSORS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
-"""The names of all heads' own tensors begin with one of these."""
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
 """The classes that transformers has for GPT-1. For GPT-2 it has all."""
 INIT_STD = 0.02
@@ -161,8 +158,6 @@ class Head(nn.Module):
         the name in `architectures`; it loads back here.
         """
         gpt = self.gpt
-        if self.predicts_tokens:
-            require_plain_head(gpt, "every file")
         model_type = model_type_of(gpt.config)
         tensors = tensors_of(gpt)
         if not self.own:  # transformers' bare body has no prefix
@@ -219,7 +214,7 @@ def _body_of(checkpoint: Checkpoint, dtype: torch.dtype | None, keep_head: bool)
         checkpoint.source,
         resolve="tie" if is_body_alone else None,
         dtype=dtype,
-        others=lambda name: name.startswith(OWN_TENSORS),
+        others=lambda name: name.startswith(OTHER_HEADS),
     ).model
     if gpt.head is not None and not keep_head:
         gpt.head = None

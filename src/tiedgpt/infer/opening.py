@@ -15,7 +15,6 @@ from tiedgpt.infer.session import Runner
 from tiedgpt.infer.threads import OnThreads, check_threads
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.opening import PATTERNS
 from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
 from tiedgpt.weights.packed_panels import Precision
 
@@ -135,7 +134,7 @@ def _from_source(
     **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return a runner of what is loaded, on the GPU where there is one, and notes."""
-    path = local_directory(source if isinstance(source, str) else Path(source), PATTERNS)
+    path = local_directory(source)
     packed = find_packed(path)
     if packed is not None and how.backend != "torch":
         if resolve is not None or config:

@@ -25,8 +25,8 @@ from tiedgpt.tie.findings import megabytes, size
 from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import nonzero_rows
-from tiedgpt.weights.formats.safetensors_file import write_safetensors
 from tiedgpt.weights.opening import CLAIM
+from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensor_copy import Copy
 from tiedgpt.weights.tensors import StoredTensor, printable
 

@@ -20,8 +20,8 @@ from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
 from tiedgpt.tie.roles import MAY_PREDICT, PREDICTS, is_position, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.formats.torch_file import stored_tensor
 from tiedgpt.weights.opening import CLAIM, claim_of
+from tiedgpt.weights.torch_file import stored_tensor
 
 EMBEDDINGS = (nn.Embedding, TiedEmbedding)
 

@@ -19,7 +19,7 @@ from tiedgpt.train.history import History, history
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Model, body_of, predicts_tokens
-from tiedgpt.weights.names import TIEDGPT, model_type_of
+from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 from tiedgpt.weights.save import OUR_CARD
 
 PIPELINES = {

@@ -23,7 +23,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.parallel import World
 from tiedgpt.train.sharding import laid_out_like
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile, Stored, write_safetensors
+from tiedgpt.weights.safetensors_file import SafetensorsFile, Stored, write_safetensors
 
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""

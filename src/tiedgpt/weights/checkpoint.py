@@ -7,19 +7,24 @@ its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+EMBEDDING = "wte.weight"
+HEAD = "head.weight"
 
 BY_FORMAT = {
     "GGUF": "gguf",
@@ -31,8 +36,11 @@ BY_FORMAT = {
     "numpy": "openai_gpt1",
 }
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
-IN_SHARED_CONTAINERS = ("dialects.nanogpt", "dialects.transformers")
+IN_SHARED_CONTAINERS = ("mingpt", "nanogpt", "state_dict", "huggingface")
 """Modules with `recognizes` and `as_gpt`, asked in this order, of what several projects write."""
+_PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
+"""What torch.compile, activation checkpointing and DDP put into the names of parameters."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +119,23 @@ class LazyTensor:
         import torch
 
         self.require_readable()
-        rows = self.stored.matrix_shape[0]
         if self.stored.dtype in FLOATS:
-            native = self.stored.native(0, rows)
-            native = native if native.flags.owndata else native.copy()  # of memory that is mapped
-            flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
-            tensor = flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
+            tensor = self.bits()
         else:
-            tensor = torch.from_numpy(self.stored.rows(0, rows)).view(self.stored.shape)
+            rows = self.stored.rows(0, self.stored.matrix_shape[0])
+            tensor = torch.from_numpy(rows).view(self.stored.shape)
         return tensor.T.contiguous() if self.transposed and tensor.ndim == 2 else tensor
+
+    def bits(self) -> Tensor:
+        """Return a tensor of any of torch's types as it is stored, in memory of its own."""
+        import torch
+
+        if not self.stored.count:
+            return torch.empty(self.stored.shape, dtype=getattr(torch, self.stored.dtype))
+        native = self.stored.native(0, self.stored.matrix_shape[0])
+        native = native if native.flags.owndata else native.copy()  # of memory that is mapped
+        flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
+        return flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
 
 
 @dataclass(frozen=True)
@@ -147,13 +163,70 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
     contradict each other.
     """
-    names: tuple[str, ...] = IN_SHARED_CONTAINERS
+    modules: tuple[str, ...] = IN_SHARED_CONTAINERS
     if checkpoint.format in BY_FORMAT:
-        names = (BY_FORMAT[checkpoint.format],)
-    for name in names:
+        modules = (BY_FORMAT[checkpoint.format],)
+    else:
+        checkpoint = _without_wrappers(checkpoint)
+    for name in modules:
         module = import_module(f"tiedgpt.weights.{name}")
         recognizes = getattr(module, "recognizes", lambda checkpoint: True)
         if recognizes(checkpoint):
             answer: GPTCheckpoint = module.as_gpt(checkpoint)
             return answer
     raise CorruptInputError(f"{checkpoint.source} holds no GPT that is known here")
+
+
+def unwrapped(name: str) -> str:
+    """Return a parameter's name without the parts that torch's wrappers put into it."""
+    return WRAPPERS.sub("", name)
+
+
+def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its tensors under the names of the module that was wrapped."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        bare = unwrapped(name)
+        if bare in tensors:
+            raise CorruptInputError(
+                f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"
+            )
+        tensors[bare] = tensor
+    return replace(checkpoint, tensors=tensors)
+
+
+def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of `GPT(config)` by our names, without torch."""
+    width, inner = config.n_embd, config.inner_dim
+    block = {
+        "ln_1.weight": (width,),
+        "ln_1.bias": (width,),
+        "attn.c_attn.weight": (3 * width, width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "ln_2.weight": (width,),
+        "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (inner, width),
+        "mlp.c_fc.bias": (inner,),
+        "mlp.c_proj.weight": (width, inner),
+        "mlp.c_proj.bias": (width,),
+    }
+    all_shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, width),
+        "wpe.weight": (config.n_positions, width),
+    }
+    for layer in range(config.n_layer):
+        all_shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+    if config.norm == "pre":
+        all_shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    if not config.tie_word_embeddings:
+        all_shapes[HEAD] = (config.vocab_size, width)
+    if not config.bias:
+        all_shapes = {n: shape for n, shape in all_shapes.items() if not n.endswith(".bias")}
+    return all_shapes
+
+
+def with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes for a format that knows no model without biases."""
+    return shapes(replace(config, bias=True))

@@ -2,38 +2,81 @@
 
 SOURCE is loaded, written to a hidden place beside DEST, opened again and compared; only what passed
 is moved to DEST. In a format of the same precision every weight must come back bit for bit; in a
-coarser one the logits must stay within a tolerance that is stated.
+coarser one the logits must stay within a stated tolerance.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import remove, sync, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.checkpoint import Checkpoint, as_gpt
-from tiedgpt.weights.evidence import Evidence
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, as_gpt
+from tiedgpt.weights.huggingface import TIEDGPT
 from tiedgpt.weights.load import Loaded, Progress, load
-from tiedgpt.weights.names import EMBEDDING, HEAD, TIEDGPT
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.save import save_model, write_description
-from tiedgpt.weights.targets import DTYPES, TARGETS, TOLERANCES, Target, choose, require_place
+from tiedgpt.weights.plain_model import PRECISIONS
+from tiedgpt.weights.save import save_tokenizer, write_description
 from tiedgpt.weights.tensors import by_storage
 
+
+@dataclass(frozen=True)
+class Target:
+    """A format that can be written."""
+
+    writer: str
+    """The module of this package, and its function `write(model, path, *, tokenizer, precision,
+    progress, **options)`."""
+    precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    suffix: str = ""
+    """Of a file; "": a directory is written."""
+    bundled: str = ""
+    """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
+    holds_tokenizer: bool = False
+    options: tuple[str, ...] = ()
+    default: str = ""
+    """The precision where none is asked for; "": the model's own, where it is one of these."""
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether a directory is written at `path`."""
+        return not self.suffix or (bool(self.bundled) and path.suffix != self.suffix)
+
+
+TARGETS = {
+    "transformers": Target("save:write", holds_tokenizer=True),
+    "gguf": Target(
+        "gguf_write:write", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
+        options=("duplicate_head", "approximate_gelu"),
+    ),
+    "onnx": Target("writers.onnx:write_onnx", suffix=".onnx", bundled="model.onnx"),
+    "nanogpt": Target("nanogpt:write", suffix=".pt", options=("approximate_gelu",)),
+    "llmc": Target(
+        "llmc:write", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)
+    ),
+    "packed": Target(
+        "packed_write:write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
+        default="int8",
+    ),
+}  # fmt: skip
+TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
+"""Root mean square of the logits' differences over that of the logits, by the precision written."""
 HEADERS_AND_VOCABULARY = 16 << 20
 """Bytes beside tensors that a file of a small model may well have."""
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
+CHECKED_SHAPE = (2, 48)
+"""(B, T) of the ids on which logits are compared."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +97,12 @@ class Written:
     tolerance: float
     with_tokenizer: bool
     notes: tuple[str, ...]
-    """What opening it again had to tell."""
+    """Notes from opening it again."""
+
+
+def format_of(path: Path) -> str:
+    """Return the format that the name of a file or directory stands for."""
+    return next((to for to, t in TARGETS.items() if t.suffix == path.suffix), "transformers")
 
 
 def convert(
@@ -74,25 +122,25 @@ def convert(
     `UserError`, before anything is written, for what the format cannot express or where `path` is
     taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
     """
-    target, precision = choose(to, precision, loaded.model.wte.weight.dtype)
-    require_place(path, to, overwrite=overwrite)
-    for name in options:
-        if name not in target.options:
-            raise UserError(f"{name} is no option of {to}")
     model, name = loaded.model, path.name
+    precision = _chosen_precision(to, precision, model.wte.weight.dtype)
+    require_place(path, to, overwrite=overwrite)
+    for option in options:
+        if option not in TARGETS[to].options:
+            raise UserError(f"{option} is no option of {to}")
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
         )
-    before = Evidence.of(model)
+    before = Fingerprint.of(model)
     hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    _sweep(path)
+    _remove_leftovers(path)
     try:
         with writing(path):
             hidden.mkdir(parents=True)
             _write(model, hidden / name, to, tokenizer, precision, progress, options)
-        written = _compare(before, hidden / name, target, tokenizer, precision, loaded)
+        written = _compare(before, hidden / name, to, tokenizer, precision, loaded)
         with writing(path):
             _move(hidden, path, overwrite)
     finally:
@@ -100,8 +148,42 @@ def convert(
     return Written(path, **written)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what a conversion to the same place left that was killed."""
+def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str:
+    """Return the precision to write: the one asked for, the weights' own, or fp32."""
+    if to not in TARGETS:
+        raise UserError(f"{to!r} is no format that is written here; there are {', '.join(TARGETS)}")
+    target = TARGETS[to]
+    if precision is None:
+        names = {torch_dtype: name for name, torch_dtype in PRECISIONS.items()}
+        own = target.default or names.get(dtype, "fp32")
+        return own if own in target.precisions else "fp32"
+    if precision not in target.precisions:
+        others = [name for name, other in TARGETS.items() if precision in other.precisions]
+        raise UserError(
+            f"{to} is not written in {precision!r} here; there are {', '.join(target.precisions)}"
+            + (f"; {precision} is of --to {' and '.join(others)}" if others else "")
+        )
+    return precision
+
+
+def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
+    """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
+    if path.name in ("", ".."):
+        raise UserError(f"{path} names nothing new: give DEST a name")
+    with writing(path):
+        directory, exists = TARGETS[to].is_directory(path), path.exists()
+        if directory and exists and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is there already: give a directory that is new or empty")
+        if not directory and path.is_dir():
+            raise UserError(f"{path} is a directory: give the name of a file")
+        if not directory and exists and not path.is_file():
+            raise UserError(f"{path} is no file that could be replaced: give another name")
+        if not directory and exists and not overwrite:
+            raise UserError(f"{path} is there already: give another name, or --overwrite")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a killed conversion to the same place left."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
         try:
@@ -121,24 +203,22 @@ def _write(
     progress: Progress | None,
     options: dict[str, Any],
 ) -> None:
+    """Write a file, or a directory with config and tokenizer."""
     target, place = TARGETS[to], path
     directory = target.is_directory(path)
     if directory and target.bundled:
-        write_description(model, path, DTYPES[precision])
+        write_description(model, path, PRECISIONS[precision])
         place = path / target.bundled
-    if to == "transformers":
-        save_model(model, path, DTYPES[precision])
-    else:
-        module, _, function = (target.writer or f"{to}:write").partition(":")
-        writer: Callable[..., None] = getattr(import_module(f"tiedgpt.weights.{module}"), function)
-        inside = None if directory else tokenizer
-        writer(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
+    module, _, function = target.writer.partition(":")
+    write = getattr(import_module(f"tiedgpt.weights.{module}"), function)
+    inside = None if directory else tokenizer
+    write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
     if directory and tokenizer is not None:
-        tokenizer.save_pretrained(path)
+        save_tokenizer(tokenizer, model.config, path)
 
 
 def _move(hidden: Path, path: Path, overwrite: bool) -> None:
-    """Put what was proven in its place, the file that names the others last."""
+    """Put the checked files in their place, the file that names the others last."""
     made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
     for file in made:
         place = path.parent / file.name
@@ -151,32 +231,68 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     sync(path.parent)
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of a model to compare another with, so that both need not be in memory."""
+
+    digests: dict[str, bytes]
+    dtype: torch.dtype
+    ids: Tensor
+    logits: Tensor
+
+    @classmethod
+    def of(cls, model: GPT, ids: Tensor | None = None) -> Fingerprint:
+        """Take it on ids (B, T) that another's was taken on, or on random ones."""
+        config, dtype = model.config, model.wte.weight.dtype
+        if ids is None:
+            n = min(CHECKED_SHAPE[1], config.n_positions)
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(config.vocab_size, (CHECKED_SHAPE[0], n), generator=generator)
+        with torch.inference_mode():
+            if dtype in (torch.float32, torch.float64):
+                logits = model(ids)
+            else:
+                try:
+                    logits = model.float()(ids)
+                finally:
+                    model.to(dtype)  # exact: every value came from this type
+        digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
+        return cls(digests, dtype, ids, logits)
+
+
+def _digest(parameter: Tensor) -> bytes:
+    """Return a hash of the values; of zeros alone, nothing."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
+    raw = parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8).numpy()
+    return b"" if not raw.any() else hashlib.blake2b(raw.data, digest_size=16).digest()
+
+
 def _compare(
-    before: Evidence,
+    before: Fingerprint,
     path: Path,
-    target: Target,
+    to: str,
     tokenizer: Tokenizer | None,
     precision: str,
     loaded: Loaded,
 ) -> dict[str, Any]:
     """Open what was written; return the facts of `Written`, or raise `CheckFailedError`."""
+    carried = TARGETS[to].holds_tokenizer or TARGETS[to].is_directory(path)
     try:
         again = load(path)
         checkpoint = open_checkpoint(path)
-        carried = target.holds_tokenizer or target.is_directory(path)
         if carried and tokenizer is not None:
             again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
                 raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
-    after = Evidence.of(again.model, before.ids)
+    after = Fingerprint.of(again.model, before.ids)
     names = before.digests.keys() | after.digests.keys()  # zeros for biases that are not there
     exact = all(before.digests.get(name, b"") == after.digests.get(name, b"") for name in names)
     apart = (after.logits - before.logits).square().mean().sqrt()
     difference = float(apart / before.logits.square().mean().sqrt().clamp_min(1e-30))
     tolerance = TOLERANCES[precision]
-    written = DTYPES.get(precision)  # None: quantized
+    written = PRECISIONS.get(precision)  # None: quantized
     coarser = written is None or torch.promote_types(before.dtype, written) != written
     if not (exact or (coarser and difference <= tolerance)):
         raise CheckFailedError(
@@ -193,7 +309,7 @@ def _compare(
 
 
 def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
-    """Return what opening it again had to tell, and what other tools make of it."""
+    """Return notes on opening it again, and on how other tools compute it."""
     notes = [note for note in again.notes if note not in loaded.notes]
     before, after = (each.model.config.activation_function for each in (loaded, again))
     if before != after:

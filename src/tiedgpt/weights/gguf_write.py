@@ -22,13 +22,17 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, TIE_CLAIM, to_theirs
 from tiedgpt.weights.gguf_tokenizer import MODEL, SPLIT, Vocabulary, vocabulary
-from tiedgpt.weights.names import EMBEDDING, HEAD
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.plain_model import PRECISIONS, converted, plain_parameters
-from tiedgpt.weights.save import zero_biases
-from tiedgpt.weights.writers.limits import require_gelu
+from tiedgpt.weights.plain_model import (
+    PRECISIONS,
+    converted,
+    plain_parameters,
+    require_gelu,
+    zero_biases,
+)
 
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Precision -> gguf.GGMLQuantizationType."""

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from tiedgpt.errors import UserError
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CONFIGS = ("config.json", "generation_config.json", "hparams.json")
+WEIGHTS = (
+    ("*.safetensors", "*.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
+    ("*.pt", "*.pth", "*.bin"),
+    ("*.gguf",),
+    ("*.onnx", "*.onnx_data", "*.onnx.data"),
+    ("*.keras", "*.weights.h5", "model.weights.json"),
+    ("model.ckpt*",),
+)
+"""Files of weights in a hub repository; of these groups the first that it has is fetched."""
+ALL_PATTERNS = [*CONFIGS, *(pattern for patterns in WEIGHTS for pattern in patterns)]
+NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
+FOLDERS = ("", "onnx")
+ONE_IS_ENOUGH = (".gguf", ".keras")
+"""Suffixes of files that are whole models: of several, the user must name one."""
 
 
-def local_directory(source: str | Path, patterns: Sequence[str]) -> Path:
+def local_directory(
+    source: str | os.PathLike[str],
+    patterns: Sequence[str] | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
     """Return the directory or file that `source` names, fetched from the hub if need be.
 
     A path that exists wins over a hub name; a run directory stands for the model in it. Of a hub
-    repository only files that match `patterns` are fetched. Raises `UserError` where there is
-    neither.
+    repository only files that match `patterns` are fetched; None means config.json and the weights
+    in one of the formats that the repository has. `revision` is a branch, a tag or a commit of it.
+    Raises `UserError` where there is neither a path nor a repository.
     """
     name = str(source)
     try:
@@ -32,12 +58,56 @@ def local_directory(source: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    place: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+    place = {key: value for key, value in place.items() if value is not None}
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        patterns = patterns or wanted(name, _listing(name, revision)) or ALL_PATTERNS
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **place))
     except LocalEntryNotFoundError:
         why = "the hub cannot be reached"
     except HfHubHTTPError as error:
         why = f"the hub says {error.response.status_code}"
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
     raise UserError(f"{name} is no file or directory here, and {why}")
+
+
+def _listing(name: str, revision: str | None) -> list[str]:
+    """Return the files of a repository; none where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().model_info(name, revision=revision)
+    except HfHubHTTPError:
+        raise
+    except Exception:  # offline, by whichever HTTP library: the cache may have it all the same
+        return []
+    return [sibling.rfilename for sibling in info.siblings or []]
+
+
+def wanted(name: str, files: Sequence[str]) -> list[str]:
+    """Return the files of a repository to fetch: configs, and weights in one format.
+
+    Raises `UserError` where it holds several models in that format.
+    """
+    top = [file for file in files if str(Path(file).parent).removeprefix(".") in FOLDERS]
+    configs = [file for file in top if Path(file).name in CONFIGS]
+    for patterns in WEIGHTS:
+        weights = [
+            file
+            for file in top
+            if any(fnmatch(Path(file).name, pattern) for pattern in patterns)
+            and not any(fnmatch(Path(file).name, pattern) for pattern in NO_WEIGHTS)
+        ]
+        models = [file for file in weights if file.endswith(ONE_IS_ENOUGH)]
+        if len(models) > 1:
+            raise UserError(
+                f"{name} holds {len(models)} files of weights ({', '.join(models[:6])}): download "
+                "one of them and name it"
+            )
+        if weights:
+            return configs + weights
+    return configs

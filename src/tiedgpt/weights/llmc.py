@@ -187,7 +187,7 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights.writers.limits import require_computed, require_gelu
+    from tiedgpt.weights.plain_model import require_computed, require_gelu
 
     config = model.config
     require_computed("llm.c", model, FIXED)

@@ -1,37 +1,44 @@
 """Read a GPT: headers and shapes first, then each tensor once.
 
-Only two matrices that must be compared are read before every shape was checked.
+SOURCE is a directory, a file in any known format, a hub name, or a model of transformers in memory.
 
-SOURCE is a directory, a file in any known format, or a hub name (`opening.py`); what is in it is
-found under our names (`found.py`), and becomes a `GPT` in eval mode here.
+    open_checkpoint (opening.py)        SOURCE -> Checkpoint: the file's tensors and claims
+    as_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
+    choose_matrices (head_policy.py)    one matrix or two
+    load (here)                         checks everything, reads, returns a `GPT` in eval mode
+
+Shapes are checked before any tensor is read, except when two matrices must be compared.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import GPTCheckpoint, LazyTensor, as_gpt
-from tiedgpt.weights.config_json import FIELDS, drop_foreign_ids
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, LazyTensor, as_gpt, shapes
 from tiedgpt.weights.head_policy import choose_matrices
-from tiedgpt.weights.names import EMBEDDING, HEAD, shapes
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.huggingface import FIELDS, drop_foreign_ids, read_module
+from tiedgpt.weights.opening import open_checkpoint, refuse_adapter
 from tiedgpt.weights.tensors import by_storage, printable
 
+Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
+DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+"""Fields that the caller may change: the file says how it was trained, not how it must run."""
+OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
+"""How the tensors of classifiers on a GPT begin; `tiedgpt.heads` loads them."""
 SLACK_BYTES = 1 << 20
 MAX_NAME = 200
 
@@ -39,9 +46,13 @@ Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
 
+class CheckpointWarning(UserWarning):
+    """A note on how a checkpoint was understood: an assumption, rounding, two equal matrices."""
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A model, where it came from, and what is worth telling about it."""
+    """A model, where it came from, and notes on how the checkpoint was understood."""
 
     model: GPT
     path: Path
@@ -52,74 +63,97 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load_model(
-    source: str | os.PathLike[str],
-    *,
-    resolve: str | None = None,
-    dtype: torch.dtype | None = None,
-    **config: Any,
-) -> GPT:
-    """Load a model; see `GPT.from_pretrained`."""
-    return load(source, resolve=resolve, dtype=dtype, **config).model
+def load_model(source: Source, **options: Any) -> GPT:
+    """Load a model and warn (`CheckpointWarning`) of every note; see `GPT.from_pretrained`."""
+    loaded = load(source, **options)
+    for note in loaded.notes:
+        warnings.warn(f"{loaded.path}: {note}", CheckpointWarning, stacklevel=3)
+    return loaded.model
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: Source,
     *,
     resolve: str | None = None,
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     others: Callable[[str], bool] | None = None,
     progress: Progress | None = None,
     **config: Any,
 ) -> Loaded:
-    """Load a model and say what was found; see `GPT.from_pretrained`.
+    """Load a model with notes; see `GPT.from_pretrained`.
 
     `others(name)` says which tensors, by our names, belong to something beside the language model,
     such as a classifier on it: they are left out.
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
-    checkpoint = open_checkpoint(source)
+    if isinstance(source, nn.Module):
+        checkpoint = refuse_adapter(read_module(source))
+    else:
+        checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
     path = Path(checkpoint.source)
-    gpt = as_gpt(checkpoint)
-    files = {name: t for name, t in gpt.tensors.items() if others is None or not others(name)}
-    supplied = _supply(gpt.fields, config)
+    try:
+        gpt = as_gpt(checkpoint)
+        tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
+        built, notes = _choose(path, gpt, tensors, config, resolve)
+        _check_tensors(path, tensors, shapes(built))
+    except CorruptInputError as error:
+        if isinstance(source, nn.Module):  # no file is damaged
+            raise UserError(str(error)) from None
+        raise
+    _check_size(path, tensors, checkpoint.files)
+    model, rounded = _build(built, tensors, dtype, progress)
+    model.foreign_config = dict(gpt.foreign)
+    n_bytes = sum(tensor.stored.n_bytes for tensor in tensors.values())
+    return Loaded(model, path, f"{checkpoint.format}, {gpt.layout}", n_bytes, (*notes, *rounded))
+
+
+def _choose(
+    path: Path,
+    gpt: GPTCheckpoint,
+    tensors: dict[str, LazyTensor],
+    given: Mapping[str, Any],
+    resolve: str | None,
+) -> tuple[GPTConfig, tuple[str, ...]]:
+    """Return the config and notes; `tensors` is left with the matrices that the model has."""
+    for name in tensors:
+        if name.startswith(OTHER_HEADS):
+            raise UserError(
+                f"{path} is a classifier on a GPT (it has {printable(name)[:MAX_NAME]}), not a "
+                "language model: load it with tiedgpt.heads, such as "
+                "SequenceClassifier.from_pretrained"
+            )
+    fields = _with_given(gpt.fields, given)
     matrices = choose_matrices(
         path,
-        claim=supplied.get("tie_word_embeddings"),
-        embedding=files.get(EMBEDDING),
-        head=files.get(HEAD),
+        claim=fields.get("tie_word_embeddings"),
+        embedding=tensors.get(EMBEDDING),
+        head=tensors.get(HEAD),
         resolve=resolve,
     )
     for name, tensor in ((EMBEDDING, matrices.embedding), (HEAD, matrices.head)):
-        files.pop(name, None)
+        tensors.pop(name, None)
         if tensor is not None:
-            files[name] = tensor
-    supplied["tie_word_embeddings"] = matrices.head is None
-    built = _config(path, supplied, files, gpt)
-    for name, value in config.items():
-        if name != "tie_word_embeddings" and getattr(built, name) != value:
+            tensors[name] = tensor
+    fields["tie_word_embeddings"] = matrices.head is None
+    config = _config(path, fields, tensors, gpt)
+    for name, value in given.items():
+        if name != "tie_word_embeddings" and getattr(config, name) != value:
             raise UserError(
-                f"{name}={value!r} contradicts the weights, which have {getattr(built, name)!r}"
+                f"{name}={value!r} contradicts the weights, which have {getattr(config, name)!r}"
             )
-    _check_tensors(path, files, shapes(built))
-    _check_size(path, files, checkpoint.files)
-    model, rounded = _build(built, files, dtype, progress)
-    guesses = (note for name, note in gpt.guesses.items() if name not in supplied)
-    notes = (*gpt.notes, *guesses, *matrices.notes, *rounded)
-    model.foreign_config = dict(gpt.foreign)
-    return Loaded(
-        model, path, f"{checkpoint.format}, {gpt.layout}",
-        sum(tensor.stored.n_bytes for tensor in files.values()), notes,
-    )  # fmt: skip
+    guesses = (note for name, note in gpt.guesses.items() if name not in fields)
+    return config, (*gpt.notes, *guesses, *matrices.notes)
 
 
-def _supply(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the caller gives to what the file says; they must not disagree."""
+def _with_given(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what the caller gives to what the file says; only dropout may differ."""
     for name, value in given.items():
         if name not in FIELDS:
             raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
-        if name in fields and fields[name] != value:
+        if name in fields and fields[name] != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
     return {**fields, **given}
 

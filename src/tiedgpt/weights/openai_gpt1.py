@@ -28,8 +28,7 @@ import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
-from tiedgpt.weights.names import EMBEDDING
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.openai_gpt2 import (
     CLASSIFIER,
     FUNCTIONS,

@@ -15,9 +15,8 @@ from typing import Any
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.files import read_json
 from tiedgpt.weights import tensorflow_bundle
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.config_json import config_fields
-from tiedgpt.weights.names import EMBEDDING
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.huggingface import config_fields
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 HPARAMS_FILE = "hparams.json"

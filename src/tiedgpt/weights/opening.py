@@ -18,17 +18,12 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights import llmc, packed
+from tiedgpt.weights import llmc
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES, SafetensorsFile
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensorflow_bundle import is_index
-from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
-PATTERNS = (
-    "config.json", "*.safetensors", "*.safetensors.index.json", "model*.weights.h5",
-    "model.weights.json",
-)  # fmt: skip
 WEIGHT_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -40,8 +35,7 @@ WEIGHT_NAMES = (
     "model.weights.json",
     "packed.safetensors",
 )
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".gguf", ".onnx", ".keras")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx", ".keras")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
@@ -52,13 +46,19 @@ NUMPY_SHAPES = "params_shapes.json"
 CLAIM = "tie_word_embeddings"
 
 
-def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
     """Return what a checkpoint holds, without reading its tensors.
 
-    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
-    there is nothing at `source` or it is unclear what is meant.
+    `revision` and `cache_dir` are of a repository of the hub. Raises `CorruptInputError` for files
+    that are damaged or of no known format, `UserError` where there is nothing at `source` or it is
+    unclear what is meant.
     """
-    path = local_directory(Path(source) if isinstance(source, os.PathLike) else source, PATTERNS)
+    path = local_directory(source, revision=revision, cache_dir=cache_dir)
     if not path.is_dir():
         return _with_claim(_open_file(path), path.parent / "config.json")
     weights = _weights_in(path)
@@ -113,38 +113,20 @@ def _open_file(path: Path) -> Checkpoint:
         if isinstance(entry, str):
             module = import_module(f"tiedgpt.weights.{entry}")
         if module.detect(path, head):
-            return _refuse_an_adapter(module.read(path))
+            return refuse_adapter(module.read(path))
     raise CorruptInputError(
         f"{path} is of no known checkpoint format: safetensors, torch.save, GGUF, ONNX, Keras's "
         ".h5, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files are read"
     )
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
-    file = SafetensorsFile.open(path)
-    if file.metadata.get("format") == packed.FORMAT:
-        return packed.read(path)
-    tensors = {}
-    for name, entry in file.entries.items():
-        columns = entry.shape[-1] if entry.shape else 1
-        tensors[name] = StoredTensor(
-            name,
-            entry.shape,
-            TORCH_NAMES.get(entry.dtype, entry.dtype.lower()),
-            entry.size,
-            Storage(str(path), entry.start, entry.start + entry.size),
-            plain_reader(path, entry.start, columns, ITEM_BYTES[entry.dtype]),
-        )
-    return Checkpoint(path, "safetensors", tensors, files=(path,))
-
-
-def _refuse_an_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """Ask for the merged model: what an adapter changes cannot be seen from its file."""
+def refuse_adapter(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint; `UserError` for an adapter, which must be merged into its model."""
     for name in checkpoint.tensors:
         if "lora_A" in name or ".lora_" in name:
             raise UserError(
-                f"{checkpoint.source} holds an adapter ({printable(name)}): merge it into its model "  # noqa: E501
-                "first, then look"
+                f"{checkpoint.source} holds an adapter ({printable(name)[:80]}): merge it into its "
+                "model first, then look"
             )
     return checkpoint
 
@@ -160,7 +142,7 @@ def _open_index(path: Path) -> Checkpoint:
     shards = {str(shard): str(name) for name, shard in reversed(weight_map.items())}
     for shard, name in sorted(shards.items()):
         try:
-            file = beside(path, shard)
+            file = beside(path, shard, links=True)
         except CorruptInputError as error:
             raise CorruptInputError(f"{error} (for {printable(name)[:80]})") from None
         if shard.endswith(".index.json"):
@@ -228,20 +210,10 @@ class Elsewhere:
         return checkpoint
 
 
-def _is_safetensors(path: Path, head: bytes) -> bool:
-    return head[8:9] == b"{" or path.suffix == ".safetensors"
-
-
 def _is_onnx(path: Path, head: bytes) -> bool:
     """Whether it begins as a ModelProto does: ir_version, and the tag of another of its fields."""
     tags = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
     return path.suffix == ".onnx" or (head[0] == 8 and head[1:2] < b" " and head[2:3] in tags)
-
-
-def _is_torch(path: Path, head: bytes) -> bool:
-    if head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head):
-        return True
-    return path.suffix in TORCH_SUFFIXES and not _is_onnx(path, head)
 
 
 FORMATS: tuple[str | Elsewhere, ...] = (
@@ -249,10 +221,10 @@ FORMATS: tuple[str | Elsewhere, ...] = (
     "keras",
     "gguf",
     "llmc",
-    Elsewhere("opening:_read_safetensors", _is_safetensors),
-    Elsewhere("formats.torch_file:open_torch", _is_torch),
-    "openai_gpt2",
+    "safetensors_file",
     Elsewhere("formats.onnx_file:open_onnx", _is_onnx),
+    "torch_file",
+    "openai_gpt2",
 )
 """The checkpoint formats in the order in which they are asked: each the name of a module of this
 package with `detect(path, head)` and `read(path)`."""

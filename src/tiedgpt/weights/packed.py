@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.config_json import config_fields, model_type_from
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
-from tiedgpt.weights.names import EMBEDDING, HEAD, PACKED
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
     CHUNK,
     DTYPES,
@@ -38,6 +36,7 @@ from tiedgpt.weights.packed_panels import (
     shapes,
     unpack,
 )
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor
 
 FILE = "packed.safetensors"

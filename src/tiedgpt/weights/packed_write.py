@@ -19,8 +19,8 @@ from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.core.product import Product
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
-from tiedgpt.weights.config_json import config_json
-from tiedgpt.weights.names import PACKED, shapes
+from tiedgpt.weights.checkpoint import shapes
+from tiedgpt.weights.huggingface import PACKED, config_json
 from tiedgpt.weights.packed import (
     ALIGNMENT,
     FILE,

@@ -1,31 +1,51 @@
-"""What the GGUF and ONNX writers require of a model: the parameters of a plain GPT, no others."""
+"""What every writer requires of a model: the parameters of a plain GPT under our names, no others.
+
+Parameters inside torch's wrappers (compiled or checkpointed blocks, DDP) are found under the
+module's own names. Everything else is refused by name before a byte is written.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from tiedgpt.core.model import GPT
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
-from tiedgpt.weights.names import shapes
-from tiedgpt.weights.save import require_plain_head
+from tiedgpt.weights.checkpoint import shapes, unwrapped, with_biases
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ADDED = {
+    r"lora_|\.base_layer\.|modules_to_save": "belongs to an adapter: merge it first",
+    r"parametrizations\.": "is parametrized: call torch.nn.utils.parametrize."
+    "remove_parametrizations first",
+    r"_orig$": "is pruned: call torch.nn.utils.prune.remove first",
+}
+"""What the name of a parameter tells of where it comes from."""
+GELUS = ("gelu", "gelu_new")
 
 
 def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
-    """Return the model's parameters by name, in the order of `names.shapes`.
+    """Return the model's parameters by name, in the order of `checkpoint.shapes`.
 
     `whose` names the format in messages. Raises `UserError` for a head that is not a matrix (V, D),
     for parameters that are missing, added, of another shape than the config says, or without data.
     """
     require_plain_head(model, whose)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = {}
+    for wrapped, parameter in model.named_parameters(remove_duplicate=False):
+        parameters[unwrapped(wrapped)] = parameter
     expected = shapes(model.config)
-    for name in [*expected, *parameters]:
+    for name in sorted(parameters, key=lambda name: name in expected) + list(expected):
         problem = ""
         if name not in expected:
-            problem = "is not a GPT's: merge or remove it"
+            problem = next(
+                (why for part, why in ADDED.items() if re.search(part, name)),
+                "is not a GPT's: merge or remove it",
+            )
         elif name not in parameters:
             problem = "is missing"
         elif tuple(parameters[name].shape) != expected[name]:
@@ -36,6 +56,68 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
         if problem:
             raise UserError(f"this model cannot be written for {whose}: {name} {problem}")
     return {name: parameters[name] for name in expected}
+
+
+def require_plain_head(model: GPT, whose: str) -> None:
+    """Raise `UserError` for a head that is no matrix (V, D), or not what the config says."""
+    if model.head is not None and plain_matrix(model.head) is None:
+        raise UserError(
+            f"a head of {type(model.head).__name__} cannot be written: {whose} has a matrix (V, D) "
+            "without bias"
+        )
+    if (model.head is None) != model.config.tie_word_embeddings:
+        raise UserError("the model's head and its config's tie_word_embeddings disagree")
+    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
+        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+
+
+def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return zeros for the biases that a model does not have, by our names."""
+    absent = with_biases(config).keys() - shapes(config).keys()
+    return {name: torch.zeros(with_biases(config)[name], dtype=dtype) for name in sorted(absent)}
+
+
+def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> None:
+    """Raise `UserError`, naming the field, where a program cannot compute a model.
+
+    `fixed` holds the fields for which the program knows one value. All that are asked about this
+    way want MLPs of width 4 D and a tied head.
+    """
+    config = model.config
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"{name}={getattr(config, name)!r} cannot be written: {whose} has only "
+                f"{'dense attention' if name == 'attention_windows' else repr(value)}"
+            )
+    if config.inner_dim != 4 * config.n_embd:
+        raise UserError(
+            f"n_inner={config.n_inner} cannot be written: {whose} has MLPs of width 4 D alone"
+        )
+    if model.head is not None or not config.tie_word_embeddings:
+        raise UserError(
+            f"a head of its own cannot be written: {whose} predicts with wte; load it with "
+            'resolve="keep-input" or "keep-output" (--resolve), or tie(model), to have one matrix'
+        )
+
+
+def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: bool) -> None:
+    """Raise `UserError` for another activation than the one computed.
+
+    The exact GELU and its tanh form differ by less than 0.0005 everywhere: `approximate_gelu` lets
+    a model of one be run with the other.
+    """
+    own = model.config.activation_function
+    if own == computed or (approximate_gelu and own in GELUS and computed in GELUS):
+        return
+    anyway = (
+        "; its logits would differ a little there: approximate_gelu (--approximate-gelu) writes it "
+        "all the same"
+    )
+    raise UserError(
+        f"activation_function={own!r} cannot be written: {whose} computes {computed!r}"
+        f"{anyway if own in GELUS else ''}"
+    )
 
 
 def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:

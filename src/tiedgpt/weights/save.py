@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.files import replacing, require_room, write_json
-from tiedgpt.weights.config_json import config_json
-from tiedgpt.weights.formats.safetensors_file import Stored, write_safetensors
-from tiedgpt.weights.names import (
-    TIEDGPT,
-    is_transposed,
-    model_type_of,
-    shapes,
-    to_file,
-    with_biases,
-)
+from tiedgpt.files import read_json, replacing, require_room, write_json
+from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.huggingface import TIEDGPT, config_json, is_transposed, model_type_of, to_file
+from tiedgpt.weights.plain_model import PRECISIONS, plain_parameters, zero_biases
+from tiedgpt.weights.safetensors_file import Stored, write_safetensors
 
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
@@ -34,22 +27,21 @@ def save_model(
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors and a model card.
 
-    dtype None is the model's own; with another, the model stays as it is.
-    Tied, the file has no `lm_head.weight`. A head that is no plain matrix cannot be written.
+    dtype None is the model's own; with another, the model stays as it is. Tied, the file has no
+    `lm_head.weight`. Raises `UserError`, before anything is written, for a model that is not what
+    its config says: adapters, parametrizations, other parameters, a head that is no plain matrix.
     """
-    require_plain_head(model, "transformers' GPT-2")
-    config = model.config
     descriptions = {
         "config.json": describe(model, dtype),
-        "generation_config.json": _generation_config(config),
+        "generation_config.json": _generation_config(model.config),
     }
-    write_directory(directory, tensors_of(model, dtype), descriptions, model_card(config))
+    write_directory(directory, tensors_of(model, dtype), descriptions, model_card(model.config))
 
 
 def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored]:
     """Return a model's tensors under transformers' names, with zeros for missing biases."""
     model_type = model_type_of(model.config)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = plain_parameters(model, "a Hugging Face directory")
     if model_type is not TIEDGPT:  # transformers knows no model without biases
         parameters |= zero_biases(model.config, model.wte.weight.dtype)
     return {
@@ -82,23 +74,32 @@ def write_directory(
             temporary.write_text(card, encoding="utf-8")
 
 
-def require_plain_head(model: GPT, whose: str) -> None:
-    """Raise `UserError` for a head that is no matrix (V, D), or not what the config says."""
-    if model.head is not None and plain_matrix(model.head) is None:
-        raise UserError(
-            f"a head of {type(model.head).__name__} cannot be written: {whose} has a matrix (V, D) "
-            "without bias"
-        )
-    if (model.head is None) != model.config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+def write(
+    model: GPT,
+    path: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the directory `path` in "fp32", "fp16" or "bf16"; None means the model's own type."""
+    save_model(model, path, None if precision is None else PRECISIONS[precision])
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, model.config, path)
+
+
+def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> None:
+    """Write the tokenizer of a model, with the most tokens that the model takes at once."""
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    if path.exists():
+        write_json(path, read_json(path) | {"model_max_length": config.n_positions})
 
 
 def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the model's config.json; `UserError` where it cannot be written."""
-    named = str(dtype or model.wte.weight.dtype).removeprefix("torch.")
-    description = config_json(model.config, model.foreign_config, named)
+    dtype_name = str(dtype or model.wte.weight.dtype).removeprefix("torch.")
+    description = config_json(model.config, model.foreign_config, dtype_name)
     try:
         json.dumps(description).encode()
     except (TypeError, ValueError) as error:
@@ -112,10 +113,9 @@ def write_description(model: GPT, directory: Path, dtype: torch.dtype | None = N
     write_json(directory / "generation_config.json", _generation_config(model.config))
 
 
-def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return zeros for the biases that a model has not, by our names."""
-    lacking = with_biases(config).keys() - shapes(config).keys()
-    return {name: torch.zeros(with_biases(config)[name], dtype=dtype) for name in sorted(lacking)}
+def _generation_config(config: GPTConfig) -> dict[str, Any]:
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
 
 
 def peculiarities(config: GPTConfig) -> str:
@@ -158,8 +158,3 @@ tags: [{model_type_of(config).name}]
 
 Load it with `tiedgpt` (`GPT.from_pretrained(directory)`){loads}
 """
-
-
-def _generation_config(config: GPTConfig) -> dict[str, Any]:
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.formats.safetensors_file import ITEM_BYTES, TORCH_NAMES
+from tiedgpt.weights.safetensors_file import ITEM_BYTES, TORCH_NAMES
 from tiedgpt.weights.tensors import BLOCK_BYTES, Native, StoredTensor
 
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()} | {

@@ -14,8 +14,8 @@ from tiedgpt.text.characters import tokenizer_of_ids
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights import keras, llmc
-from tiedgpt.weights.formats.plain_pickle import BEGINS, read_plain_pickle
 from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.plain_pickle import BEGINS, read_plain_pickle
 
 _AGAIN = "get the file again from where it came from"
 META = "meta.pkl"

@@ -17,7 +17,7 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.names import shapes
+from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.writers.onnx import write_onnx
 
 with warnings.catch_warnings():

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.formats.onnx_file import CONSTANT, METADATA_KEY
-from tiedgpt.weights.names import EMBEDDING, HEAD, is_transposed
+from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.tensors import printable
 
 

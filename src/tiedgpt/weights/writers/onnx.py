@@ -29,12 +29,13 @@ from tiedgpt import __version__
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
+from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.formats import onnx_message as onnx
 from tiedgpt.weights.formats import protobuf_writer as proto
 from tiedgpt.weights.formats.onnx_file import METADATA_KEY
 from tiedgpt.weights.formats.protobuf_writer import Message
-from tiedgpt.weights.names import is_transposed, shapes
-from tiedgpt.weights.save import require_plain_head
+from tiedgpt.weights.huggingface import is_transposed
+from tiedgpt.weights.plain_model import require_plain_head
 from tiedgpt.weights.tensors import BLOCK_BYTES
 from tiedgpt.weights.writers.onnx_graph import IR_VERSION, OPSET, gpt_graph
 

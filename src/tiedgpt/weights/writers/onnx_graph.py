@@ -18,12 +18,12 @@ import math
 from collections.abc import Sequence
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.formats import onnx_message as onnx
 from tiedgpt.weights.formats import protobuf_writer as proto
 from tiedgpt.weights.formats.onnx_file import CONSTANT
 from tiedgpt.weights.formats.onnx_message import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64, Attribute
 from tiedgpt.weights.formats.protobuf_writer import Message
-from tiedgpt.weights.names import EMBEDDING, HEAD
 
 OPSET, IR_VERSION = 17, 8
 """The first with LayerNormalization; onnxruntime runs it from 1.12 (2022) on."""

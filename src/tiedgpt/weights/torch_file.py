@@ -1,14 +1,16 @@
-"""torch.save's files as a checkpoint: mapped, weights only, no code in them ever runs.
+"""Files of torch.save: looked through first, then loaded by torch as weights only, mapped.
 
-The state dict may lie under "model" or "state_dict", and its names may carry what a compiled or
-wrapped module puts before them. Two names on one storage stay one storage. What nanoGPT's
-checkpoints say beside it in plain values ("model_args", "config") is the checkpoint's config.
+The state dict may lie under "model", "state_dict", "model_state_dict" or "module". Two names on one
+storage stay one storage; names lose what a compiled or wrapped module put into them. What nanoGPT's
+checkpoints say beside it in plain values ("model_args", "config") is the checkpoint's config. No
+code in a pickle is ever run.
 """
 
 from __future__ import annotations
 
 import math
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -20,34 +22,42 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.formats.torch_places import base_address, data_places
+from tiedgpt.weights.checkpoint import Checkpoint, unwrapped
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+SUFFIXES = (".pt", ".pth", ".bin")
 NESTED = ("state_dict", "model", "model_state_dict", "module")
 MAX_MEMBER = 64 << 20
+"""Bytes of a member of the zip file that holds no tensor."""
 MAX_NESTING = 8
 MAKES_BYTES = ("builtins bytearray", "__builtin__ bytearray")
 LEGACY_PICKLES = 4
-"""A magic number, a version, the machine, and what was saved."""
+"""A file of before torch 1.6: a magic number, a version, the machine, and what was saved."""
 KEPT = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept, of which each at most so much:"""
 MAX_KEPT, MAX_KEPT_TEXT = 256, 1024
-WRAPPERS = ("_orig_mod.", "module.")
+LOCAL_HEADER = 30
+"""Bytes before a zip member's name; then come the name, an extra field, and the data."""
 
 
-def open_torch(path: Path) -> Checkpoint:
-    """Open a file of torch.save; one that holds no tensors by name is a `CorruptInputError`."""
+def detect(path: Path, head: bytes) -> bool:
+    """Whether a file begins as a zip file or a pickle, or has the name of one."""
+    begins = head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head)
+    return bool(begins) or path.suffix in SUFFIXES
+
+
+def read(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`; one without named tensors is a `CorruptInputError`."""
     saved = _load(path)
     state = _state_dict(path, saved)
     size = path.stat().st_size
     base = _base_address(path, state)
     tensors: dict[str, StoredTensor] = {}
     for their_name, tensor in state.items():
-        name = _unwrapped(their_name)
+        name = unwrapped(their_name)
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -59,22 +69,11 @@ def open_torch(path: Path) -> Checkpoint:
         if base is not None and tensor.numel() and tensor.is_contiguous():
             columns = tensor.shape[-1] if tensor.ndim else 1
             start = tensor.data_ptr() - base
-            read = plain_reader(path, start, columns, tensor.element_size())
-            stored = replace(stored, read=read)
+            reader = plain_reader(path, start, columns, tensor.element_size())
+            stored = replace(stored, read=reader)
         tensors[name] = stored
     config = {key: _plain(saved[key]) for key in KEPT if isinstance(saved.get(key), Mapping)}
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
-
-
-def _base_address(path: Path, state: Mapping[str, Tensor]) -> int | None:
-    """Return where in memory a file is mapped, if it is."""
-    import torch
-
-    if not _is_zip(path):
-        return None
-    plain = [t for t in state.values() if t.layout is torch.strided and t.device.type == "cpu"]
-    held = [t.untyped_storage() for t in plain]
-    return base_address(((s.data_ptr(), s.nbytes()) for s in held), data_places(path))
 
 
 def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
@@ -96,9 +95,9 @@ def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> Sto
 
 def _storage(tensor: Tensor) -> Storage:
     """Return the bytes that a tensor spans; on the meta device the storage object is the place."""
-    held: object = tensor
+    storage: object = tensor
     try:
-        held = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
         base = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sharded and wrapped tensors may have none
         base = 0
@@ -109,14 +108,14 @@ def _storage(tensor: Tensor) -> Storage:
     start = int(tensor.storage_offset()) * width
     stop = start + int(reach) * width
     if base == 0:
-        return Storage(("no address", id(held)), start, stop)
+        return Storage(("no address", id(storage)), start, stop)
     return Storage(str(tensor.device), base + start, base + stop)
 
 
 def _reader(tensor: Tensor) -> Read:
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
 
-    def read(first: int, end: int, left: int, right: int) -> Native:
+    def read_block(first: int, end: int, left: int, right: int) -> Native:
         import torch
 
         with torch.no_grad():
@@ -125,7 +124,42 @@ def _reader(tensor: Tensor) -> Read:
         native: Native = flat.view(np.dtype(f"<u{tensor.element_size()}"))
         return native.reshape(end - first, right - left)
 
-    return read
+    return read_block
+
+
+def _base_address(path: Path, state: Mapping[str, Tensor]) -> int | None:
+    """Return the address at which a zip file is mapped, or None where it is not sure.
+
+    A model that lived in the map would end the process (SIGBUS) when another program cuts the file
+    short. So tensors are read by place, into memory of their own; the map only tells the places.
+    Under the right address each storage is one of the zip file's members.
+    """
+    import torch
+
+    if not _is_zip(path):
+        return None
+    places = _data_places(path)
+    dense = [t for t in state.values() if t.layout is torch.strided and t.device.type == "cpu"]
+    storages = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in dense}
+    storages = {(address, size) for address, size in storages if size}
+    if not storages:
+        return None
+    address, size = next(iter(storages))
+    bases = [address - start for start, n_bytes in places.items() if n_bytes == size]
+    fitting = [base for base in bases if all(places.get(a - base) == n for a, n in storages)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _data_places(path: Path) -> dict[int, int]:
+    """Return start -> size, in bytes, of the storages in a zip file of torch.save."""
+    places = {}
+    with zipfile.ZipFile(path) as file, path.open("rb") as raw:
+        for info in file.infolist():
+            if "/data/" in info.filename:
+                raw.seek(info.header_offset + 26)
+                name, extra = struct.unpack("<HH", raw.read(4))
+                places[info.header_offset + LOCAL_HEADER + name + extra] = info.file_size
+    return places
 
 
 def _load(path: Path) -> Any:
@@ -170,9 +204,7 @@ def _check_zip(path: Path) -> None:
                     _check_pickle(path, file.read(info))
     except CorruptInputError:
         raise
-    except (
-        Exception
-    ) as error:  # zipfile raises BadZipFile, EOFError, struct.error, RuntimeError, ...
+    except Exception as error:  # BadZipFile, EOFError, struct.error, RuntimeError, ...
         why = str(error) or type(error).__name__
         raise CorruptInputError(f"{path} is no sound file of torch.save: {why}") from None
 
@@ -190,10 +222,11 @@ def _check_legacy(path: Path) -> None:
 
 
 def _check_pickle(path: Path, raw: bytes | BinaryIO) -> None:
-    """Refuse what torch would do and no model needs.
+    """Refuse a pickle that would take unbounded memory or time, as no model does.
 
-    A bytearray is made as large as is said; and of tuples of tuples of tuples, hashing one that
-    holds the last twice never ends.
+    torch's own unpickler makes a bytearray as large as the pickle says; and hashing a tuple of
+    tuples of tuples, each holding the last twice, never ends. The stack is followed only to see how
+    deeply tuples are nested: it holds each value's depth.
     """
     mark = -1
     stack: list[int] = []
@@ -218,13 +251,12 @@ def _check_pickle(path: Path, raw: bytes | BinaryIO) -> None:
                         popped.append(stack.pop())
                     stack.pop()
                     before = before[: before.index(pickletools.markobject)]
-                for _ in before:
-                    popped.append(stack.pop())
-                deep = 1 + max(popped, default=0) if op.name.startswith("TUPLE") else 0
-                if deep > MAX_NESTING:
+                popped += [stack.pop() for _ in before]
+                depth = 1 + max(popped, default=0) if op.name.startswith("TUPLE") else 0
+                if depth > MAX_NESTING:
                     raise CorruptInputError(f"{path}: its pickle nests tuples, as no model does")
                 after = op.stack_after
-                stack += [mark if item is pickletools.markobject else deep for item in after]
+                stack += [mark if item is pickletools.markobject else depth for item in after]
     except (IndexError, UnicodeDecodeError, struct.error) as error:
         raise CorruptInputError(f"{path}: its pickle is damaged: {error}") from None
 
@@ -249,32 +281,24 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
 
 
 def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what is said in plain values that JSON has too."""
-    return {
-        key: value for key, value in list(values.items())[:MAX_KEPT]
-        if isinstance(key, str) and _is_plain(key) and _is_plain(value)
-    }  # fmt: skip
+    """Return the values that JSON has too."""
 
+    def is_plain(value: object) -> bool:
+        if isinstance(value, str):
+            return len(value) <= MAX_KEPT_TEXT and value.isprintable()
+        if isinstance(value, float):
+            return math.isfinite(value)
+        if isinstance(value, int):
+            return -(2**63) <= value < 2**63
+        return value is None
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, str):
-        return len(value) <= MAX_KEPT_TEXT and value.isprintable()
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return value is None
-
-
-def _unwrapped(name: str) -> str:
-    while name.startswith(WRAPPERS):
-        for wrapper in WRAPPERS:
-            name = name.removeprefix(wrapper)
-    return name
+    first = list(values.items())[:MAX_KEPT]
+    named = [(key, value) for key, value in first if isinstance(key, str) and is_plain(key)]
+    return {key: value for key, value in named if is_plain(value)}
 
 
 def _check(path: Path, name: str, tensor: Tensor, file_size: int) -> None:
-    """Refuse what is no dense tensor within the file's bytes."""
+    """Refuse all but dense tensors within the file's bytes."""
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":

@@ -1,8 +1,8 @@
 """The safetensors format: a checked header, tensors read one at a time, written as a stream.
 
-Layout (huggingface/safetensors README): 8 bytes little-endian header length, a JSON header of
-`name: {dtype, shape, data_offsets}`, then the tensors' bytes, without holes. The header is checked
-against the file's size before memory is taken for anything. Reading the header needs no torch.
+Layout (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON header of
+`name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. The header is checked
+against the file's size before memory is taken for anything. Reading it needs no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -34,6 +36,24 @@ TORCH_NAMES = {
     "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16",
     "BF16": "bfloat16", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+PACKED_FORMAT = "tiedgpt-packed"
+"""`metadata["format"]` of a file that is packed for our CPU kernels; it has a reader of its own."""
+
+
+def detect(path: Path, head: bytes) -> bool:
+    """Whether a file that begins with `head` is safetensors."""
+    return head[8:9] == b"{" or path.suffix == ".safetensors"
+
+
+def read(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`; only its header is read."""
+    file = SafetensorsFile.open(path)
+    if file.metadata.get("format") == PACKED_FORMAT:
+        from tiedgpt.weights import packed
+
+        return packed.read(path)
+    tensors = {name: file.stored(name) for name in file.entries}
+    return Checkpoint(path, "safetensors", tensors, files=(path,))
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file whose header was read and found consistent with the file's size."""
+    """A file whose header was read and agrees with the file's size."""
 
     path: Path
     entries: Mapping[str, Entry]
@@ -56,22 +76,8 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
-        """Read and check the header; `CorruptInputError` where it lies or the file is cut off."""
-        try:
-            with path.open("rb") as file:
-                file_size = path.stat().st_size
-                head = file.read(8)
-                if len(head) < 8:
-                    raise CorruptInputError(f"{path} is too short to be safetensors")
-                (length,) = struct.unpack("<Q", head)
-                if length > MAX_HEADER or 8 + length > file_size:
-                    raise CorruptInputError(
-                        f"{path} is not safetensors, or is cut off: its header claims {length:,} "
-                        f"bytes of a file of {file_size:,}"
-                    )
-                raw = file.read(length)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        """Read and check the header; `CorruptInputError` where it is wrong or the file cut off."""
+        raw, file_size = _raw_header(path)
         brackets = raw.count(b"{") + raw.count(b"[")
         if brackets > 3 * MAX_TENSORS + 2 or raw.count(b",") > 16 * MAX_TENSORS:
             raise CorruptInputError(f"{path}: its header claims more than {MAX_TENSORS:,} tensors")
@@ -79,33 +85,62 @@ class SafetensorsFile:
             header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise CorruptInputError(f"{path}: its header is not JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise CorruptInputError(f"{path}: its header is not an object")
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(metadata, dict):
-            raise CorruptInputError(f"{path}: its metadata is not an object")
-        entries = {
-            name: _entry(path, name, value, data_start=8 + length) for name, value in header.items()
-        }
-        _check_cover(path, entries, 8 + length, file_size)
+            raise CorruptInputError(f"{path}: its header or its metadata is not an object")
+        at = data_start = 8 + len(raw)
+        entries = {name: _entry(path, name, value, data_start) for name, value in header.items()}
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+            if entry.start != at:
+                raise CorruptInputError(
+                    f"{path}: {name!r} overlaps another tensor or leaves a hole"
+                )
+            at += entry.size
+        if at != file_size:
+            raise CorruptInputError(
+                f"{path} is {'cut off' if file_size < at else 'too long'}: its header describes "
+                f"{at:,} bytes, the file has {file_size:,}"
+            )
         return cls(path, entries, metadata)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor that is read when it is asked for its numbers."""
+        entry = self.entries[name]
+        columns = entry.shape[-1] if entry.shape else 1
+        return StoredTensor(
+            name,
+            entry.shape,
+            TORCH_NAMES.get(entry.dtype, entry.dtype.lower()),
+            entry.size,
+            Storage(str(self.path), entry.start, entry.start + entry.size),
+            plain_reader(self.path, entry.start, columns, ITEM_BYTES[entry.dtype]),
+        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
-        import torch
-
         entry = self.entries[name]
         if entry.dtype not in TORCH_NAMES:
             raise UserError(f"{self.path}: {name} is {entry.dtype}, which is not read here")
-        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        buffer = bytearray(entry.size)
-        with self.path.open("rb") as file:
-            file.seek(entry.start)
-            if file.readinto(buffer) != entry.size:
-                raise CorruptInputError(f"{self.path} was cut off while it was read")
-        return torch.frombuffer(buffer, dtype=dtype).view(entry.shape)
+        return LazyTensor(self.stored(name)).bits()
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    """Return the header's bytes and the file's size."""
+    try:
+        with path.open("rb") as file:
+            file_size = path.stat().st_size
+            head = file.read(8)
+            if len(head) < 8:
+                raise CorruptInputError(f"{path} is too short to be safetensors")
+            (length,) = struct.unpack("<Q", head)
+            if length > MAX_HEADER or 8 + length > file_size:
+                raise CorruptInputError(
+                    f"{path} is not safetensors, or is cut off: its header claims {length:,} bytes "
+                    f"of a file of {file_size:,}"
+                )
+            return file.read(length), file_size
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,24 +150,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _entry(path: Path, name: str, value: Any, *, data_start: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     def whole(number: object) -> bool:
         return type(number) is int and 0 <= number < 2**63
 
     try:
         name.encode()
+        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+        sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= 64
+        sound = sound and all(map(whole, [*shape, start, end]))
     except UnicodeEncodeError:
         raise CorruptInputError(f"{path}: the name {name[:80]!r} is no text") from None
-    try:
-        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
-        sound = (
-            isinstance(dtype, str)
-            and isinstance(shape, list)
-            and len(shape) <= 64
-            and all(map(whole, shape))
-            and whole(start)
-            and whole(end)
-        )
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
@@ -146,22 +174,8 @@ def _entry(path: Path, name: str, value: Any, *, data_start: int) -> Entry:
     return Entry(dtype, tuple(shape), data_start + start, end - start)
 
 
-def _check_cover(path: Path, entries: dict[str, Entry], data_start: int, file_size: int) -> None:
-    """Every byte after the header belongs to exactly one tensor."""
-    at = data_start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
-        if entry.start != at:
-            raise CorruptInputError(f"{path}: {name!r} overlaps another tensor or leaves a hole")
-        at += entry.size
-    if at != file_size:
-        raise CorruptInputError(
-            f"{path} is {'cut off' if file_size < at else 'too long'}: its header describes "
-            f"{at:,} bytes, the file has {file_size:,}"
-        )
-
-
 class Writable(Protocol):
-    """What can be written: it knows its bytes beforehand and gives them in blocks."""
+    """A tensor to be written: its size is known beforehand, its bytes come in blocks."""
 
     @property
     def format_name(self) -> str:
@@ -194,7 +208,11 @@ class Stored:
     @property
     def format_name(self) -> str:
         """The format's name of its type."""
-        return safetensors_name(self.written_as or self.tensor.dtype)
+        bare = str(self.written_as or self.tensor.dtype).removeprefix("torch.")
+        for name, torch_name in TORCH_NAMES.items():
+            if torch_name == bare:
+                return name
+        raise UserError(f"tensors of torch.{bare} are not written to safetensors here")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -227,9 +245,10 @@ def write_safetensors(
 ) -> None:
     """Write tensors in the order given; besides them, a block of bytes is in memory at a time.
 
-    The first begins at a multiple of `alignment` bytes, a multiple of 8.
-
-    `path` is written in place: give a temporary one (`files.replacing`).
+    The `safetensors` library takes every tensor as bytes before it writes the first, which doubles
+    the memory of a model whose matrices are transposed or rounded, and cannot copy from another
+    file. So the header is written here. The first tensor begins at a multiple of `alignment` bytes,
+    a multiple of 8. `path` is written in place: give a temporary one (`files.replacing`).
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -247,12 +266,3 @@ def write_safetensors(
         for tensor in tensors.values():
             for block in tensor.blocks():
                 file.write(np.ascontiguousarray(block).data)
-
-
-def safetensors_name(torch_dtype: dtype) -> str:
-    """Return the format's name of a torch dtype."""
-    bare = str(torch_dtype).removeprefix("torch.")
-    for name, torch_name in TORCH_NAMES.items():
-        if torch_name == bare:
-            return name
-    raise UserError(f"tensors of {torch_dtype} are not written to safetensors here")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.weights.formats.safetensors_file import SafetensorsFile
+from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
 def file_of(path, header, data: bytes = b"", length: int | None = None):

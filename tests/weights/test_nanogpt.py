@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
-from tests.weights.dialects.karpathy import (
+from tests.weights.karpathy import (
     ARGS,
-    FirstMinGPT,
     Karpathy,
     save_nanogpt,
     some_ids,
@@ -21,9 +19,10 @@ from tests.weights.dialects.karpathy import (
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
-from tiedgpt.weights.dialects import nanogpt
 from tiedgpt.weights.load import load
 from tiedgpt.weights.opening import open_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
 
 def same_logits(ours: GPT, theirs: torch.nn.Module, args: dict = ARGS) -> None:
@@ -137,66 +136,6 @@ def test_a_config_beside_does_not_hide_model_args(tmp_path):
     path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
     assert GPT.from_pretrained(path).config.n_head == 4
-
-
-MINGPT = ARGS | {"bias": True}
-
-
-def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
-    theirs = Karpathy(MINGPT, masks=True, tied=False, approximate="tanh")
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(CorruptInputError, match='resolve="untie"'):
-        GPT.from_pretrained(tmp_path / "model.pt", n_head=4)
-    with pytest.raises(UserError, match="n_head"):
-        GPT.from_pretrained(tmp_path / "model.pt", resolve="untie")
-    loaded = load(tmp_path / "model.pt", resolve="untie", n_head=4)
-    assert loaded.layout == "torch, minGPT"
-    assert loaded.model.config.activation_function == "gelu_new"
-    same_logits(loaded.model, theirs, MINGPT)
-
-
-def test_mingpts_own_config_tells_the_heads(tmp_path):
-    args = MINGPT | {"n_layer": 3, "n_head": 3, "n_embd": 48}
-    theirs = Karpathy(args, masks=True, tied=False, approximate="tanh")
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
-    model = {"model_type": "gpt-nano", "n_layer": None, "n_head": None, "n_embd": None}
-    logged = {"system": {"seed": 3407}, "model": model | {"attn_pdrop": 0.1}}
-    (tmp_path / "config.json").write_text(json.dumps(logged))
-    ours = GPT.from_pretrained(tmp_path, resolve="untie")
-    assert ours.config.n_head == 3
-    same_logits(ours, theirs, args)
-
-
-def test_the_first_mingpt_loads(tmp_path):
-    theirs = FirstMinGPT(MINGPT)
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
-    loaded = load(tmp_path / "model.pt", resolve="untie", n_head=4)
-    assert loaded.layout == "torch, minGPT"
-    assert loaded.model.config.activation_function == "gelu"
-    same_logits(loaded.model, theirs, MINGPT)
-    joined = nanogpt.as_gpt(open_checkpoint(tmp_path / "model.pt")).tensors[
-        "h.1.attn.c_attn.weight"
-    ]
-    whole = joined.read().numpy()
-    assert (joined.stored.rows(30, 70) == whole[30:70]).all()
-    assert (joined.stored.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"blocks.0.attn.key.bias": None}, "attn.query, attn.key, attn.value"),
-        ({"blocks.1.attn.value.weight": torch.ones(3, 3)}, "one shape and type"),
-        ({"blocks.1.ln1.weight": None}, "h.1.ln_1.weight is missing"),
-        ({"blocks.0.extra.weight": torch.ones(3)}, "h.0.extra.weight is not a GPT's"),
-        ({"pos_emb": torch.ones(2, 16, 32)}, "wpe.weight is missing or no matrix"),
-    ],
-)
-def test_damage_to_the_first_mingpt_is_named(tmp_path, change, expected):
-    state = FirstMinGPT(MINGPT).state_dict() | change
-    torch.save({name: t for name, t in state.items() if t is not None}, tmp_path / "model.pt")
-    with pytest.raises(CorruptInputError, match=expected):
-        GPT.from_pretrained(tmp_path / "model.pt", resolve="untie", n_head=4)
 
 
 @pytest.mark.parametrize(

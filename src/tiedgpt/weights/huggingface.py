@@ -1,0 +1,295 @@
+"""Hugging Face checkpoints: GPT-2 and OpenAI GPT of transformers, and our own directories.
+
+The tensors bear OpenAI's names after a prefix, the matrices of the blocks lie as (in, out), and
+config.json stands beside them. Without it nothing says how many heads there are. Our own
+directories (`model_type` "tiedgpt") have the same layout; they hold what no class of transformers
+computes. `save.py` writes such directories.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tiedgpt.core.config import ACTIVATIONS, GPTConfig
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.tensors import by_storage, printable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FIELDS = tuple(GPTConfig.__dataclass_fields__)
+MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""Causal masks that old versions saved beside the weights; they are no parameters."""
+BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
+"""Biases of the body; a classifier's bias says nothing about them."""
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """One `model_type` of transformers: its class, its names, and its config's own names."""
+
+    name: str
+    architecture: str
+    activations: dict[str, str]
+    """Ours -> theirs."""
+    norm: str | None
+    """Which norm the class has; None where the config says it."""
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    """Ours -> theirs, where they differ (after the prefix)."""
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    """Ours -> theirs, where they differ."""
+    prefix: str = "transformer."
+
+
+GPT2 = ModelType(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    activations={"gelu_new": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"},
+    norm="pre",
+)
+GPT1 = ModelType(
+    name="openai-gpt",
+    architecture="OpenAIGPTLMHeadModel",
+    activations={"gelu_new": "gelu", "relu": "relu", "silu": "silu"},  # its "gelu" is the tanh form
+    norm="post",
+    tensor_names={"wte.weight": "tokens_embed.weight", "wpe.weight": "positions_embed.weight"},
+    config_names={"activation_function": "afn"},
+)
+TIEDGPT = ModelType(
+    name="tiedgpt",
+    architecture="TiedGPTLMHeadModel",
+    activations={name: name for name in ACTIVATIONS},
+    norm=None,
+)
+"""Ours. transformers refuses the name, so that it never computes something else."""
+PACKED = replace(TIEDGPT, name="tiedgpt-packed", architecture="TiedGPTPackedLMHeadModel")
+"""Ours, packed for CPU kernels."""
+MODEL_TYPES = {model_type.name: model_type for model_type in (GPT2, GPT1, TIEDGPT, PACKED)}
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Keys of config.json that change the computation, with the values under which it is ours."""
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names under which transformers takes the same keys."""
+SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+DEFAULTS = {
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""What transformers assumes where a config.json of its own is silent."""
+
+
+def model_type_of(config: GPTConfig) -> ModelType:
+    """Return the class of transformers that computes what this config describes, else our own."""
+    if config.attention_windows is not None:
+        return TIEDGPT
+    if config.norm == "pre":
+        return GPT2
+    plain = config.activation_function in GPT1.activations
+    return GPT1 if plain and config.inner_dim == 4 * config.n_embd else TIEDGPT
+
+
+def model_type_from(config: Mapping[str, Any]) -> ModelType:
+    """Return the model type that a config.json claims; another family's is a `UserError`."""
+    name = config.get("model_type", GPT2.name)
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        raise UserError(
+            f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
+        )
+    return MODEL_TYPES[name]
+
+
+def is_transposed(name: str) -> bool:
+    """Whether transformers stores this parameter of ours as (in, out)."""
+    return bool(re.fullmatch(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight", name))
+
+
+def to_file(name: str, model_type: ModelType) -> str:
+    """Return the name in a file of transformers of a parameter of ours."""
+    if name == HEAD:
+        return "lm_head.weight"
+    return model_type.prefix + model_type.tensor_names.get(name, name)
+
+
+def from_file(name: str, model_type: ModelType) -> str | None:
+    """Return our name of a tensor in a file of transformers; None for a mask buffer."""
+    if name == "lm_head.weight":
+        return HEAD
+    bare = name.removeprefix(model_type.prefix)
+    if MASK_BUFFERS.fullmatch(bare):
+        return None
+    theirs = {their_name: ours for ours, their_name in model_type.tensor_names.items()}
+    return theirs.get(bare, bare)
+
+
+def recognizes(checkpoint: Checkpoint) -> bool:
+    """Whether it is a container in which transformers writes, or one of its models in memory."""
+    return checkpoint.format in ("safetensors", "torch", "module")
+
+
+def read_module(module: nn.Module) -> Checkpoint:
+    """Return a model of transformers in memory as a checkpoint; nothing is copied yet.
+
+    A head that is the embedding's own parameter is tied, whatever its config says. Raises
+    `UserError` for any other module.
+    """
+    from tiedgpt.weights.torch_file import stored_tensor
+
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    if not callable(to_dict):
+        raise UserError(
+            f"{type(module).__name__} is no model of transformers: give a path, a hub name, or a "
+            f"{GPT2.architecture} or {GPT1.architecture}"
+        )
+    tensors = {
+        name: stored_tensor(name, parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    config = to_dict()
+    groups = [{t.name for t in group} for group in by_storage(tensors.values())]
+    if any(len(group) > 1 and "lm_head.weight" in group for group in groups):
+        config["tie_word_embeddings"] = True
+    return Checkpoint(f"the {type(module).__name__} in memory", "module", tensors, config=config)
+
+
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+    """Return the GPT, without mask buffers."""
+    model_type = model_type_from(checkpoint.config)
+    tensors: dict[str, LazyTensor] = {}
+    for their_name, stored in checkpoint.tensors.items():
+        name = from_file(their_name, model_type)
+        if name is None:
+            continue
+        if name in tensors:
+            raise CorruptInputError(
+                f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
+            )
+        tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
+    if EMBEDDING not in tensors and HEAD not in tensors:
+        raise CorruptInputError(
+            f"{checkpoint.source} holds no GPT: there is no {EMBEDDING} among its tensors"
+        )
+    fields, foreign = config_fields(checkpoint.config)
+    notes: tuple[str, ...] = ()
+    biases = [name for name in tensors if BODY_BIAS.fullmatch(name)]
+    if fields.get("bias") is False and biases:  # zeros that transformers' classes need
+        if any(_has_values(tensors[name]) for name in biases):
+            fields["bias"] = True
+            notes = (
+                "config.json says that there are no biases, but some are not zero: they are kept",
+            )
+        else:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
+    assumed = DEFAULTS if "model_type" in checkpoint.config else {}
+    layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
+    return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
+
+
+def _has_values(tensor: LazyTensor) -> bool:
+    stored = tensor.stored
+    return stored.is_decodable and bool(stored.rows(0, stored.matrix_shape[0]).any())
+
+
+def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a config.json into our fields and the keys that change nothing here.
+
+    The latter are kept and saved again. Raises `UserError` for a key that changes the computation
+    and that no GPT here has.
+    """
+    model_type = model_type_from(config)
+    for key, neutral in NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise UserError(
+                f"the model's config has {key}={config[key]!r}, which changes the computation and "
+                "is not built here"
+            )
+    config = dict(config)
+    for alias, key in ALIASES.items():
+        if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
+            raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
+    tied = config.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise CorruptInputError(f"tie_word_embeddings is {tied!r}, neither true nor false")
+    theirs = {model_type.config_names.get(ours, ours): ours for ours in _fields_of(model_type)}
+    fields = {theirs[key]: value for key, value in config.items() if key in theirs}
+    foreign = {key: value for key, value in config.items() if key not in theirs}
+    if "activation_function" in fields:
+        names = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
+        name = fields["activation_function"]
+        if not isinstance(name, str) or name not in names:
+            raise UserError(
+                f"the activation {name!r} is not built here; there are {', '.join(names)}"
+            )
+        fields["activation_function"] = names[name]
+    if model_type.norm is not None:
+        fields["norm"] = model_type.norm
+    return fields, foreign
+
+
+def _fields_of(model_type: ModelType) -> tuple[str, ...]:
+    """Return the fields that its config.json can hold."""
+    if model_type in (TIEDGPT, PACKED):
+        return FIELDS
+    return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
+
+
+def drop_foreign_ids(fields: dict[str, Any]) -> None:
+    """Drop special ids outside the vocabulary (transformers' default 50256), with a warning."""
+    dropped = []
+    for name in ("bos_token_id", "eos_token_id"):
+        value = fields.get(name)
+        if isinstance(value, list):  # some configs list several ends; the first is the model's own
+            fields[name] = value = value[0] if value else None
+        if type(value) is int and not 0 <= value < fields["vocab_size"]:
+            dropped.append(f"{name}={value}")
+            fields[name] = None
+    if dropped:
+        warnings.warn(
+            f"{' and '.join(dropped)} outside this model's vocabulary of {fields['vocab_size']} "
+            "tokens: dropped",
+            stacklevel=2,
+        )
+
+
+def config_json(
+    config: GPTConfig, foreign: Mapping[str, Any], dtype: str, model_type: ModelType | None = None
+) -> dict[str, Any]:
+    """Return the config.json under which transformers builds the same model.
+
+    A model that no class of transformers computes is described under our own `model_type`.
+    """
+    model_type = model_type or model_type_of(config)
+    fields = {
+        name: value for name, value in asdict(config).items() if name in _fields_of(model_type)
+    }
+    if config.bias:
+        del fields["bias"]  # transformers' classes ignore it
+    fields["activation_function"] = model_type.activations[config.activation_function]
+    named = {model_type.config_names.get(name, name): value for name, value in fields.items()}
+    fixed = {
+        "model_type": model_type.name,
+        "architectures": [model_type.architecture],
+        "n_ctx": config.n_positions,
+        "torch_dtype": dtype,
+    }
+    kept = {key: value for key, value in foreign.items() if key not in ("dtype", *fixed)}
+    return fixed | named | kept

@@ -1,0 +1,70 @@
+"""A pickle of dicts, strings and whole numbers, read without running anything in it.
+
+nanoGPT keeps its character vocabularies in such files (`meta.pkl`). A pickle is a program: each of
+its instructions is looked at first, and only then does Python's own unpickler follow them, without
+a way to reach any class or function.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+
+LARGEST = 4 << 20  # bytes, and
+MOST = 1_000_000  # instructions: both more than a vocabulary of all characters of Unicode takes
+BEGINS = re.compile(rb"(\x80[\x02-\x05](\x95.{8})?)?(\}|\(d)", re.DOTALL)
+"""How such a pickle begins, of any protocol: with the making of a dict."""
+STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
+ALLOWED = STORES | {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "GET", "BINGET", "LONG_BINGET",
+    "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE",
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1",
+}  # fmt: skip
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def read_plain_pickle(file: Path) -> Any:
+    """Return the value in a pickle of any protocol: dicts, strings and whole numbers.
+
+    Raises `CorruptInputError` for anything else that a pickle can hold, before any of it is made.
+    """
+    try:
+        size = file.stat().st_size
+        if size > LARGEST:
+            raise CorruptInputError(
+                f"{file}: {size:,} bytes are too many for a vocabulary; check the file"
+            )
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
+    try:
+        for number, (instruction, argument, _) in enumerate(pickletools.genops(content)):
+            if instruction.name not in ALLOWED:
+                raise CorruptInputError(
+                    f"{file}: a pickle of more than dicts, strings and whole numbers "
+                    f"({instruction.name}), which is never run; check where it comes from"
+                )
+            if number == MOST:
+                raise ValueError("too many instructions for a vocabulary")
+            if (
+                instruction.name in STORES and (argument or 0) > MOST
+            ):  # the unpickler makes that much room
+                raise ValueError(f"{argument} is more than it stores")
+        return _DataOnly(io.BytesIO(content)).load()
+    except CorruptInputError:
+        raise
+    except Exception as error:  # whatever is wrong with its bytes or their order
+        why = " ".join(str(error).split())[:100]
+        raise CorruptInputError(
+            f"{file}: no pickle, or a damaged one ({why}); get it again from where it came from"
+        ) from None
