@@ -95,11 +95,18 @@ def test_a_head_of_its_own_is_refused(tiny, tmp_path):
         write_llmc(tiny, tmp_path / "model.bin")
 
 
+def test_adapters_are_not_written_as_zeros(tiny, tmp_path):
+    tiny.h[0].mlp.c_fc = torch.nn.Sequential(tiny.h[0].mlp.c_fc)
+    with pytest.raises(UserError, match=r"h\.0\.mlp\.c_fc\.weight is missing"):
+        write_llmc(tiny, tmp_path / "model.bin")
+    assert not list(tmp_path.iterdir())
+
+
 def test_precisions_that_llmc_lacks_are_refused(tiny, tmp_path):
     with pytest.raises(UserError, match=r"precision must be fp32 or bf16 .* got 'fp16'"):
         write_llmc(tiny, tmp_path / "model.bin", precision="fp16")
     tiny.half()
-    with pytest.raises(UserError, match=r"llm\.c has no torch\.float16: give precision="):
+    with pytest.raises(UserError, match=r"precision must be fp32 or bf16 .* got 'fp16'"):
         write_llmc(tiny, tmp_path / "model.bin")
     write_llmc(tiny, tmp_path / "model.bin", precision="fp32")
     again = GPT.from_pretrained(tmp_path / "model.bin")

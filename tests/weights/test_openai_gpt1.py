@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import warnings
 
 import numpy as np
 import pytest
@@ -93,6 +94,13 @@ def test_other_floats(dtype, name, tmp_path):
     assert np.array_equal(numbers(tensors["model/wte"]), arrays[1])
 
 
+def test_headers_of_python_2_are_read(release):
+    raw = np.load(release / "params_4.npy").tobytes()
+    (release / "params_4.npy").write_bytes(npy(described(shape=f"({len(raw) // 4}L,)"), raw))
+    with warnings.catch_warnings(action="error"):
+        assert len(read(release / SHAPES_FILE).tensors) == 2 + 2 * 12
+
+
 # Bad input.
 
 
@@ -120,23 +128,16 @@ PIECES = {
     "an empty file": (b"", "not a .npy file, or is damaged"),
     "another file": (b"PK\3\4" + bytes(40), "not a .npy file, or is damaged"),
     "only the magic": (b"\x93NUMPY", "not a .npy file, or is damaged"),
-    "a version of the future": (
-        npy(described(), version=b"\3\0"),
-        "version 3 .* not supported",
-    ),
+    "a version of the future": (npy(described(), version=b"\3\0"), "version 3 .* not supported"),
     "a header that does not end": (npy(described(), length=60_000), "EOF"),
     "a header of gigabytes": (npy(described(), version=b"\2\0", length=2**31), "EOF"),
     "code in the header": (npy(b"__import__('os').abort()"), "malformed node"),
-    "records": (npy(described(descr="[('a', '<f4')]")), "holds '.V4', not little"),
-    "whole numbers": (
-        npy(described(descr="'<i4'"), bytes(24)),
-        "holds '<i4', not little-endian floats",
-    ),
-    "big-endian": (
-        npy(described(descr="'>f4'"), bytes(24)),
-        "holds '>f4', not little-endian floats",
-    ),
-    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "not one row of numbers"),
+    "records": (npy(described(descr="[('a', '<f4')]")), "got '.V4'"),
+    "a header that nests": (npy(described(shape="-" * 9000 + "1")), "EOF"),
+    "a header that nests less": (npy(described(shape="-" * 800 + "1")), "not a .npy file"),
+    "whole numbers": (npy(described(descr="'<i4'"), bytes(24)), "got '<i4'"),
+    "big-endian": (npy(described(descr="'>f4'"), bytes(24)), "got '>f4'"),
+    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "must hold one row of .* of shape"),
     "more than the file": (npy(described(shape="(10000000000,)"), bytes(24)), "cut off"),
     "fewer than the file": (npy(described(shape="(5,)"), bytes(24)), "cut off or too long"),
     "a digit too many": (npy(described(shape="(" + "9" * 30 + ",)")), "cut off"),

@@ -28,7 +28,6 @@ from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     import tokenizers
-    import torch
 
     from tiedgpt.core.model import GPT
     from tiedgpt.text.tokenizer import Tokenizer
@@ -181,24 +180,30 @@ def write(
     """Write a checkpoint for llm.c in "fp32" or "bf16"; None is the model's own dtype.
 
     Raises `UserError`, before anything is written, for what llm.c does not compute: an untied head,
-    GPT-1's norm, banded attention, another activation, MLP width or epsilon. `approximate_gelu`
-    allows a model of the exact GELU. Missing biases are written as zeros. The file has no place for
-    the tokenizer.
+    adapters, GPT-1's norm, banded attention, another activation, MLP width or epsilon.
+    `approximate_gelu` allows a model of the exact GELU. Missing biases are written as zeros. The
+    file has no place for the tokenizer.
     """
     import torch
 
-    from tiedgpt.weights.plain_model import require_computed, require_gelu
+    from tiedgpt.weights.plain_model import (
+        PRECISIONS,
+        converted,
+        plain_parameters,
+        require_computed,
+        require_gelu,
+    )
 
     config = model.config
     require_computed("llm.c", model, FIXED)
     require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
-    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    if precision is None and model.wte.weight.dtype not in own:
-        raise UserError(f'llm.c has no {model.wte.weight.dtype}: give precision="fp32" or "bf16"')
-    precision = precision or own[model.wte.weight.dtype]
+    tensors = plain_parameters(model, "llm.c")
+    if precision is None:
+        own = model.wte.weight.dtype
+        precision = next((name for name, dtype in PRECISIONS.items() if dtype == own), str(own))
     if precision not in VERSIONS:
         raise UserError(f"precision must be {' or '.join(VERSIONS)} for llm.c, got {precision!r}")
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    dtype = PRECISIONS[precision]
     rows = -(-config.vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
     layout = (config.n_layer, config.n_embd, rows, config.n_positions)
     n_bytes = count(*layout) * dtype.itemsize
@@ -207,25 +212,18 @@ def write(
         int.from_bytes(MAGIC, "little"), VERSIONS[precision], config.n_positions,
         config.vocab_size, config.n_layer, config.n_head, config.n_embd, rows,
     ]  # fmt: skip
-    tensors = dict(model.named_parameters())
     done = 0
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(HEADER.pack(*header, *[0] * (256 - len(header))))
         for name, shape in parameters(*layout):
-            size = math.prod(shape) * dtype.itemsize
-            written = file.write(_bytes_of(tensors[name], dtype)) if name in tensors else 0
+            size, written = math.prod(shape) * dtype.itemsize, 0
+            if name in tensors:
+                flat = converted(name, tensors[name], dtype).flatten()
+                written = file.write(flat.view(torch.uint8).numpy().data)
             file.write(bytes(size - written))
             done += size
             if progress is not None:
                 progress(done, n_bytes)
-
-
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    import torch
-
-    flat = tensor.detach().to("cpu", dtype).contiguous().flatten()
-    data: memoryview = flat.view(torch.uint8).numpy().data
-    return data
 
 
 def tokenizer(path: Path) -> Tokenizer:

@@ -53,7 +53,8 @@ HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-MAX_HEADER = 1 << 14
+MAX_HEADER = 1000
+"""Bytes; numpy writes 128. Parsing much longer ones could exhaust the interpreter's stack."""
 MAX_JSON = 1 << 20
 MAX_TENSORS = 1 << 14
 RELEASED_WIDTH, RELEASED_LAYERS, RELEASED_HEADS, RELEASED_POSITIONS = 768, 12, 12, 512
@@ -269,16 +270,16 @@ def _piece(path: Path) -> _Piece:
             version = np.lib.format.read_magic(head)
             if version not in HEADERS:
                 raise ValueError(f"version {version[0]} of the format is not supported")
-            shape, _, dtype = HEADERS[version](head)
+            shape, _, dtype = HEADERS[version](head, max_header_size=MAX_HEADER)
     except Exception as error:  # whatever ast and tokenize raise on damaged headers
         why = " ".join(str(error).split())[:100]
         raise CorruptInputError(f"{path} is not a .npy file, or is damaged: {why}") from None
     if dtype.hasobject:
         raise UserError(f"{path} holds Python objects (a pickle), which are never opened here")
-    if dtype.str[0] == ">" or dtype.name not in FLOATS:
-        raise CorruptInputError(f"{path} holds {dtype.str!r}, not little-endian floats")
-    if len(shape) != 1:
-        raise CorruptInputError(f"{path} holds an array of shape {shape}, not one row of numbers")
+    if dtype.str[0] == ">" or dtype.name not in FLOATS or len(shape) != 1:
+        raise CorruptInputError(
+            f"{path} must hold one row of little-endian floats, got {dtype.str!r} of shape {shape}"
+        )
     start = head.tell()
     if start + shape[0] * dtype.itemsize != size:
         raise CorruptInputError(

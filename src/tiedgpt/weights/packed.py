@@ -37,7 +37,7 @@ from tiedgpt.weights.packed_panels import (
     unpack,
 )
 from tiedgpt.weights.safetensors_file import SafetensorsFile
-from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor
+from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
 
 FILE = "packed.safetensors"
 FORMAT, VERSION = "tiedgpt-packed", "1"
@@ -230,10 +230,11 @@ def read(path: Path) -> Checkpoint:
         )  # fmt: skip
 
     def add_vectors(name: str, array: NDArray[Any], width: int) -> None:
-        values = array[..., :width]
+        values, place = array[..., :width], storage(array)
         tensors[name] = StoredTensor(
-            name, values.shape, "float32", values.nbytes, storage(array), _reading(values)
-        )
+            name, values.shape, "float32", values.nbytes, place,
+            plain_reader(path, place.start, array.shape[-1], 4),
+        )  # fmt: skip
 
     def add_norm(name: str, weight_and_bias: NDArray[Any]) -> None:
         add_vectors(f"{name}.weight", weight_and_bias[0], config.n_embd)
@@ -280,15 +281,5 @@ def _unpacking(panels: Panels) -> Read:
             low, high = max(first, begin), min(end, begin + rows)
             values[low - first : high - first] = block[low - begin : high - begin, left:]
         return values.view("<u4")
-
-    return read
-
-
-def _reading(values: NDArray[Any]) -> Read:
-    """Return a reader of float32 in memory."""
-    rows = values.reshape(-1, values.shape[-1])
-
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        return np.ascontiguousarray(rows[first:end, left:right]).view("<u4")
 
     return read

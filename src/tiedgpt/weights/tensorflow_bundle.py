@@ -15,6 +15,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
@@ -89,7 +90,10 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _read_header(header: _Message) -> int:
-    """Check a BundleHeaderProto; return the number of data files."""
+    """Return the number of data files.
+
+    BundleHeaderProto: 1 num_shards, 2 endianness, 3 version (2 min_consumer).
+    """
     n_files, endianness = header.number(1), header.number(2)
     oldest_reader = max((version.number(2) for version in header.messages(3)), default=0)
     if endianness != 0:
@@ -104,13 +108,16 @@ def _read_header(header: _Message) -> int:
 def _tensor(
     index: Path, name: str, entry: _Message, n_files: int, file_sizes: dict[Path, int]
 ) -> StoredTensor:
-    """Return the tensor of a BundleEntryProto, whose bytes must be in the data file."""
+    """Return a tensor, whose bytes must be in the data file.
+
+    BundleEntryProto: 1 dtype, 2 shape, 3 shard_id, 4 offset, 5 size, 6 crc32c, 7 slices.
+    """
     number, file, start, n_bytes = (entry.number(field) for field in (1, 3, 4, 5))
     if entry.messages(7):
         raise UserError("is stored in slices (a partitioned variable): save it as one tensor")
     if number == 0:
         raise CorruptInputError("has no type")
-    shape = tuple(size for message in entry.messages(2) for size in _shape(message))
+    shape = _shape(entry.messages(2))
     dtype, width = DTYPES.get(number, (f"TensorFlow type {number}", 0))
     if width and n_bytes != math.prod(shape) * width:
         raise CorruptInputError(f"of shape {shape} in {dtype} cannot fill {n_bytes:,} bytes")
@@ -133,12 +140,12 @@ def _tensor(
     )
 
 
-def _shape(message: _Message) -> list[int]:
-    """Return the sizes in a TensorShapeProto."""
-    sizes = [dim.number(1) for dim in message.messages(2)]
+def _shape(messages: list[_Message]) -> tuple[int, ...]:
+    """Return the sizes in a shape. TensorShapeProto: 2 dim (1 size), 3 unknown_rank."""
+    sizes = tuple(dim.number(1) for message in messages for dim in message.messages(2))
     if any(size >= 1 << 63 for size in sizes):
         raise CorruptInputError("has a negative size in its shape")
-    if message.number(3):
+    if any(message.number(3) for message in messages):
         raise CorruptInputError("has no shape")
     if len(sizes) > MAX_DIMS:
         raise CorruptInputError(f"has {len(sizes):,} dimensions")
@@ -156,8 +163,8 @@ def _file_size(index: Path, name: str) -> int:
 
 def _verifying(read: Read, read_bytes: Read, n_bytes: int, entry: _Message, what: str) -> Read:
     """Return `read`, which verifies the checksum of the whole tensor before its first block."""
-    verified = False
 
+    @cache  # an error is not cached
     def verify() -> None:
         checksum = 0
         for at in range(0, n_bytes, BLOCK_BYTES):
@@ -167,10 +174,7 @@ def _verifying(read: Read, read_bytes: Read, n_bytes: int, entry: _Message, what
             raise CorruptInputError(f"{what} do not match their checksum: download the file again")
 
     def verified_read(first: int, end: int, left: int, right: int) -> Native:
-        nonlocal verified
-        if not verified:
-            verify()
-            verified = True
+        verify()
         return read(first, end, left, right)
 
     return verified_read
