@@ -14,8 +14,8 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.llmc import write as write_llmc
 from tiedgpt.weights.load import load
+from tiedgpt.weights.onnx_write import write as write_onnx
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.writers.onnx import write_onnx
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ HEAD = "head.weight"
 
 BY_FORMAT = {
     "GGUF": "gguf",
-    "ONNX": "dialects.onnx",
+    "ONNX": "onnx",
     "llm.c": "llmc",
     "Keras HDF5": "keras",
     "packed": "packed",

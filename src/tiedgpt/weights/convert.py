@@ -60,7 +60,7 @@ TARGETS = {
         "gguf_write:write", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
         options=("duplicate_head", "approximate_gelu"),
     ),
-    "onnx": Target("writers.onnx:write_onnx", suffix=".onnx", bundled="model.onnx"),
+    "onnx": Target("onnx_write:write", suffix=".onnx", bundled="model.onnx"),
     "nanogpt": Target("nanogpt:write", suffix=".pt", options=("approximate_gelu",)),
     "llmc": Target(
         "llmc:write", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)

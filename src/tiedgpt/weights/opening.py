@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,8 @@ def _open_file(path: Path) -> Checkpoint:
         return _open_index(path)
     if not head:
         raise CorruptInputError(f"{path} is empty")
-    for entry in FORMATS:
-        module: Any = entry
-        if isinstance(entry, str):
-            module = import_module(f"tiedgpt.weights.{entry}")
+    for name in FORMATS:
+        module: Any = import_module(f"tiedgpt.weights.{name}")
         if module.detect(path, head):
             return refuse_adapter(module.read(path))
     raise CorruptInputError(
@@ -196,33 +194,13 @@ def claim_of(config: Mapping[str, Any]) -> Any:
     return config.get(CLAIM)
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A format whose reader still has another name than `read`, in a module `a.b:function`."""
-
-    reader: str
-    detect: Callable[[Path, bytes], bool]
-
-    def read(self, path: Path) -> Checkpoint:
-        """Return the checkpoint at `path`."""
-        module, _, function = self.reader.partition(":")
-        checkpoint: Checkpoint = getattr(import_module(f"tiedgpt.weights.{module}"), function)(path)
-        return checkpoint
-
-
-def _is_onnx(path: Path, head: bytes) -> bool:
-    """Whether it begins as a ModelProto does: ir_version, and the tag of another of its fields."""
-    tags = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
-    return path.suffix == ".onnx" or (head[0] == 8 and head[1:2] < b" " and head[2:3] in tags)
-
-
-FORMATS: tuple[str | Elsewhere, ...] = (
+FORMATS = (
     "openai_gpt1",
     "keras",
     "gguf",
     "llmc",
     "safetensors_file",
-    Elsewhere("formats.onnx_file:open_onnx", _is_onnx),
+    "onnx",
     "torch_file",
     "openai_gpt2",
 )

@@ -1,1 +1,0 @@
-"""Whose names and whose layout: one file for each project that writes GPTs."""

@@ -1,1 +1,0 @@
-"""File formats: bytes on disk <-> named tensors, one file each; none knows what a GPT is."""

@@ -1,1 +1,0 @@
-"""Writers of other projects' formats: one small file each."""
