@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
@@ -119,6 +120,13 @@ def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_p
         file.name for file in (tmp_path / "dir").iterdir()
     }
     assert GPT.from_pretrained(tmp_path / "dir").config == GPT.from_pretrained(source).config
+
+
+def test_a_directory_tells_how_many_tokens_the_model_takes(source, tokenizer, tmp_path):
+    to(source, tmp_path / "dir", "transformers", tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "dir")
+    assert theirs.model_max_length == GPT.from_pretrained(source).config.n_positions
+    assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
 def test_what_a_format_cannot_express_is_named_and_nothing_is_left(tiny, tokenizer, tmp_path):

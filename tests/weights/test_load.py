@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.conftest import with_head
-from tiedgpt import GPT
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.load import load
+from tiedgpt.weights.load import CheckpointWarning, load
 
 
 def assert_is(model: GPT, tiny: GPT) -> None:
@@ -101,6 +101,59 @@ def test_the_caller_supplies_only_what_the_file_does_not_say(saved):
         GPT.from_pretrained(saved, dtype=torch.int8)
     with pytest.raises(UserError, match="no field"):
         GPT.from_pretrained(saved, heads=8)
+
+
+def test_dropout_may_be_changed_and_shapes_may_not(saved):
+    model = GPT.from_pretrained(saved, attn_pdrop=0.0, resid_pdrop=0.3)
+    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.3)
+    with pytest.raises(UserError, match="n_layer=2 contradicts"):
+        GPT.from_pretrained(saved, n_layer=2)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_what_wrappers_put_before_names_is_left_out(rewrite, tiny, prefix):
+    path = rewrite(tensors=lambda state: {prefix + name: t for name, t in state.items()})
+    assert_is(GPT.from_pretrained(path), tiny)
+
+
+def test_what_regional_compilation_put_into_names_is_left_out(rewrite, tiny):
+    def wrapped(state):
+        return {name.replace(".h.1.", ".h.1._orig_mod."): t for name, t in state.items()}
+
+    assert_is(GPT.from_pretrained(rewrite(tensors=wrapped)), tiny)
+
+
+def test_a_classifier_is_no_corrupt_file_and_its_body_is_tied(tmp_path):
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    sizes = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    theirs = GPT2ForSequenceClassification(GPT2Config(**sizes, **ids))
+    theirs.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(UserError, match=r"score\.weight.*tiedgpt\.heads"):
+        GPT.from_pretrained(tmp_path / "classifier")
+    theirs.transformer.save_pretrained(tmp_path / "body")
+    body = GPT.from_pretrained(tmp_path / "body")
+    assert body.head is None and torch.equal(body.wte.weight, theirs.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bare_state_dict_of_ours_is_known_and_its_assumptions_are_told(tmp_path, norm, tied):
+    sizes = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = GPT(GPTConfig(**sizes, norm=norm, tie_word_embeddings=tied)).eval()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.warns(CheckpointWarning, match=r"state dict of tiedgpt.*gelu_new"):
+        again = GPT.from_pretrained(tmp_path / "model.pt", n_head=4)
+    assert again.config == model.config
+    assert_is(again, model)
+    given = load(tmp_path / "model.pt", n_head=4, activation_function="gelu_new")
+    assert given.layout == "torch, tiedgpt state dict" and not given.notes
+
+
+def test_what_is_told_of_a_file_is_a_warning(rewrite):
+    with pytest.warns(CheckpointWarning, match="are equal: tied"):
+        GPT.from_pretrained(rewrite(tensors=with_head()))
 
 
 # When a file holds two matrices: the config's claim comes first.

@@ -258,39 +258,35 @@ def _build(
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[GPT, tuple[str, ...]]:
-    """Fill a model with the tensors, each read once; the embedding's dtype holds for all.
+    """Fill a model with the tensors, each read once; without `dtype` the embedding's holds for all.
 
-    What that rounds is told in a note.
-
-    Where two lie on the same bytes of the file, each gets memory of its own: what is trained as two
-    must not move as one.
+    A note tells where that rounds numbers. Two tensors that lie on the same bytes of a file get
+    memory of their own: what is trained as two must not move as one.
     """
     with torch.device("meta"), _NoDraws():
         model = GPT(config)
+    groups = by_storage(tensor.stored for tensor in tensors.values())
+    shared = {id(stored) for group in groups if len(group) > 1 for stored in group}
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
-    asked = dtype is not None
-    shared = {
-        id(stored)
-        for group in by_storage(tensor.stored for tensor in tensors.values()) if len(group) > 1
-        for stored in group
-    }  # fmt: skip
+    common = dtype
     done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
         tensor = tensors[name].read()
-        dtype = tensor.dtype if dtype is None else dtype
-        state[name] = tensor.to(dtype, copy=id(tensors[name].stored) in shared)
-        if torch.promote_types(tensor.dtype, dtype) != dtype:
-            again = state[name].to(tensor.dtype)
-            rounded += [name] if not torch.equal(again, tensor) else []
+        common = common or tensor.dtype
+        state[name] = tensor.to(common, copy=id(tensors[name].stored) in shared)
+        coarser = torch.promote_types(tensor.dtype, common) != common
+        if dtype is None and coarser and not torch.equal(state[name].to(tensor.dtype), tensor):
+            rounded.append(name)
         done += tensors[name].n_bytes
         if progress is not None:
             progress(done, whole)
     model.load_state_dict(state, assign=True)
     if not rounded:
         return model.eval(), ()
-    held, kept = tensors[rounded[0]].stored.dtype, str(dtype).removeprefix("torch.")
-    why = "" if asked else f", {EMBEDDING}'s type; dtype=torch.{held} (--precision) keeps them"
+    finer = tensors[rounded[0]].stored.dtype
     return model.eval(), (
-        f"{len(rounded)} tensors, such as {rounded[0]} in {held}, were rounded to {kept}{why}",
+        f"{len(rounded)} tensors, such as {rounded[0]} in {finer}, were rounded to "
+        f"{str(common).removeprefix('torch.')}, {EMBEDDING}'s type; dtype=torch.{finer} "
+        "(--precision) keeps them",
     )
