@@ -23,6 +23,7 @@ from tiedgpt.train.exercises import Exercise, Malformed, Prepared
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.task import Arrays, Model, body_of, counts, loss_terms, on_device
+from tiedgpt.weights.save import save_tokenizer
 
 HELD_OUT = 10
 """One example in so many is held out."""
@@ -273,7 +274,7 @@ class Labelled:
     def publish(self, model: Model, directory: Path) -> None:
         """Write the head with its body, and the tokenizer."""
         model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        save_tokenizer(self.tokenizer, body_of(model).config, directory)
 
 
 def _order(n: int, seed: int, epoch: int) -> Any:

@@ -19,6 +19,7 @@ from tiedgpt.train.plan import Plan
 from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Arrays, Model, body_of
+from tiedgpt.weights.save import save_tokenizer
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000
@@ -111,7 +112,7 @@ class LanguageModelling:
     def publish(self, model: Model, directory: Path) -> None:
         """Write the model and its tokenizer."""
         model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        save_tokenizer(self.tokenizer, body_of(model).config, directory)
 
 
 def _byte_lengths(tokenizer: Tokenizer, config: GPTConfig) -> np.ndarray:
