@@ -1,4 +1,4 @@
-"""nanoGPT's `ckpt.pt`: OpenAI's names over nn.Linear's layout, which is ours.
+"""nanoGPT's `ckpt.pt`: OpenAI's names over nn.Linear's layout, which is ours; and `meta.pkl`.
 
 A dict of torch.save: "model" (the state dict, wte and lm_head on one storage), "model_args" (sizes,
 bias, dropout), "iter_num", "best_val_loss", "config". It does not say which GELU was trained with.
@@ -14,6 +14,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.huggingface import MASK_BUFFERS
+from tiedgpt.weights.plain_pickle import read_plain_pickle
 from tiedgpt.weights.tensors import printable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ KEPT_BESIDE = (
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
 """What nanoGPT computes, besides its GELU, and a model must have."""
+_AGAIN = "get the file again from where it came from"
 NO_LOSS = 1e9
 """nanoGPT's own best_val_loss before the first evaluation."""
 GELU_NOTE = (
@@ -238,3 +240,50 @@ class _Counted:
 
     def flush(self) -> None:
         self.file.flush()
+
+
+def tokenizer(path: Path) -> Tokenizer:
+    """Return the character vocabulary of a `meta.pkl`, with its ids and no other token.
+
+    Raises `CorruptInputError` where its entries contradict each other, `UserError` where its tokens
+    are not single characters.
+    """
+    from tiedgpt.text.characters import tokenizer_of_ids
+    from tiedgpt.text.tokenizer import Tokenizer
+
+    meta = read_plain_pickle(path)
+    ids = meta.get("stoi") if isinstance(meta, dict) else None
+    if not isinstance(ids, dict) or not ids:
+        raise CorruptInputError(f"{path} has no stoi, which gives each character its id; {_AGAIN}")
+    for character, id in ids.items():
+        if type(character) is not str or type(id) is not int or not 0 <= id < len(ids):
+            raise CorruptInputError(
+                f"{path} gives {_shown(character)} the id {_shown(id)} among {len(ids)} characters"
+                f"; {_AGAIN}"
+            )
+        if len(character) != 1:
+            raise UserError(
+                f"{path} gives an id to {_shown(character)}, which is not one character; only "
+                f"vocabularies of single characters are read from such files"
+            )
+        if "\ud800" <= character <= "\udfff":
+            raise CorruptInputError(f"{path} has {character!r}, which is no character; {_AGAIN}")
+    characters = {id: character for character, id in ids.items()}
+    if len(characters) < len(ids):
+        raise CorruptInputError(f"{path} gives two characters the same id; {_AGAIN}")
+    if meta.get("itos", characters) != characters:
+        raise CorruptInputError(f"{path}: its itos is not its stoi the other way round; {_AGAIN}")
+    size = meta.get("vocab_size", len(ids))
+    if type(size) is not int or size != len(ids):
+        raise CorruptInputError(
+            f"{path} says vocab_size {_shown(size)} and has {len(ids)} characters; {_AGAIN}"
+        )
+    return Tokenizer(tokenizer_of_ids(ids), None, str(path))
+
+
+def _shown(value: object) -> str:
+    """Show a value of a file in a line, whatever its length."""
+    if not isinstance(value, str | int):
+        return f"a {type(value).__name__}"
+    text = repr(value) if isinstance(value, str) or -(10**20) < value < 10**20 else "a huge number"
+    return text if len(text) <= 40 else text[:40] + "..."

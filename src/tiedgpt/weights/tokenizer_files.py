@@ -1,42 +1,30 @@
 """The tokenizer that comes with a checkpoint, whoever wrote it: SOURCE -> Tokenizer.
 
-A directory is searched for the files of each project; a file is recognised by its content, and one
-of weights stands for the directory that it lies in. What transformers and OpenAI keep is read by
-`text/directory.py`; here are the others: nanoGPT's `meta.pkl`, llm.c's `gpt2_tokenizer.bin`, GGUF.
+A directory is searched for the files of each project. A file is recognized by its content; a file
+of weights stands for its directory. `text/directory.py` reads the files of transformers and OpenAI;
+the modules of the formats read the others: nanoGPT's `meta.pkl`, llm.c's `gpt2_tokenizer.bin`, and
+what is inside a GGUF file or a .keras archive.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.text.characters import tokenizer_of_ids
+from tiedgpt.errors import UserError
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights import keras, llmc
+from tiedgpt.weights import gguf, keras, llmc, nanogpt
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.plain_pickle import BEGINS, read_plain_pickle
+from tiedgpt.weights.plain_pickle import BEGINS
 
-_AGAIN = "get the file again from where it came from"
 META = "meta.pkl"
 TOKENS = "gpt2_tokenizer.bin"
-
-_GGUF = b"GGUF"
 _TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 """How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
 _WEIGHTS = (
-    ".safetensors",
-    ".index.json",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".onnx",
-    ".index",
-    ".npy",
-    ".h5",
-    ".keras",
-    ".weights.json",
-)
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".onnx", ".index", ".npy", ".h5",
+    ".keras", ".weights.json",
+)  # fmt: skip
 _KERAS = "assets/tokenizer"
 """Where a preset of KerasHub keeps its files; the `tokenizer.json` above them names a class."""
 
@@ -68,7 +56,7 @@ def _in_directory(directory: Path) -> Tokenizer | None:
     if found := read_tokenizer(directory):
         return Tokenizer(*found, str(directory))
     if (directory / META).is_file():
-        return _characters(directory / META)
+        return nanogpt.tokenizer(directory / META)
     binary = sorted(directory.glob("*.bin"))
     files = [file for file in binary if _head(file).startswith(llmc.TOKENIZER_MAGIC)]
     if len(files) > 1:
@@ -85,24 +73,22 @@ def _in_only_gguf(directory: Path) -> Tokenizer | None:
 
 
 def _in_file(path: Path) -> Tokenizer | None:
-    """Return the tokenizer that a file is or has inside, or that of the model whose weights it is.
+    """Return the tokenizer that a file is or holds; for a file of weights, its directory's.
 
-    None where its directory has none, and for a file of another purpose.
+    None where there is none, and for a file of another purpose.
     """
     head = _head(path)
-    if head.startswith(_GGUF):
-        from tiedgpt.weights import gguf
-
+    if gguf.detect(path, head):
         return gguf.tokenizer(path)
     if head.startswith(llmc.TOKENIZER_MAGIC):
         return llmc.tokenizer(path)
-    if head.startswith(b"PK\x03\x04") and keras.detect(path, head):
+    if head.startswith(_TORCH[0]) and keras.detect(path, head):
         return keras.tokenizer(path) or _in_directory(path.parent)
     of_weights = head.startswith((llmc.MAGIC, *_TORCH)) or path.name.endswith(_WEIGHTS)
     if not of_weights and (found := read_tokenizer(path)):
         return Tokenizer(*found, str(path))
     if not of_weights and (path.suffix == ".pkl" or BEGINS.match(head)):
-        return _characters(path)
+        return nanogpt.tokenizer(path)
     if of_weights or head[8:9] == b"{":  # so begins a safetensors file of any name
         return _in_directory(path.parent)
     return None
@@ -116,43 +102,3 @@ def _head(path: Path) -> bytes:
             return file.read(32)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
-
-
-def _characters(file: Path) -> Tokenizer:
-    """Return nanoGPT's vocabulary of characters, with its ids and no token more."""
-    meta = read_plain_pickle(file)
-    ids = meta.get("stoi") if isinstance(meta, dict) else None
-    if not isinstance(ids, dict) or not ids:
-        raise CorruptInputError(f"{file} has no stoi, which gives each character its id; {_AGAIN}")
-    for character, id in ids.items():
-        if type(character) is not str or type(id) is not int or not 0 <= id < len(ids):
-            raise CorruptInputError(
-                f"{file} gives {_shown(character)} the id {_shown(id)} among {len(ids)} characters"
-                f"; {_AGAIN}"
-            )
-        if len(character) != 1:
-            raise UserError(
-                f"{file} gives an id to {_shown(character)}, which is not one character; only "
-                f"vocabularies of single characters are read from such files"
-            )
-        if "\ud800" <= character <= "\udfff":
-            raise CorruptInputError(f"{file} has {character!r}, which is no character; {_AGAIN}")
-    if len(set(ids.values())) < len(ids):
-        raise CorruptInputError(f"{file} gives two characters the same id; {_AGAIN}")
-    back = meta.get("itos", {id: character for character, id in ids.items()})
-    if back != {id: character for character, id in ids.items()}:
-        raise CorruptInputError(f"{file}: its itos is not its stoi the other way round; {_AGAIN}")
-    size = meta.get("vocab_size", len(ids))
-    if type(size) is not int or size != len(ids):
-        raise CorruptInputError(
-            f"{file} says vocab_size {_shown(size)} and has {len(ids)} characters; {_AGAIN}"
-        )
-    return Tokenizer(tokenizer_of_ids(ids), None, str(file))
-
-
-def _shown(value: object) -> str:
-    """Show a value of a file in a line, whatever its length."""
-    if not isinstance(value, str | int):
-        return f"a {type(value).__name__}"
-    text = repr(value) if isinstance(value, str) or -(10**20) < value < 10**20 else "a huge number"
-    return text if len(text) <= 40 else text[:40] + "..."
