@@ -36,11 +36,11 @@ from tiedgpt.weights.packed_panels import (
     shapes,
     unpack,
 )
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.safetensors_file import PACKED_FORMAT, SafetensorsFile
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
 
 FILE = "packed.safetensors"
-FORMAT, VERSION = "tiedgpt-packed", "1"
+FORMAT, VERSION = PACKED_FORMAT, "1"
 ALIGNMENT = 64
 PADDING = "padding"
 """The name of zeros in the file that align the array after them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ from tiedgpt.weights.packed import (
     FORMAT,
     PADDING,
     STACKS,
-    TYPE_NAMES,
     VERSION,
     PackedModel,
     is_packed,
@@ -35,6 +33,7 @@ from tiedgpt.weights.packed import (
     open_packed,
 )
 from tiedgpt.weights.packed_panels import Precision, pack
+from tiedgpt.weights.safetensors_file import Stored, write_safetensors
 
 MODULES = {
     GPT, TiedEmbedding, Block, Attention, MLP, Product, nn.Linear, nn.Embedding, nn.LayerNorm,
@@ -125,26 +124,18 @@ def save_packed(
 
 def _write_arrays(path: Path, model: PackedModel) -> None:
     """Write a safetensors file in which every array begins at a multiple of 64 bytes."""
-    arrays: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, Stored] = {}
+    n_bytes = 0
     for name, array in sorted(model.arrays.items(), key=lambda item: item[1].nbytes % ALIGNMENT):
-        if (n_bytes := sum(a.nbytes for a in arrays.values())) % ALIGNMENT:
-            arrays[PADDING] = np.zeros(-n_bytes % ALIGNMENT, np.uint8)
-        arrays[name] = array
+        if n_bytes % ALIGNMENT:
+            tensors[PADDING] = Stored(torch.zeros(-n_bytes % ALIGNMENT, dtype=torch.uint8))
+            n_bytes += tensors[PADDING].n_bytes
+        is_bf16 = array.dtype == np.uint16
+        tensor = torch.from_numpy(array.view(np.int16) if is_bf16 else array)
+        tensors[name] = Stored(tensor.view(torch.bfloat16) if is_bf16 else tensor)
+        n_bytes += array.nbytes
     metadata = {"format": FORMAT, "version": VERSION, "precision": model.precision}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for name, array in arrays.items():
-        offsets = [at, at := at + array.nbytes]
-        header[name] = {
-            "dtype": TYPE_NAMES[array.dtype.name], "shape": array.shape, "data_offsets": offsets,
-        }  # fmt: skip
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for array in arrays.values():
-            if array.size:
-                file.write(np.ascontiguousarray(array).data)
+    write_safetensors(path, tensors, metadata, alignment=ALIGNMENT)
 
 
 def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
