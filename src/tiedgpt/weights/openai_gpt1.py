@@ -115,11 +115,6 @@ def read(path: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was read from .npy files."""
-    return checkpoint.format == "numpy"
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; the classifier is left out, and a note says so.
 
