@@ -39,7 +39,7 @@ TEXTS = {
     ),
     "same storage": (
         "{output} is {input}",
-        "{names} are names of the same {n_bytes:,} bytes: one matrix of {input_size}. Learning to "
+        "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. Learning to "
         "predict a token also changes how the token is read. A count by names counts it twice; it "
         "is one.",
     ),
@@ -53,14 +53,14 @@ TEXTS = {
     ),
     "shared against the claim": (
         "two matrices are claimed, and there is one",
-        "{claim}, and both names hold the same {input_size} matrix: it is tied. A reader that "
-        "believes the claim looks for a second matrix. Correct the claim, or untie.",
+        "{claim_source}, and both names hold the same {input_size} matrix: it is tied. A reader "
+        "that believes the claim looks for a second matrix. Correct the claim, or untie.",
     ),
     "missing": (
         "an untied head is claimed, and there is one matrix",
-        "{claim}, so two matrices of {matrix_size} are expected; only {matrix} is there. Either "
-        "the claim is wrong and the one matrix does both, or the head was lost when this was "
-        "saved. It must not be made up. `tiedgpt tie fix` corrects the claim; if the head was "
+        "{claim_source}, so two matrices of {matrix_size} are expected; only {matrix} is there. "
+        "Either the claim is wrong and the one matrix does both, or the head was lost when this "
+        "was saved. It must not be made up. `tiedgpt tie fix` corrects the claim; if the head was "
         "trained, go back to the file that still has it.",
     ),
     # no matrix that predicts
@@ -103,21 +103,21 @@ TEXTS = {
     "equal copies": (
         "{output} is a second copy of {input}",
         "{input} ({input_size}) and {output} ({output_size}{transposed}) are two tensors and equal "
-        "in all {rows:,} rows that both have. {follows}",
+        "in all {rows_compared:,} rows that both have. {follows}",
     ),
     "drifted": (
-        "{output} differs from {input} in {differing:,} of {rows:,} rows",
+        "{output} differs from {input} in {differing_rows:,} of {rows_compared:,} rows",
         "{input} ({input_size}) gives a token's vector when it is read; {output} "
         "({output_size}{transposed}) gives the vector that its logit is computed with. They are "
-        "two matrices and differ in {differing:,} of {rows:,} rows, first at token {first}. "
-        "{largest}Their cosine is {cosine}. {cause}",
+        "two matrices and differ in {differing_rows:,} of {rows_compared:,} rows, first at token "
+        "{first}. {gap}Their cosine is {angle}. {cause}",
     ),
     "fresh": (
         "{name} looks freshly initialized",
-        "The numbers of {name} ({shape}) have mean {mean:.2g} and standard deviation {std:.3g}, "
-        "rows of nearly one length, no heavy tails, and cosine {cosine:.3f} with the other matrix: "
-        "they look like {initialization}, never trained. A loader that does not find this matrix "
-        "and makes one up leaves exactly this.",
+        "The numbers of {name} ({name_size}) have mean {mean:.2g} and standard deviation "
+        "{std:.3g}, rows of nearly one length, no heavy tails, and cosine {cosine:.3f} with the "
+        "other matrix: they look like {initialization}, never trained. A loader that does not find "
+        "this matrix and makes one up leaves exactly this.",
     ),
     "not finite": (
         "{rows:,} rows hold numbers that are not finite",
@@ -127,11 +127,12 @@ TEXTS = {
     # the layout of a matrix, the config, the claim
     "transposed": (
         "{name} is stored transposed",
-        "{name} is {shape}: its columns, not its rows, are tokens. {follows}",
+        "{name} is {name_size}: its columns, not its rows, are tokens. {follows}",
     ),
     "padded": (
-        "{name} has {extra:,} rows more than the {rows:,} {beyond}",
-        "{name} is {shape}: {extra:,} rows beyond the {rows:,} {beyond}.{filled} {follows}",
+        "{name} has {extra_rows:,} rows more than the {rows:,} {beyond}",
+        "{name} is {name_size}: {extra_rows:,} rows beyond the {rows:,} {beyond}.{filled} "
+        "{follows}",
     ),
     "config": (
         "config.json has {key!r}, which nothing reads",
@@ -139,19 +140,19 @@ TEXTS = {
     ),
     "nothing is claimed": (
         "nothing is claimed, and all is sound",
-        "{claim}. What is there is sound: {verdict}.",
+        "{claim_source}. What is there is sound: {verdict}.",
     ),
     "the claim holds": (
         "the claim holds",
-        "{claim}. What is there agrees with it: {verdict}.",
+        "{claim_source}. What is there agrees with it: {verdict}.",
     ),
     "the claim does not hold": (
         "the claim does not hold",
-        "{claim}. What is there contradicts it.",
+        "{claim_source}. What is there contradicts it.",
     ),
     "broken": (
         "the tie is broken",
-        "{claim}{by_default}. Readers treat two matrices differently: some keep both, some "
+        "{claim_source}{by_default}. Readers treat two matrices differently: some keep both, some "
         "silently drop one. Choose: keep the input's numbers, keep the output's, or declare them "
         "untied ({how}).",
     ),
@@ -239,20 +240,20 @@ class _Report:
     comparison: Comparison | None
     verdict: str
 
-    def tell(self, text: str, kind: str = "", *, numbers: Any = None, **values: Any) -> Finding:
-        """Fill in one of TEXTS: with `values`, and with what every sentence may name."""
-        known = {"claim": self.checkpoint.claim_source, "verdict": self.verdict}
-        for role, tensor in (
-            ("matrix", self.roles.matrix),
-            ("input", self.roles.input),
-            ("output", self.roles.output),
-        ):
-            if tensor is not None:
-                known |= {role: tensor.name, f"{role}_size": size(tensor.shape)}
-                known[f"{role}_dtype"] = tensor.dtype
-        known["transposed"] = ", transposed" if self.roles.output_transposed else ""
-        title, explain = (printable(part.format(**known | values)) for part in TEXTS[text])
-        return Finding(kind or text, title, explain, values if numbers is None else numbers)
+    def tell(
+        self, text: str, kind: str = "", words: Mapping[str, str] | None = None, **numbers: Any
+    ) -> Finding:
+        """Fill in one of TEXTS: with names and sizes, with `words`, and with `numbers`."""
+        roles = self.roles
+        known = {
+            "claim_source": self.checkpoint.claim_source,
+            "verdict": self.verdict,
+            "transposed": ", transposed" if roles.output_transposed else "",
+            **_names(matrix=roles.matrix, input=roles.input, output=roles.output),
+            **(words or {}),
+        }
+        title, explain = (printable(part.format(**known | numbers)) for part in TEXTS[text])
+        return Finding(kind or text, title, explain, numbers)
 
     def all(self) -> Iterator[Finding]:
         """Yield the findings in the order in which they are read."""
@@ -260,11 +261,10 @@ class _Report:
         yield from self.of_the_matrices()
         if roles.input_transposed:
             yield self.transposed(checkpoint.tensors[roles.matrix.name], wrong=True)
-        vocabulary = checkpoint.vocabulary
-        if vocabulary is not None and roles.matrix.shape[0] > vocabulary:
-            if roles.pair is None or roles.extra_rows >= 0:  # otherwise it was told already
-                extra = roles.matrix.shape[0] - vocabulary
-                yield self.padded(roles.matrix, vocabulary, extra, follows=PADDING)
+        vocabulary, rows = checkpoint.vocabulary, roles.matrix.shape[0]
+        told_already = roles.pair is not None and roles.extra_rows < 0
+        if vocabulary is not None and rows > vocabulary and not told_already:
+            yield self.padded(roles.matrix, vocabulary, rows - vocabulary, None, PADDING)
         for key in MISSPELT:
             if key in checkpoint.config:
                 yield self.tell("config", key=key)
@@ -272,97 +272,97 @@ class _Report:
             yield self.claim()
 
     def of_the_matrices(self) -> Iterator[Finding]:
-        """Tell of the matrices that there are, of which there may be one, two or none."""
-        checkpoint, roles = self.checkpoint, self.roles
-        matrix = roles.matrix
-        one: dict[str, Any] = {"shape": matrix.shape, "parameters": matrix.count}
+        checkpoint, roles, matrix = self.checkpoint, self.roles, self.roles.matrix
+        alone: dict[str, Any] = {"shape": matrix.shape, "parameters": matrix.count}
+        untied = checkpoint.claim is False
         if roles.input is not None and checkpoint.derived:
             yield self.tell("derived", why=checkpoint.derived)
         elif roles.input is not None and roles.unreadable:
             heads = roles.unreadable[:4]
-            listed = ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in heads)
-            numbers: dict[str, Any] = {"reads": matrix.dtype, "predicts": [t.name for t in heads]}
-            yield self.tell("unreadable", "not comparable", numbers=numbers, heads=listed)
+            words = {"heads": ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in heads)}
+            names = [tensor.name for tensor in heads]
+            yield self.tell(
+                "unreadable", "not comparable", words, reads=matrix.dtype, predicts=names
+            )
         elif self.verdict == "no head":
             yield self.tell("no head", shape=matrix.shape)
-        elif roles.pair is None and checkpoint.claim is False:
+        elif roles.pair is None and untied:
             yield self.tell("missing", shape=matrix.shape)
-        elif roles.pair is None:
-            yield self.tell("one matrix" if roles.input else "only a head", "one matrix", **one)
+        elif roles.pair is None or (roles.shared and not roles.aliases):
+            yield self.tell("one matrix" if roles.input else "only a head", "one matrix", **alone)
         elif roles.shared:
             names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
-            if len(names) == 1:
-                yield self.tell("one matrix", **one)
-            else:
-                numbers = {"shape": matrix.shape, "names": names}
-                listed = " and ".join(names)
-                n_bytes = matrix.n_bytes
-                yield self.tell("same storage", numbers=numbers, names=listed, n_bytes=n_bytes)
-            if checkpoint.claim is False:
-                yield self.tell("shared against the claim", "claim", shape=matrix.shape)
-            if roles.two_parameters:
-                yield self.tell("two parameters on one storage", shape=matrix.shape)
-            if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
-                yield self.transposed(roles.pair[1], wrong=True)
+            words = {"all_names": " and ".join(names), "bytes": f"{matrix.n_bytes:,}"}
+            yield self.tell("same storage", words=words, shape=matrix.shape, names=names)
         elif not roles.fits:
             reads, predicts = roles.pair
             yield self.tell("shapes", reads=reads.shape, predicts=predicts.shape)
         else:
             yield from self.of_two(*roles.pair)
+        if roles.pair is not None and roles.shared and not checkpoint.derived:
+            if untied:
+                yield self.tell("shared against the claim", "claim", shape=matrix.shape)
+            if roles.two_parameters:
+                yield self.tell("two parameters on one storage", shape=matrix.shape)
+            if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
+                yield self.transposed(roles.pair[1], wrong=True)
 
     def of_two(self, reads: StoredTensor, predicts: StoredTensor) -> Iterator[Finding]:
         """Tell of two matrices of one width."""
         roles, comparison = self.roles, self.comparison
+        across = roles.output_transposed
         if reads.storage.overlaps(predicts.storage):
             yield self.tell("overlap", reads=reads.shape, predicts=predicts.shape)
         if comparison is None:
-            types: dict[str, Any] = {"reads": reads.dtype, "predicts": predicts.dtype}
-            yield self.tell("not compared", "not comparable", **types)
+            yield self.tell(
+                "not compared", "not comparable", reads=reads.dtype, predicts=predicts.dtype
+            )
         elif comparison.equal:
-            yield self.equal_copies(comparison, predicts)
+            follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
+            if self.checkpoint.format == "module":
+                follows = COPY_DRIFTS
+            elif roles.extra_rows:
+                follows = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
+            rows = comparison.rows_compared
+            yield self.tell(
+                "equal copies",
+                words={"follows": follows},
+                rows_compared=rows,
+                wasted_bytes=predicts.n_bytes,
+            )
         else:
             yield self.drifted(comparison)
-            yield from self.fresh(comparison, predicts, roles.output_transposed)
+            yield from self.fresh(comparison, predicts, across)
             yield from self.fresh(comparison, reads, False)
         if comparison is not None and comparison.not_finite_rows:
             yield self.tell("not finite", rows=comparison.not_finite_rows)
-        if roles.output_transposed:
+        if across:
             yield self.transposed(predicts, wrong=self.checkpoint.format in ONE_LAYOUT)
         if roles.extra_rows:
-            yield self.of_extra_rows(reads, predicts)
-
-    def equal_copies(self, comparison: Comparison, predicts: StoredTensor) -> Finding:
-        """Tell of the same numbers, stored twice."""
-        extra = self.roles.extra_rows
-        if self.checkpoint.format == "module":
-            follows = COPY_DRIFTS
-        elif extra == 0:
-            follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
-        else:
-            follows = f"One of them has {abs(extra):,} rows more than the other."
-        rows = comparison.rows_compared
-        numbers = {"rows_compared": rows, "wasted_bytes": predicts.n_bytes}
-        return self.tell("equal copies", numbers=numbers, rows=rows, follows=follows)
+            longer, shorter = (predicts, reads) if roles.extra_rows > 0 else (reads, predicts)
+            rows, end = sorted((reads.shape[0], roles.head_shape[0]))
+            nonzero = None
+            if longer.is_decodable:
+                turned = across and longer is predicts
+                nonzero = nonzero_rows(longer, rows, end, transposed=turned)
+            follows = PADDING if self.checkpoint.claim is False else TWO_SIZES
+            yield self.padded(longer, rows, end - rows, nonzero, follows, f"rows of {shorter.name}")
 
     def drifted(self, comparison: Comparison) -> Finding:
-        """Tell how two different matrices differ, and what probably happened."""
         c = comparison
-        largest = ""
+        gap = ""
         if c.largest is not None:
-            largest = f"The largest difference of two finite numbers is {c.largest:.3g}. "
+            gap = f"The largest difference of two finite numbers is {c.largest:.3g}. "
             if c.largest == 0:
-                largest = "Where they differ, one of the two numbers is infinite or none at all. "
+                gap = "Where they differ, one of the two numbers is infinite or none at all. "
+        words = {
+            "first": ", ".join(map(str, c.first_rows)),
+            "gap": gap,
+            "angle": "unknown" if c.cosine is None else f"{c.cosine:.4f}",
+            "cause": _likely_cause(c),
+        }
         numbers = {key: value for key, value in vars(c).items() if key != "not_finite_rows"}
-        return self.tell(
-            "drifted",
-            numbers=numbers,
-            differing=c.differing_rows,
-            rows=c.rows_compared,
-            first=", ".join(map(str, c.first_rows)),
-            largest=largest,
-            cosine="unknown" if c.cosine is None else f"{c.cosine:.4f}",
-            cause=_likely_cause(c),
-        )
+        return self.tell("drifted", words=words, **numbers)
 
     def fresh(
         self, comparison: Comparison, matrix: StoredTensor, transposed: bool
@@ -374,71 +374,49 @@ class _Report:
             return
         measured = statistics(matrix, transposed=transposed)
         if measured is not None and measured.initialization is not None:
-            numbers: dict[str, Any] = {"mean": measured.mean, "std": measured.std, "cosine": cosine}
-            like = measured.initialization
-            named = {"name": matrix.name, "shape": size(matrix.shape), "initialization": like}
-            yield self.tell("fresh", numbers=numbers, **numbers, **named)
-
-    def of_extra_rows(self, reads: StoredTensor, predicts: StoredTensor) -> Finding:
-        """Tell that one of the two matrices has more rows than the other."""
-        extra = self.roles.extra_rows
-        longer, shorter = (predicts, reads) if extra > 0 else (reads, predicts)
-        rows, end = sorted((reads.shape[0], self.roles.head_shape[0]))
-        across = self.roles.output_transposed and longer is predicts
-        nonzero = None
-        if longer.is_decodable:
-            nonzero = nonzero_rows(longer, rows, end, transposed=across)
-        follows = PADDING if self.checkpoint.claim is False else TWO_SIZES
-        beyond = f"rows of {shorter.name}"
-        if self.checkpoint.vocabulary == rows:
-            beyond = ""
-        return self.padded(longer, rows, end - rows, nonzero, beyond, follows=follows)
+            words = {**_names(name=matrix), "initialization": measured.initialization}
+            yield self.tell("fresh", "", words, mean=measured.mean, std=measured.std, cosine=cosine)
 
     def padded(
         self,
         longer: StoredTensor,
         rows: int,
         extra: int,
-        nonzero: int | None = None,
-        beyond: str = "",
-        *,
+        nonzero: int | None,
         follows: str,
+        beyond: str = "",
     ) -> Finding:
         """Tell of rows beyond those of the other matrix, or beyond the config's vocabulary."""
+        if not beyond or rows == self.checkpoint.vocabulary:
+            beyond = "tokens that config.json tells of"
         filled = "" if nonzero is None else f" {nonzero:,} of them hold numbers other than zero."
-        return self.tell(
-            "padded",
-            numbers={"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero},
-            name=longer.name,
-            shape=size(longer.shape),
-            extra=extra,
-            rows=rows,
-            beyond=beyond or "tokens that config.json tells of",
-            filled=filled,
-            follows=follows,
-        )
+        words = {**_names(name=longer), "beyond": beyond, "filled": filled, "follows": follows}
+        return self.tell("padded", "", words, extra_rows=extra, rows=rows, nonzero_rows=nonzero)
 
     def transposed(self, matrix: StoredTensor, *, wrong: bool) -> Finding:
-        """Tell that a matrix is stored as (D, V)."""
-        follows = TURN_IT if wrong else STORED_SO
-        numbers = {"shape": matrix.shape}
-        shape = size(matrix.shape)
-        return self.tell(
-            "transposed", numbers=numbers, name=matrix.name, shape=shape, follows=follows
-        )
+        words = {**_names(name=matrix), "follows": TURN_IT if wrong else STORED_SO}
+        return self.tell("transposed", words=words, shape=matrix.shape)
 
     def claim(self) -> Finding:
-        """Tell what is claimed, and whether it is true."""
         claim = self.checkpoint.claim
-        numbers = {"claim": claim}
         if self.verdict in SOUND:
-            text = "nothing is claimed" if claim is None else "the claim holds"
-            return self.tell(text, "claim", numbers=numbers)
+            return self.tell(
+                "nothing is claimed" if claim is None else "the claim holds", "claim", claim=claim
+            )
         if claim is False:
-            return self.tell("the claim does not hold", "claim", numbers=numbers)
+            return self.tell("the claim does not hold", "claim", claim=claim)
         by_default = "" if claim else ", and a GPT is tied unless something says otherwise"
         how = HOW_LIVE if self.checkpoint.format == "module" else HOW_FILE
-        return self.tell("broken", "claim", numbers=numbers, by_default=by_default, how=how)
+        return self.tell("broken", "claim", {"by_default": by_default, "how": how}, claim=claim)
+
+
+def _names(**tensors: StoredTensor | None) -> dict[str, str]:
+    words: dict[str, str] = {}
+    for word, tensor in tensors.items():
+        if tensor is not None:
+            words |= {word: tensor.name, f"{word}_size": size(tensor.shape)}
+            words[f"{word}_dtype"] = tensor.dtype
+    return words
 
 
 def _likely_cause(comparison: Comparison) -> str:

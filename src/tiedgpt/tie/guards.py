@@ -111,7 +111,7 @@ class Guard:
         self.action = action
         self.events: list[TieEvent] = []
         self._active = False
-        self._changed = False  # a function was called that can replace a parameter
+        self.changed = False  # a function was called that can replace a parameter
         self._where = ("", 0)  # file and line that is running
         self._body: tuple[FrameType, int] | None = None
         self._tracer: _Tracer | None = None
@@ -141,10 +141,6 @@ class Guard:
         self._tracer = self._body = None
         self._report(self._compare(), may_raise=error is None)
 
-    def may_have_changed(self) -> None:
-        """Compare all parameters at the next line: one may have been replaced."""
-        self._changed = True
-
     def before_line(self, frame: FrameType) -> None:
         """Check what the lines before this one did, and remember that this one is next."""
         if not self._active or self._body == (frame, frame.f_lineno):
@@ -166,7 +162,7 @@ class Guard:
 
         Python drops a trace function that raises; `__exit__` restores it for other guards.
         """
-        if not self._changed and all(slot.unchanged() for slot in self._watched):
+        if not self.changed and all(slot.unchanged() for slot in self._watched):
             return
         try:
             self._report(self._compare(), may_raise=True)
@@ -176,7 +172,7 @@ class Guard:
 
     def _compare(self) -> list[TieEvent]:
         """Compare all parameters with what they were, and remember them as they are."""
-        self._changed = False
+        self.changed = False
         now = _slots(self.module)
         changes = _changes(self._before, now)
         self._remember(now)
@@ -202,7 +198,7 @@ class Guard:
         }
         shared = {name for names in _groups(now) for name in names}
         self._watched = [
-            _WatchedSlot(self.module, name, slot.parameter)
+            _Watch(self.module, name, slot.parameter)
             for name, slot in now.items()
             if name in shared or slot.shape in tables
         ]
@@ -244,33 +240,26 @@ def _slots(module: nn.Module) -> dict[str, _Slot]:
     }
 
 
-class _WatchedSlot:
+class _Watch:
     """One slot, looked up as user code does it: attribute by attribute from the module."""
 
     def __init__(self, module: nn.Module, name: str, parameter: Tensor) -> None:
-        self._module, self._path = module, name.split(".")
-        self._parameter = parameter
-        self._address = self._memory()
-        self._object = self._find()  # the parameter; for a GPT's `head` None; an Unembed itself
+        self._module, self._path, self._parameter = module, name.split("."), parameter
+        self._found, self._address = self._look()
 
     def unchanged(self) -> bool:
         """Whether the slot holds the same object on the same memory."""
-        return self._find() is self._object and self._memory() == self._address
+        found, address = self._look()
+        return found is self._found and address == self._address
 
-    def _find(self) -> object:
+    def _look(self) -> tuple[object, int]:
         part: Any = self._module
         for name in self._path:
-            part = getattr(part, name, _GONE)
-        return part
-
-    def _memory(self) -> int:
+            part = getattr(part, name, None)  # None also for the `head` of a tied GPT
         try:
-            return self._parameter.data_ptr()
+            return part, self._parameter.data_ptr()
         except RuntimeError:  # sharded and wrapped tensors have no address
-            return 0
-
-
-_GONE = object()
+            return part, 0
 
 
 def _groups(slots: dict[str, _Slot]) -> list[tuple[str, ...]]:
@@ -285,25 +274,25 @@ def _changes(before: dict[str, _Slot], after: dict[str, _Slot]) -> list[TieChang
     """Return what became of every group of slots, and the groups that are new."""
     found: list[TieChange] = []
     for names in _groups(before):
-        was_one = len({id(before[name].parameter) for name in names}) == 1
         places = {name: _in_its_place(name, names, before, after) for name in names}
-        is_one = len({frozenset(id(after[n].parameter) for n in p) for p in places.values()}) == 1
-        one_storage = len({frozenset(after[n].storage for n in p) for p in places.values()}) == 1
-        if is_one and not was_one:
-            found.append(_joined(names, after, "two Parameters over one memory"))
-        elif not one_storage:
+        parameters = {frozenset(id(after[new].parameter) for new in p) for p in places.values()}
+        storages = {frozenset(after[new].storage for new in p) for p in places.values()}
+        was_one = len({id(before[name].parameter) for name in names}) == 1
+        if len(storages) > 1:
             found.append(_split(names, places, before, after))
-        elif was_one and not is_one:
+        elif len(parameters) > 1 and was_one:
             found.append(_aliased(names, before[names[0]].shape))
+        elif len(parameters) == 1 and not was_one:
+            found.append(_joined(names, after, "two Parameters over one memory"))
     for names in _groups(after):
-        known = {}
+        storage_of = {}
         for name in names:
             gone = (old for old in before if old not in after and old.startswith(f"{name}."))
             origin = name if name in before else next(gone, "")  # `head.weight`, if `head` is new
             if origin:
-                known[name] = before[origin].storage
-        if len(set(known.values())) > 1:
-            found.append(_joined(tuple(known), after, "two matrices"))
+                storage_of[name] = before[origin].storage
+        if len(set(storage_of.values())) > 1:
+            found.append(_joined(tuple(storage_of), after, "two matrices"))
     return found
 
 
@@ -486,7 +475,7 @@ class _Tracer:
             return self._trace_lines(inner)
         if origin == MODULE and code.co_name in CHANGERS:
             for guard in self.guards:
-                guard.may_have_changed()
+                guard.changed = True
         return inner
 
     def _trace_lines(self, inner: Trace | None) -> Trace:

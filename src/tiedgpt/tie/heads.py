@@ -105,29 +105,29 @@ def head_layers(model: GPT) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def count_logits(model: GPT, head: nn.Module) -> int:
-    """Call a head with zeros of (1, D) and (1, 1, D), as `GPT.logits` will; return its V.
+    """Call a head with zeros (1, D) and (1, 1, D), as `GPT.loss` and `GPT.logits` do; return V.
 
     Raises `UserError` if the head cannot read them or does not return one logit per token.
     """
-    weight, n_tokens = model.wte.weight, 0
-    for leading in ((1,), (1, 1)):
-        h = torch.zeros(*leading, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    weight, n_logits = model.wte.weight, 0
+    for shape in ((1, weight.shape[1]), (1, 1, weight.shape[1])):
         try:
             with inference(head):
-                out = head(h)
+                out = head(weight.new_zeros(shape))
         except Exception as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"{describe(head)} cannot read h {tuple(h.shape)} of {h.dtype} on {h.device}: {why}"
+                f"{describe(head)} cannot read h {shape} of {weight.dtype} on {weight.device}: "
+                f"{why}"
             ) from error
-        if not isinstance(out, Tensor) or out.shape[:-1] != h.shape[:-1]:
+        if not isinstance(out, Tensor) or out.shape[:-1] != shape[:-1]:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise UserError(
-                f"{describe(head)} turns h {tuple(h.shape)} into {got}; a head must return one "
-                f"score a token, {(*leading, weight.shape[0])}"
+                f"{describe(head)} turns h {shape} into {got}; a head must return one score a "
+                f"token, {(*shape[:-1], weight.shape[0])}"
             )
-        n_tokens = out.shape[-1]
-    return n_tokens
+        n_logits = out.shape[-1]
+    return n_logits
 
 
 @contextmanager

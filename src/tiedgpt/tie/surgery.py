@@ -190,11 +190,13 @@ def untie(model: GPT) -> HeadReport:
             "linear layer; give that module a parameter of its own"
         )
     before = dict(model.named_parameters())
-    for name in unembeds(model) or ["head"]:
-        unembed = None if model.head is None else model.get_submodule(name)
-        bias = unembed.bias if isinstance(unembed, Unembed) else None
-        matrix = nn.Parameter(model.wte.weight.detach().clone(), model.wte.weight.requires_grad)
-        _set_module(model, name, _linear(matrix, bias))
+    names = unembeds(model)
+    if model.head is None:
+        model.head = _copy_of(model.wte.weight)
+    for name in names:
+        unembed = model.get_submodule(name)
+        assert isinstance(unembed, Unembed)
+        model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
     model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
     return _head_report(model, Change.since(before, model))
 
@@ -299,18 +301,13 @@ def _predict_with_wte(model: GPT, name: str) -> None:
     else:
         bias = layer.bias
         assert bias is None or isinstance(bias, nn.Parameter)
-        _set_module(model, name, Unembed(model.wte, bias))
+        model.set_submodule(name, Unembed(model.wte, bias))
 
 
-def _set_module(model: GPT, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """Return a Linear with a given matrix (V, D)."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = weight
+def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linear:
+    """Return a Linear with a copy of a matrix (V, D)."""
+    linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(matrix.detach().clone(), matrix.requires_grad)
     if bias is not None:
         linear.bias = bias
     return linear

@@ -116,19 +116,18 @@ def resize_vocab(
         return VocabularyReport(before, n, (), Change.since(parameters, model))
     if n < before:
         return _select(model, list(range(n)))
-    draws = {name: _Draw.of(name, old, n - before, seed) for name, old in _tables(model).items()}
+    grown = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
     states = _states(model, _ids(model, sample), seed)
-    with _replaced(model, {name: draw.grown(SPREAD) for name, draw in draws.items()}, n):
-        mass = None if states is None else _mass(model, states, before, SPREAD)
-        for halving in range(1, HALVINGS + 1):
-            if states is None or mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
+    mass = None
+    with _replaced(model, {name: rows.table for name, rows in grown.items()}, n):
+        for halvings in range(HALVINGS + 1):
+            spread = SPREAD / 2**halvings if halvings < HALVINGS else 0.0
+            for rows in grown.values():
+                rows.draw(spread)
+            mass = None if states is None else _mass(model, states, before, spread)
+            if mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
                 break
-            spread = SPREAD / 2**halving if halving < HALVINGS else 0.0
-            with torch.no_grad():
-                for name, draw in draws.items():
-                    model.get_parameter(name)[before:] = draw.rows(spread)
-            mass = _mass(model, states, before, spread)
-    return VocabularyReport(before, n, tuple(draws), Change.since(parameters, model), mass)
+    return VocabularyReport(before, n, tuple(grown), Change.since(parameters, model), mass)
 
 
 def add_tokens(
@@ -205,18 +204,15 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
         raise UserError(
             f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
         )
-    size = model.config.vocab_size
-    for name, layer in head_layers(model).items():
-        if isinstance(layer.weight, nn.Parameter):  # a parametrized weight is computed
-            found[f"{name}.weight"] = layer.weight
-    layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Unembed))]
-    held = [*model.head.named_parameters("head"), *model.head.named_buffers("head")]
-    for name, tensor in held:
-        owner, _, last = name.rpartition(".")
-        if name in found or size not in tensor.shape:
+    size, layers = model.config.vocab_size, head_layers(model)
+    for name, tensor in [*model.head.named_parameters("head"), *model.head.named_buffers("head")]:
+        if size not in tensor.shape:
             continue
-        is_bias = last == "bias" and owner in layers and tensor.shape == (size,)
-        if not is_bias or not isinstance(tensor, nn.Parameter):
+        owner, _, kind = name.rpartition(".")
+        product = isinstance(model.get_submodule(owner), (nn.Linear, Unembed))
+        matrix = kind == "weight" and owner in layers
+        bias = kind == "bias" and product and tensor.shape == (size,)
+        if not (matrix or bias) or not isinstance(tensor, nn.Parameter):
             raise UserError(
                 f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
                 "product with a matrix (V, D): resize before the head is replaced"
@@ -226,49 +222,46 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """The old rows, their mean, and deviations from it for new rows at spread 1."""
+class _Grown:
+    """The old rows with room for new ones, and what the new ones are drawn from."""
 
-    old: Tensor
+    table: Tensor
+    """(n, D), or (n,) for a bias."""
+    n_old: int
     mean: Tensor
-    """(D,), or () for a bias, in float32."""
+    """(D,) or (), in float32."""
     deviations: Tensor
-    """(n_new, D) or (n_new,), of the old rows' covariance, in float32."""
+    """(n_new, D) or (n_new,): drawn from N(0, covariance of the old rows), in float32."""
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, name: str, table: nn.Parameter, n_new: int, seed: int) -> _Draw:
-        """Draw from N(0, covariance of the rows); on the meta device only shapes."""
-        old = table.detach()
-        try:
-            deviations = torch.zeros(n_new, *old.shape[1:], device=old.device)
-        except RuntimeError as error:
-            raise NoRoomError(f"no memory for {n_new:,} rows more: {error}") from None
-        if old.is_meta:
-            return cls(old, torch.zeros(old.shape[1:], device="meta"), deviations)
-        mean = old.mean(0, dtype=torch.float32)
-        _require_finite(name, old, mean)
-        if old.ndim == 2 and old.shape[0] > 1:  # the entries of a bias have no directions
-            centred = old.float() - mean
-            covariance = (centred.T @ centred).double() / (old.shape[0] - 1)
-            _require_finite(name, old, covariance)
-            values, vectors = torch.linalg.eigh(covariance)
-            root = (vectors * values.clamp(min=0).sqrt()).float()  # root root^T = covariance
-            generator = torch.Generator().manual_seed(seed)
-            normal = torch.randn(n_new, old.shape[1], generator=generator).to(old.device)
-            deviations = normal @ root.T
-        return cls(old, mean, deviations)
+    def draw(self, spread: float) -> None:
+        """Write the new rows."""
+        self.table[self.n_old :] = self.mean + spread * self.deviations
 
-    def rows(self, spread: float) -> Tensor:
-        """Return the new rows alone."""
-        return (self.mean + spread * self.deviations).to(self.old.dtype)
 
-    def grown(self, spread: float) -> Tensor:
-        """Return the old rows, followed by the new ones."""
-        try:
-            return torch.cat([self.old, self.rows(spread)])
-        except RuntimeError as error:
-            raise NoRoomError(f"no memory for the larger matrix: {error}") from None
+@torch.no_grad()
+def _grow(name: str, old: Tensor, n: int, seed: int) -> _Grown:
+    """Allocate and copy; on the meta device only shapes. Raises as `resize_vocab` does."""
+    n_old, shape = len(old), old.shape[1:]
+    try:
+        table = torch.empty(n, *shape, dtype=old.dtype, device=old.device)
+        deviations = torch.zeros(n - n_old, *shape, device=old.device)
+    except RuntimeError as error:
+        raise NoRoomError(f"no memory for {n - n_old:,} rows more: {error}") from None
+    table[:n_old] = old
+    if old.is_meta:
+        return _Grown(table, n_old, torch.zeros(shape, device="meta"), deviations)
+    mean = old.mean(0, dtype=torch.float32)
+    _require_finite(name, old, mean)
+    if old.ndim == 2 and n_old > 1:  # the entries of a bias have no directions
+        centred = old.float() - mean
+        covariance = (centred.T @ centred).double() / (n_old - 1)
+        _require_finite(name, old, covariance)
+        values, vectors = torch.linalg.eigh(covariance)
+        root = (vectors * values.clamp(min=0).sqrt()).float()  # root root^T = covariance
+        generator = torch.Generator().manual_seed(seed)
+        normal = torch.randn(n - n_old, *shape, generator=generator).to(old.device)
+        deviations = normal @ root.T
+    return _Grown(table, n_old, mean, deviations)
 
 
 def _require_finite(name: str, old: Tensor, moments: Tensor) -> None:

@@ -163,7 +163,8 @@ def _compare_numbers(a: StoredTensor, b: StoredTensor, *, transposed: bool) -> C
     errors = [ROUNDING_ERROR[t.dtype] for t in (a, b) if t.dtype in ROUNDING_ERROR]
     rounding = a.dtype != b.dtype and bool(errors)
     for start, stop in _bounds(0, n_rows, a.shape[1]):
-        x, y = a.rows(start, stop), _rows(b, start, stop, transposed)
+        x = a.rows(start, stop)  # in two statements: each frees the block before it
+        y = _rows(b, start, stop, transposed)
         with np.errstate(all="ignore"):
             apart = x != y
             if not apart.any():  # so neither holds a NaN
