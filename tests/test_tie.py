@@ -23,6 +23,7 @@ from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import prune, resize_vocab, tie, untie
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.weights.load import CheckpointWarning
 
 N_TINY = 97 * 32 + 24 * 32 + 3 * (12 * 32 * 32 + 13 * 32) + 2 * 32
 
@@ -139,7 +140,8 @@ def their_pair(transformers, tmp_path: Path, change: float):
 
 def test_an_equal_pair_is_imported_as_one_matrix(transformers, tmp_path, ids):
     theirs = their_pair(transformers, tmp_path, 0.0)
-    ours = GPT.from_pretrained(tmp_path)
+    with pytest.warns(CheckpointWarning, match="are equal: tied"):
+        ours = GPT.from_pretrained(tmp_path)
     assert_one_matrix(ours)
     torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiedgpt.errors import EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.tie.findings import SOUND, Finding, findings, plain
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
-from tiedgpt.weights.checkpoint import Checkpoint, as_gpt
+from tiedgpt.weights import mingpt
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
 
@@ -191,12 +192,12 @@ def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[M
 
 def _with_claim_of_its_format(checkpoint: Checkpoint) -> Checkpoint:
     """Let the format claim where no config does: minGPT is untied by design."""
-    if checkpoint.claim is not None or checkpoint.format not in ONE_LAYOUT:
+    if checkpoint.claim is not None or not mingpt.recognizes(checkpoint):
         return checkpoint
     try:
-        layout = as_gpt(checkpoint).layout
-    except TiedGPTError:
+        tied = mingpt.as_gpt(checkpoint).fields["tie_word_embeddings"]
+    except TiedGPTError:  # other tensors are damaged
         return checkpoint
-    if layout != "minGPT":
+    if tied:  # both names have one storage
         return checkpoint
     return replace(checkpoint, claim=False, claim_source="minGPT is untied by design")
