@@ -36,8 +36,8 @@ BY_FORMAT = {
     "numpy": "openai_gpt1",
 }
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
-IN_SHARED_CONTAINERS = ("mingpt", "nanogpt", "state_dict", "huggingface")
-"""Modules with `recognizes` and `as_gpt`, asked in this order, of what several projects write."""
+IN_SHARED_CONTAINERS = ("huggingface", "mingpt", "nanogpt", "state_dict")
+"""Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 """What torch.compile, activation checkpointing and DDP put into the names of parameters."""
@@ -160,21 +160,19 @@ class GPTCheckpoint:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint.
 
-    Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
-    contradict each other.
+    A safetensors or torch file that no project recognizes is read as transformers', which may lack
+    its config.json. Raises `UserError` where it is another kind of model, `CorruptInputError` where
+    its tensors contradict each other.
     """
-    modules: tuple[str, ...] = IN_SHARED_CONTAINERS
-    if checkpoint.format in BY_FORMAT:
-        modules = (BY_FORMAT[checkpoint.format],)
-    else:
+    name = BY_FORMAT.get(checkpoint.format)
+    if name is None:
         checkpoint = _without_wrappers(checkpoint)
-    for name in modules:
+        modules = [import_module(f"tiedgpt.weights.{name}") for name in IN_SHARED_CONTAINERS]
+        module: Any = next((m for m in modules if m.recognizes(checkpoint)), modules[0])
+    else:
         module = import_module(f"tiedgpt.weights.{name}")
-        recognizes = getattr(module, "recognizes", lambda checkpoint: True)
-        if recognizes(checkpoint):
-            answer: GPTCheckpoint = module.as_gpt(checkpoint)
-            return answer
-    raise CorruptInputError(f"{checkpoint.source} holds no GPT that is known here")
+    gpt: GPTCheckpoint = module.as_gpt(checkpoint)
+    return gpt
 
 
 def unwrapped(name: str) -> str:

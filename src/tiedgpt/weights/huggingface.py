@@ -142,8 +142,9 @@ def from_file(name: str, model_type: ModelType) -> str | None:
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
-    """Whether it is a container in which transformers writes, or one of its models in memory."""
-    return checkpoint.format in ("safetensors", "torch", "module")
+    """Whether config.json names a model type, and the file itself says nothing else (nanoGPT's)."""
+    named = isinstance(checkpoint.config.get("model_type"), str)
+    return named and "model_args" not in checkpoint.config
 
 
 def read_module(module: nn.Module) -> Checkpoint:

@@ -60,12 +60,6 @@ def hparams_in(directory: Path) -> dict[str, Any]:
     return {"hparams": read_json(file)} if file.is_file() else {}
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint holds the variables of OpenAI's GPT-2, or GPT-1's in a bundle."""
-    known = TOKENS in checkpoint.tensors or ONE_MATRIX in checkpoint.tensors
-    return checkpoint.format == "TensorFlow" and known
-
-
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; an optimizer's state and counters are left out, and a note says so."""
     if ONE_MATRIX in checkpoint.tensors:

@@ -24,6 +24,18 @@ from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensorflow_bundle import is_index
 from tiedgpt.weights.tensors import StoredTensor, printable
 
+FORMATS = (
+    "openai_gpt1",
+    "keras",
+    "gguf",
+    "llmc",
+    "safetensors_file",
+    "onnx",
+    "torch_file",
+    "openai_gpt2",
+)
+"""The checkpoint formats in the order in which they are asked: each the name of a module of this
+package with `detect(path, head)` and `read(path)`."""
 WEIGHT_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -192,17 +204,3 @@ def claim_of(config: Mapping[str, Any]) -> Any:
     if CLAIM not in config and isinstance(inner, dict):
         return inner.get(CLAIM)
     return config.get(CLAIM)
-
-
-FORMATS = (
-    "openai_gpt1",
-    "keras",
-    "gguf",
-    "llmc",
-    "safetensors_file",
-    "onnx",
-    "torch_file",
-    "openai_gpt2",
-)
-"""The checkpoint formats in the order in which they are asked: each the name of a module of this
-package with `detect(path, head)` and `read(path)`."""
