@@ -252,32 +252,24 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     source = str(checkpoint.source)
     fields: dict[str, Any] = dict(ALWAYS) | _claimed(source, checkpoint.config)
     tensors: dict[str, LazyTensor] = {}
-    apart: dict[str, dict[str, StoredTensor]] = {}
+    qkv: dict[str, dict[str, StoredTensor]] = {}
     n_heads: set[int] = set()
     for path, stored in checkpoint.tensors.items():
-        inner = _BODY.sub("", path, count=1)
-        block = _BLOCK.fullmatch(inner)
-        if block is None:
-            name, tensor = TOP_NAMES.get(inner, path), LazyTensor(stored)
-        else:
-            layer, part, kind = int(block[1] or 0), block[2], KINDS[int(block[3])]
-            if part in QKV:
-                flat = _heads_joined(source, stored, kind, n_heads)
-                whole = apart.setdefault(f"h.{layer}.attn.c_attn.{kind}", {})
-                if part in whole:
-                    raise CorruptInputError(f"{source} holds {printable(path)[:200]} twice")
-                whole[part] = flat
-                continue
-            name = f"h.{layer}.{BLOCK_NAMES[part]}.{kind}" if part in BLOCK_NAMES else path
-            tensor = _in_our_layout(stored, name)
-        if name in tensors:
-            raise CorruptInputError(f"{source} holds {name} twice, in two models")
-        tensors[name] = tensor
-    if "wte.weight" not in tensors or not apart:
+        name, part = _our_name(path)
+        if part not in QKV:
+            if name in tensors:
+                raise CorruptInputError(f"{source} holds {name} twice, in two models")
+            tensors[name] = _in_our_layout(stored, name)
+            continue
+        parts = qkv.setdefault(name, {})
+        if part in parts:
+            raise CorruptInputError(f"{source} holds {printable(path)[:200]} twice")
+        parts[part] = _heads_joined(source, stored, name, n_heads)
+    if "wte.weight" not in tensors or not qkv:
         raise UserError(
             f"{source} holds a Keras model other than KerasHub's {BACKBONE}; only that one is read"
         )
-    for name, parts in apart.items():
+    for name, parts in qkv.items():
         tensors[name] = _c_attn(source, name, parts)
     if len(n_heads) > 1 or fields.setdefault("n_head", min(n_heads)) not in n_heads:
         raise CorruptInputError(
@@ -287,8 +279,19 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint("KerasHub GPT-2", fields, tensors)
 
 
+def _our_name(path: str) -> tuple[str, str]:
+    """Return our name of a variable, and its layer in a block; unknown paths stay as they are."""
+    inner = _BODY.sub("", path, count=1)
+    block = _BLOCK.fullmatch(inner)
+    if block is None:
+        return TOP_NAMES.get(inner, path), ""
+    layer, part, kind = int(block[1] or 0), block[2], KINDS[int(block[3])]
+    ours = "attn.c_attn" if part in QKV else BLOCK_NAMES.get(part)
+    return (path if ours is None else f"h.{layer}.{ours}.{kind}"), part
+
+
 def _claimed(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json, beside the file or in the archive, says under GPTConfig's names."""
+    """Return what config.json says under GPTConfig's names; {} where there is none."""
     described: Any = config.get("keras", config)
     if "class_name" not in described:
         return {}
@@ -313,9 +316,9 @@ def _claimed(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _heads_joined(source: str, stored: StoredTensor, kind: str, n_heads: set[int]) -> StoredTensor:
-    """Return (D, H, D/H) as (D, D), and a bias of (H, D/H) as (D,), one head after the other."""
-    if len(stored.shape) != (3 if kind == "weight" else 2) or not stored.count:
+def _heads_joined(source: str, stored: StoredTensor, name: str, n_heads: set[int]) -> StoredTensor:
+    """Return (D, H, D/H) as (D, D), and a bias of (H, D/H) as (D,); add H to `n_heads`."""
+    if len(stored.shape) != (3 if name.endswith(".weight") else 2) or not stored.count:
         raise CorruptInputError(
             f"{source}: {printable(stored.name)[:200]} is {stored.shape}, without an axis of heads"
         )
@@ -344,7 +347,10 @@ def _c_attn(source: str, name: str, parts: dict[str, StoredTensor]) -> LazyTenso
 
 
 def _in_our_layout(stored: StoredTensor, name: str) -> LazyTensor:
-    """Return it as a matrix to be transposed; of the output, (H, D/H, D) becomes (D, D)."""
+    """Return a variable under our name; matrices of blocks are to be transposed.
+
+    The attention's output is (H, D/H, D), which is (D, D).
+    """
     if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:
         stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-    return LazyTensor(stored, transposed=name.endswith(".weight"))
+    return LazyTensor(stored, transposed=name.startswith("h.") and name.endswith(".weight"))

@@ -69,7 +69,7 @@ def read(path: Path) -> Checkpoint:
         why = printable(str(error))[:200]
         raise CorruptInputError(f"{path} is damaged or no ONNX file: {why}") from None
     claim = config.get("tie_word_embeddings")
-    source = "an ONNX graph says nothing of a tie"
+    source = "an ONNX graph does not say whether the head is tied"
     if isinstance(claim, bool):
         source = f"its metadata say tie_word_embeddings: {str(claim).lower()}"
     return Checkpoint(
