@@ -11,7 +11,7 @@ has proved that its ids are the same.
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -33,6 +33,15 @@ def _byte_alphabet() -> list[str]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
+PLAIN_MODEL = {
+    "dropout": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "ignore_merges": False,
+    "byte_fallback": False,
+    "unk_token": None,
+}
+"""Settings of a model in `tokenizer.json` in which only merges decide."""
 _TO_LATIN_1 = {ord(character): byte for byte, character in enumerate(BYTE_ALPHABET)}
 LONG_TEXT = 4_000
 """Characters from which tiktoken encodes: building its tables takes longer than a short text."""
@@ -44,6 +53,17 @@ million blanks in a row, and up to 0.11 takes quadratic time for one piece."""
 _CUT = re.compile(r"\S(?=[ \n])")
 """No piece of GPT-2's regex continues from a character that is not blank to a blank, and it looks
 ahead only after blanks: text may be cut there. (Python's \\s covers more than the regex's.)"""
+
+
+def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
+    """The parts of a `tokenizer.json` of a byte-level BPE that work differently in GPT-2's."""
+    model, cutter = stored["model"], stored["pre_tokenizer"] or {}
+    # An affix may be stored as "" and then does nothing.
+    odd = [key for key, plain in PLAIN_MODEL.items() if (model.get(key) or None) != (plain or None)]
+    is_gpt2s = cutter.get("type") == "ByteLevel" and cutter.get("use_regex") is True
+    if not is_gpt2s or cutter.get("add_prefix_space") is not False:
+        odd.append("pre_tokenizer")
+    return [*odd, "normalizer"] if stored["normalizer"] is not None else odd
 
 
 def chunks(text: str) -> Iterator[str]:

@@ -24,20 +24,10 @@ from typing import Any
 import tiktoken
 import tokenizers
 
-from tiedgpt.text.bpe import BYTE_ALPHABET, ByteLevelBPE
+from tiedgpt.text.bpe import BYTE_ALPHABET, ByteLevelBPE, unlike_gpt2
 
 # GPT-2's regex as tiktoken writes it: possessive where that cannot change the match.
 _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-PLAIN_MODEL: dict[str, Any] = {
-    "type": "BPE",
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "ignore_merges": False,
-    "byte_fallback": False,
-    "unk_token": None,
-}
-"""What `tokenizer.json` says of a model in which only merges decide."""
 
 
 def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
@@ -46,12 +36,9 @@ def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
     Takes about 0.2 s for GPT-2's 50,257 tokens.
     """
     stored = json.loads(rust.to_str())
-    model = stored["model"]
-    # An affix may be stored as "" and then does nothing.
-    only_merges = all((model[key] or None) == (value or None) for key, value in PLAIN_MODEL.items())
-    if not only_merges or not _cuts_like_gpt2(stored):
+    if unlike_gpt2(stored) or not all(token["special"] for token in stored["added_tokens"]):
         return None
-    ids = _ids_of_bytes_and_merges(model)
+    ids = _ids_of_bytes_and_merges(stored["model"])
     if not ids:
         return None
     for token, id in ids.items():
@@ -61,17 +48,6 @@ def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
     ranks = {to_bytes(token): id for token, id in ids.items()}
     return tiktoken.Encoding(
         "tiedgpt", pat_str=_GPT2_PIECES, mergeable_ranks=ranks, special_tokens={}
-    )
-
-
-def _cuts_like_gpt2(stored: dict[str, Any]) -> bool:
-    cutter = stored["pre_tokenizer"] or {}
-    return (
-        cutter.get("type") == "ByteLevel"
-        and cutter.get("use_regex") is True
-        and cutter.get("add_prefix_space") is False
-        and stored["normalizer"] is None
-        and all(token["special"] for token in stored["added_tokens"])
     )
 
 

@@ -17,7 +17,7 @@ from tokenizers import models
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
+from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer, unlike_gpt2
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.gguf import ARCHITECTURE, ID_KEYS, read_metadata
 
@@ -26,14 +26,6 @@ ARRAYS = tuple(KEYS + name for name in ("tokens", "merges", "token_type"))
 MODEL, SPLIT = "gpt2", "gpt-2"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """llama.cpp's token types; an unused token only fills a row of the matrix."""
-_PLAIN_BPE = {
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "ignore_merges": False,
-    "byte_fallback": False,
-    "unk_token": None,
-}
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -192,26 +184,18 @@ def _llama_cpps(tokenizer: Tokenizer) -> dict[str, Any]:
             "BPE, or write another format"
         )
     stored: dict[str, Any] = json.loads(tokenizer.to_json())
-    model, splitter = stored["model"], stored["pre_tokenizer"] or {}
-    odd = [key for key, plain in _PLAIN_BPE.items() if (model.get(key) or None) != (plain or None)]
-    if tokenizer.kind != "bpe" or model.get("type") != "BPE" or odd:
-        what = f" ({odd[0]}={model[odd[0]]!r})" if odd else ""
+    if tokenizer.kind != "bpe":
         raise UserError(
-            f"a tokenizer of kind {tokenizer.kind!r}{what} cannot be written into GGUF: llama.cpp "
-            "runs GPT-2's byte-level BPE alone; write another format"
+            f"a tokenizer of kind {tokenizer.kind!r} cannot be written into GGUF: llama.cpp runs "
+            "GPT-2's byte-level BPE alone; write another format"
         )
-    splits_alike = (
-        splitter.get("type") == "ByteLevel"
-        and splitter.get("use_regex") is True
-        and splitter.get("add_prefix_space") is False
-        and stored["normalizer"] is None
-    )
-    if not splits_alike:
+    if odd := unlike_gpt2(stored):
         raise UserError(
-            "this tokenizer splits text differently than GPT-2's, so llama.cpp would give other "
-            "ids: it cannot be written into GGUF; write another format"
+            f"this tokenizer's {odd[0]} is not GPT-2's, so llama.cpp would give other ids: it "
+            "cannot be written into GGUF; write another format"
         )
-    if missing := [byte for byte in BYTE_ALPHABET if byte not in model["vocab"]]:
+    vocabulary = stored["model"]["vocab"]
+    if missing := [byte for byte in BYTE_ALPHABET if byte not in vocabulary]:
         raise UserError(
             f"this tokenizer lacks {len(missing)} of the 256 bytes, and llama.cpp would drop text "
             "silently: it cannot be written into GGUF; write another format"
