@@ -241,7 +241,7 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path
         "none is given": None,
         "a character vocabulary": Tokenizer.characters(TEXTS),
         "pre_tokenizer is not GPT-2's": merged(tokenizer, pre_tokenizer=digits),
-        "splits text": merged(tokenizer, normalizer=normalizers.NFC()),
+        "normalizer is not GPT-2's": merged(tokenizer, normalizer=normalizers.NFC()),
         "ignore_merges": merged(tokenizer, model={"ignore_merges": True}),
         "lacks 56 of the 256 bytes": merged(tokenizer, model={"vocab": kept, "merges": []}),
     }
