@@ -60,6 +60,21 @@ def adapt(model: GPT) -> None:
     model.h[1].attn.c_attn = LoRA(model.h[1].attn.c_attn)
 
 
+def adapt_the_embedding(model: GPT) -> None:
+    model.wte = LoRA(model.h[0].attn.c_attn)
+
+
+def shard(model: GPT) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(
+            model, mesh=torch.distributed.init_device_mesh("cpu", (1,))
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def narrow(model: GPT) -> None:
     mlp = model.h[1].mlp
     mlp.c_fc, mlp.c_proj = nn.Linear(32, 40), nn.Linear(40, 32)
@@ -79,6 +94,8 @@ def resize(model: GPT) -> None:
 
 NOT_PLAIN = {
     "an unmerged adapter": (adapt, r"h\.1\.attn\.c_attn\.\S+ belongs to an adapter: merge it"),
+    "an adapter on the embedding": (adapt_the_embedding, r"wte\.\S+ belongs to an adapter"),
+    "a shard": (shard, "is one process's shard: gather"),
     "a parametrization": (
         lambda model: parametrizations.weight_norm(model.h[0].mlp.c_fc),
         r"h\.0\.mlp\.c_fc\.parametrizations\.\S+ is parametrized",

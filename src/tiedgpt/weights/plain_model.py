@@ -15,7 +15,7 @@ from torch import Tensor
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import shapes, unwrapped, with_biases
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped, with_biases
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDED = {
@@ -53,8 +53,12 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
             problem = f"is {shape}, its config says {expected[name]}"
         elif parameters[name].is_meta:
             problem = "has no data (it is on the meta device)"
+        elif hasattr(parameters[name], "full_tensor"):
+            problem = "is one process's shard: gather the model first"
         if problem:
             raise UserError(f"this model cannot be written for {whose}: {name} {problem}")
+    if parameters.get(HEAD) is parameters[EMBEDDING]:
+        raise UserError("the head holds W itself while the config says untied: call tie(model)")
     return {name: parameters[name] for name in expected}
 
 
@@ -67,8 +71,6 @@ def require_plain_head(model: GPT, whose: str) -> None:
         )
     if (model.head is None) != model.config.tie_word_embeddings:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")
-    if model.head is not None and plain_matrix(model.head) is model.wte.weight:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
 
 
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -31,11 +31,12 @@ def save_model(
     `lm_head.weight`. Raises `UserError`, before anything is written, for a model that is not what
     its config says: adapters, parametrizations, other parameters, a head that is no plain matrix.
     """
+    tensors = tensors_of(model, dtype)
     descriptions = {
         "config.json": describe(model, dtype),
         "generation_config.json": _generation_config(model.config),
     }
-    write_directory(directory, tensors_of(model, dtype), descriptions, model_card(model.config))
+    write_directory(directory, tensors, descriptions, model_card(model.config))
 
 
 def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored]:
