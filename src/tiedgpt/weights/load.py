@@ -206,19 +206,12 @@ def _check_tensors(
     path: Path, tensors: dict[str, LazyTensor], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Every parameter is there once, in its shape, and nothing else is."""
-    problems = (
-        [f"{name} is missing" for name in expected if name not in tensors]
-        + [
-            f"{printable(name)[:MAX_NAME]} is not a GPT's"
-            for name in tensors
-            if name not in expected
-        ]
-        + [
-            f"{name} is {tensor.shape}, not {expected[name]}"
-            for name, tensor in tensors.items()
-            if name in expected and tensor.shape != expected[name]
-        ]
-    )
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            problems.append(f"{printable(name)[:MAX_NAME]} is not a GPT's")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} is {tensor.shape}, not {expected[name]}")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")

@@ -195,7 +195,7 @@ def write(
     dtype = model.wte.weight.dtype if precision is None else PRECISIONS[precision]
     n_bytes = config.parameter_count() * dtype.itemsize
     require_room(path.parent, n_bytes)
-    state = {PREFIX + name: _on_its_own(parameters[name], dtype) for name in parameters}
+    state = {PREFIX + name: _on_its_own(name, p, dtype) for name, p in parameters.items()}
     state["lm_head.weight"] = state[PREFIX + EMBEDDING]
     checkpoint = {
         "model": state,
@@ -216,12 +216,13 @@ def write(
         torch.save(checkpoint, _Counted(file, n_bytes, progress))  # type: ignore[arg-type]
 
 
-def _on_its_own(parameter: Tensor, dtype: dtype) -> Tensor:
+def _on_its_own(name: str, parameter: Tensor, dtype: dtype) -> Tensor:
     """Return the values on a storage that holds nothing else, since storages are saved whole."""
-    tensor = parameter.detach().to("cpu", dtype).contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone()
-    return tensor
+    from tiedgpt.weights.plain_model import converted
+
+    tensor = converted(name, parameter, dtype)
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if alone else tensor.clone()
 
 
 class _Counted:

@@ -242,25 +242,15 @@ def joined(name: str, parts: list[StoredTensor]) -> StoredTensor | None:
     alike = {(part.shape, part.dtype, part.read is None) for part in parts}
     if len(alike) > 1 or len(first.shape) not in (1, 2):
         return None
+    axis = 1 if len(first.shape) == 1 else 0  # a vector is read as a matrix of one row
+
+    def read(start: int, end: int, left: int, right: int) -> Native:
+        whole = np.concatenate([part.native(0, part.matrix_shape[0]) for part in parts], axis)
+        return np.ascontiguousarray(whole[start:end, left:right])
+
     n_bytes = sum(part.n_bytes for part in parts)
     return replace(
         first, name=name, shape=(len(parts) * first.shape[0], *first.shape[1:]), n_bytes=n_bytes,
         storage=Storage(tuple(part.storage for part in parts), 0, n_bytes), strides=None,
-        read=None if first.read is None else _reader(parts),
+        read=None if first.read is None else read,
     )  # fmt: skip
-
-
-def _reader(parts: list[StoredTensor]) -> Read:
-    """Read across tensors of one shape that follow each other along their first axis."""
-    length, axis = parts[0].shape[0], len(parts[0].shape) == 1
-
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        blocks = []
-        start, stop = (left, right) if axis else (first, end)
-        for at, part in enumerate(parts):
-            a, b = max(start - at * length, 0), min(stop - at * length, length)
-            if a < b:
-                blocks.append(part.native(0, 1, a, b) if axis else part.native(a, b, left, right))
-        return np.concatenate(blocks, axis=1 if axis else 0)
-
-    return read
