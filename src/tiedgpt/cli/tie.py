@@ -1,4 +1,4 @@
-"""`tiedgpt tie show|audit|fix SOURCE`: the tie of a model or a file, counted, judged, mended."""
+"""`tiedgpt tie show|audit|fix SOURCE`: the tie of a model or a file: count it, judge it, fix it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -17,6 +17,7 @@ from tiedgpt.errors import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from tiedgpt.tie.audits import Audit
     from tiedgpt.tie.ledgers import Ledger, Row
@@ -25,10 +26,10 @@ LAYER = re.compile(r"\.(\d+)(?=\.)")
 USAGE = """\
 usage: tiedgpt tie show [SOURCE]         every parameter once: who shares it, what it costs
        tiedgpt tie audit [SOURCE]        is the head the embedding, and is that what is claimed?
-       tiedgpt tie fix SOURCE DEST       write a mended copy; SOURCE is never touched
+       tiedgpt tie fix SOURCE DEST       write a corrected copy; SOURCE is never touched
 
 SOURCE is a run, a model directory, a hub name, or a file: safetensors, .pt/.bin, GGUF, ONNX.
-`audit` exits with 0 where the tie is as claimed, 6 where it is broken or contradicts the claim.
+`audit` exits with 0 if the tie is as claimed, 6 if it is broken or contradicts the claim.
 """
 
 
@@ -47,9 +48,9 @@ class AuditOptions(Show):
     """Options of `tie audit`."""
 
     input: str | None = None
-    """Name of the tensor that reads, where names do not tell."""
+    """Name of the tensor that reads, if names do not tell."""
     output: str | None = None
-    """Name of the tensor that predicts, where names do not tell."""
+    """Name of the tensor that predicts, if names do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +58,15 @@ class Fix:
     """Options of `tie fix`."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """What is to be mended; it is only read."""
+    """The checkpoint to fix; it is only read."""
     dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
     """The new directory; it must not exist."""
     keep: Literal["input", "output", "both"] | None = None
-    """Where two matrices differ: whose values stay, or both, the model then being untied."""
+    """If two matrices differ: whose values stay, or both; the model is untied then."""
     input: str | None = None
-    """Name of the tensor that reads, where names do not tell."""
+    """Name of the tensor that reads, if names do not tell."""
     output: str | None = None
-    """Name of the tensor that predicts, where names do not tell."""
+    """Name of the tensor that predicts, if names do not tell."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 
@@ -88,11 +89,11 @@ def show(arguments: list[str]) -> int:
     given = parse(Show, "tie show", arguments, "Every parameter once, by storage.")
     from tiedgpt.tie import ledger
 
-    found = ledger(source_or_newest(given.source))
+    counted = ledger(source_or_newest(given.source))
     if given.format == "json":
-        _print_json(found.as_dict())
+        print(json.dumps(counted.as_dict(), indent=2))
     else:
-        _show_ledger(found)
+        _print_ledger(counted)
     return EXIT_OK
 
 
@@ -102,62 +103,48 @@ def audit_(arguments: list[str]) -> int:
     from tiedgpt.tie import audit
 
     source = source_or_newest(given.source)
-    found = audit(source, input_name=given.input, output_name=given.output)
+    judged = audit(source, input_name=given.input, output_name=given.output)
     if given.format == "json":
-        _print_json(found.as_dict())
+        print(json.dumps(judged.as_dict(), indent=2))
     else:
-        _show_audit(found)
-    return found.exit_code
+        _print_audit(judged)
+    return judged.exit_code
 
 
 def fix_(arguments: list[str]) -> int:
-    """Write a mended copy and show what was done."""
-    given = parse(Fix, "tie fix", arguments, "Write a mended copy.")
+    """Write a corrected copy and show what was done."""
+    given = parse(Fix, "tie fix", arguments, "Write a corrected copy.")
     from tiedgpt.tie import fix
 
-    done = fix(
-        given.source,
-        given.dest,
-        keep=given.keep,
-        input_name=given.input,
-        output_name=given.output,
-    )
-    if given.format == "json":
-        _print_json(done.as_dict())
-    else:
-        print(done.explain)
+    names = {"input_name": given.input, "output_name": given.output}
+    done = fix(given.source, given.dest, keep=given.keep, **names)
+    print(json.dumps(done.as_dict(), indent=2) if given.format == "json" else done.explain)
     return EXIT_OK
 
 
-def _show_ledger(found: Ledger) -> None:
-    from rich import box
+def _print_ledger(ledger: Ledger) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    title = escape(f"{found.source} ({found.format})")
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
-    groups = _alike(found.rows)
-    is_file = found.format != "module"  # where nothing is trained, nothing is frozen
-    cells = [_numbers(rows, is_file=is_file) for _, rows in groups]
-    totals = (f"{found.total:,}", f"{found.bytes / 1e6:,.2f}", f"{found.multiply_adds:,}")
+    table = _table(ledger)
+    groups = _alike(ledger.rows)
+    in_file = ledger.format != "module"  # nothing is trained or frozen in a file
+    rows = [(_shape(rows[0]), *_numbers(rows, in_file)) for _, rows in groups]
+    totals = ("", f"{ledger.total:,}", f"{ledger.bytes / 1e6:,.2f}", f"{ledger.multiply_adds:,}")
     table.add_column("parameter, and who shares it", overflow="fold")
-    shapes = [_shape(rows[0]) for _, rows in groups]
-    table.add_column("shape", no_wrap=True, min_width=max(map(len, shapes), default=0))
-    for at, column in enumerate(("parameters", "MB", "products")):
-        widest = max(len(row[at]) for row in (*cells, totals))
-        table.add_column(column, justify="right", no_wrap=True, min_width=widest)
-    for (name, rows), shape, numbers in zip(groups, shapes, cells, strict=True):
-        table.add_row(escape(name), shape, *numbers, style="bold" if rows[0].shared else None)
+    for at, column in enumerate(("shape", "parameters", "MB", "products")):
+        widest = max(len(cells[at]) for cells in (*rows, totals))
+        justify: Literal["left", "right"] = "right" if at else "left"
+        table.add_column(column, justify=justify, no_wrap=True, min_width=widest)
+    for (name, members), cells in zip(groups, rows, strict=True):
+        table.add_row(escape(name), *cells, style="bold" if members[0].shared else None)
     table.add_section()
-    table.add_row("all", "", *totals, style="bold")
+    table.add_row("all", *totals, style="bold")
     console = _console()
     console.print(table)
-    console.print("products: multiply-adds a token with this matrix; a lookup costs none")
-    console.print(escape(found.explain))
-    if found.left_out:
-        names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")
+    console.print("products: multiply-adds per token with this matrix; a lookup costs none")
+    console.print(escape(ledger.explain))
+    if ledger.left_out:
+        names = ", ".join(ledger.left_out[:3]) + (", ..." if len(ledger.left_out) > 3 else "")
         console.print(escape(f"Not parameters, left out: {names}"))
 
 
@@ -166,9 +153,9 @@ def _shape(row: Row) -> str:
     return " x ".join(map(str, row.shape)) + padding
 
 
-def _numbers(rows: Sequence[Row], *, is_file: bool) -> tuple[str, str, str]:
+def _numbers(rows: Sequence[Row], in_file: bool) -> tuple[str, str, str]:
     """Return parameters, megabytes and products of alike rows together."""
-    frozen = "" if rows[0].trainable or is_file else " (frozen)"
+    frozen = "" if rows[0].trainable or in_file else " (frozen)"
     return (
         f"{sum(row.parameters for row in rows):,}{frozen}",
         f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
@@ -195,20 +182,14 @@ def _spans(rows: Sequence[Row]) -> list[str]:
     return spanned
 
 
-def _show_audit(found: Audit) -> None:
-    from rich import box
+def _print_audit(audit: Audit) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    claims = {True: "tied", False: "untied", None: "nothing"}
-    title = escape(f"{found.source} ({found.format})")
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
+    table = _table(audit)
     for column in ("matrix", "does", "shape", "type"):
         table.add_column(column, overflow="fold")
     table.add_column("MB", justify="right")
-    for matrix in found.matrices:
+    for matrix in audit.matrices:
         table.add_row(
             escape("\n= ".join(matrix.names)),
             " and ".join(matrix.roles),
@@ -218,22 +199,30 @@ def _show_audit(found: Audit) -> None:
         )
     console = _console()
     console.print(table)
-    colour = "green" if found.exit_code == EXIT_OK else "red"
+    claimed = {True: "tied", False: "untied", None: "nothing"}[audit.claim]
+    colour = "green" if audit.exit_code == EXIT_OK else "red"
     console.print(
-        f"claimed: {claims[found.claim]} ({escape(found.claim_source)})   "
-        f"verdict: [bold {colour}]{found.verdict}[/]",
+        f"claimed: {claimed} ({escape(audit.claim_source)})   "
+        f"verdict: [bold {colour}]{audit.verdict}[/]",
         soft_wrap=True,
     )
-    for finding in found.findings:
+    for finding in audit.findings:
         console.print(f"\n[bold]{escape(finding.title)}[/]", soft_wrap=True)
         console.print(escape(finding.explain))
+
+
+def _table(result: Ledger | Audit) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = escape(f"{result.source} ({result.format})")
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
 
 
 def _console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=2))

@@ -98,7 +98,7 @@ class TieReport:
         kept = {"input": f"those of {self.input}", "output": f"those of {outputs}"}
         compared = "were not compared: on the meta device they have no values"
         if self.apart is not None:
-            compared = f"had values that {self.apart}"
+            compared = f"were compared: they {self.apart}"
         if self.apart is not None and not self.apart.equal:
             compared += f"; the values kept are {kept.get(self.keep, 'the mean of both')}"
         lines = [
