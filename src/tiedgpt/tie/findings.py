@@ -140,15 +140,15 @@ TEXTS = {
     ),
     "nothing is claimed": (
         "nothing is claimed, and all is sound",
-        "{claim_source}. What is there is sound: {verdict}.",
+        "{claim_source}. The matrices are sound: {verdict}.",
     ),
     "the claim holds": (
         "the claim holds",
-        "{claim_source}. What is there agrees with it: {verdict}.",
+        "{claim_source}. The matrices agree with it: {verdict}.",
     ),
     "the claim does not hold": (
         "the claim does not hold",
-        "{claim_source}. What is there contradicts it.",
+        "{claim_source}. The matrices contradict it.",
     ),
     "broken": (
         "the tie is broken",

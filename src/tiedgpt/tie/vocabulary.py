@@ -334,8 +334,12 @@ def _ids(model: GPT, sample: Tensor | Ids | None) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"sample must hold ids (B, T), rows of one length: {error}") from None
     size = model.config.vocab_size
-    if not ids.numel() or ids.is_meta or not 0 <= ids.min() <= ids.max() < size:
-        raise UserError(f"sample {tuple(ids.shape)} must hold ids of a vocabulary of {size} tokens")
+    whole = ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32) and not ids.is_meta
+    if not whole or not ids.numel() or not 0 <= ids.min() <= ids.max() < size:
+        raise UserError(
+            f"sample must hold ids (B, T) of a vocabulary of {size} tokens, got {ids.dtype} "
+            f"{tuple(ids.shape)}"
+        )
     return ids
 
 
