@@ -4,6 +4,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -212,3 +214,20 @@ def test_names_that_no_system_takes(tmp_path):
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CorruptInputError, match="not beside it"):
             open_checkpoint(tmp_path / "m.safetensors.index.json")
+
+
+def test_a_hugging_face_directory_passes_through_no_other_projects_module(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    program = """
+import sys
+from tiedgpt.weights.load import load
+load(sys.argv[1])
+print(*sorted(name for name in sys.modules if name.startswith("tiedgpt.weights.")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    others = {"gguf", "onnx", "keras", "llmc", "packed", "torch_file", "nanogpt", "mingpt"}
+    imported = {name.removeprefix("tiedgpt.weights.") for name in done.stdout.split()}
+    assert {"safetensors_file", "huggingface"} <= imported
+    assert not imported & others

@@ -167,12 +167,14 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     name = BY_FORMAT.get(checkpoint.format)
     if name is None:
         checkpoint = _without_wrappers(checkpoint)
-        modules = [import_module(f"tiedgpt.weights.{name}") for name in IN_SHARED_CONTAINERS]
-        module: Any = next((m for m in modules if m.recognizes(checkpoint)), modules[0])
-    else:
-        module = import_module(f"tiedgpt.weights.{name}")
-    gpt: GPTCheckpoint = module.as_gpt(checkpoint)
+        recognizing = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
+        name = next(recognizing, "huggingface")
+    gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
     return gpt
+
+
+def _module(name: str) -> Any:
+    return import_module(f"tiedgpt.weights.{name}")
 
 
 def unwrapped(name: str) -> str:

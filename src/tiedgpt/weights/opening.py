@@ -18,22 +18,13 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights import llmc
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.tensorflow_bundle import is_index
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 FORMATS = (
-    "openai_gpt1",
-    "keras",
-    "gguf",
-    "llmc",
-    "safetensors_file",
-    "onnx",
-    "torch_file",
-    "openai_gpt2",
-)
+    "safetensors_file", "openai_gpt1", "keras", "gguf", "llmc", "onnx", "torch_file", "openai_gpt2",
+)  # fmt: skip
 """The checkpoint formats in the order in which they are asked: each the name of a module of this
 package with `detect(path, head)` and `read(path)`."""
 WEIGHT_NAMES = (
@@ -86,9 +77,7 @@ def _weights_in(directory: Path) -> Path:
         raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
     if (directory / NUMPY_SHAPES).is_file():
         return directory / NUMPY_SHAPES
-    present = sorted(file for file in directory.iterdir() if file.is_file())
-    files = [file for file in present if file.suffix in WEIGHT_SUFFIXES and _may_be_weights(file)]
-    files += [file for file in present if file.suffix == ".index" and is_index(file)]
+    files = [file for file in sorted(directory.iterdir()) if file.is_file() and _has_weights(file)]
     if len(files) == 1:
         return files[0]
     if files:
@@ -100,9 +89,17 @@ def _weights_in(directory: Path) -> Path:
     )
 
 
-def _may_be_weights(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) not in llmc.OTHER_MAGICS
+def _has_weights(file: Path) -> bool:
+    """Whether a file's name is one of weights, and its content not one of llm.c's other kinds."""
+    from tiedgpt.weights.llmc import OTHER_MAGICS
+    from tiedgpt.weights.tensorflow_bundle import is_index
+
+    if file.suffix == ".index":
+        return is_index(file)
+    if file.suffix not in WEIGHT_SUFFIXES:
+        return False
+    with file.open("rb") as opened:
+        return opened.read(4) not in OTHER_MAGICS
 
 
 def _open_file(path: Path) -> Checkpoint:

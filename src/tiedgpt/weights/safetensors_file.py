@@ -41,8 +41,8 @@ PACKED_FORMAT = "tiedgpt-packed"
 
 
 def detect(path: Path, head: bytes) -> bool:
-    """Whether a file that begins with `head` is safetensors."""
-    return head[8:9] == b"{" or path.suffix == ".safetensors"
+    """Whether a file begins with a header's length, below 4 GB, and a JSON object."""
+    return path.suffix == ".safetensors" or head[4:9] == b"\0\0\0\0{"
 
 
 def read(path: Path) -> Checkpoint:
