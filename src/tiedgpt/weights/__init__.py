@@ -1,1 +1,1 @@
-"""Checkpoints: one table of names and layouts, the native store, one small file a format."""
+"""Checkpoints of the GPT family: opened, loaded, saved and converted; one module per format."""

@@ -45,7 +45,7 @@ WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a checkpoint, none of them read, and what is said about them."""
+    """All tensors of a checkpoint, not read yet, and what the file and config.json claim."""
 
     source: Path | str
     format: str
@@ -87,7 +87,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A stored tensor as one of ours: as it lies, or a matrix with its axes changed over."""
+    """A stored tensor as one of our parameters: as it is stored, or transposed."""
 
     stored: StoredTensor
     transposed: bool = False
@@ -140,12 +140,12 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class GPTCheckpoint:
-    """What a checkpoint holds and says of a GPT."""
+    """The GPT in a checkpoint: config fields, and tensors under our names."""
 
     layout: str
     """Whose names and layout: "transformers gpt2", "nanoGPT", ..."""
     fields: Mapping[str, Any]
-    """What it says, under GPTConfig's names."""
+    """What the checkpoint says, under GPTConfig's names."""
     tensors: dict[str, LazyTensor]
     """Our names; `head.weight` where there is a second matrix."""
     assumed: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Any checkpoint as a checkpoint of its tensors: recognised by content, headers only.
+"""Open any checkpoint: the format is recognized by content, and only headers are read.
 
 SOURCE: a file of safetensors, torch.save, GGUF, ONNX, Keras or llm.c; a sharded index; a TensorFlow
 or numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
@@ -103,7 +103,7 @@ def _has_weights(file: Path) -> bool:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    """Recognise a file by its first bytes and open it."""
+    """Recognize a file by its first bytes and open it."""
     if not path.is_file():
         raise UserError(f"{path} is neither a file nor a directory")
     try:
