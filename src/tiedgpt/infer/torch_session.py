@@ -3,26 +3,20 @@
 A slot is a row of one key/value cache. The rows that are read together are made neighbours, so that
 they are a view of the cache, and shorter ones are padded at their ends: causality keeps what is
 padded from being seen, and it is not counted as read.
-
-On a GPU, where one token of each is read, `static_decode` does it: one launch for the whole step.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.session import Scores, check_length, check_read
-from tiedgpt.infer.static_decode import MIN_SPAN, StaticDecode, size_for
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
@@ -35,17 +29,10 @@ MAX_IDS = 4096
 
 
 class TorchRunner:
-    """A `GPT` as it is: its device, its dtype, its modules' modes.
+    """A `GPT` as it is: its device, its dtype, its modules' modes."""
 
-    `decode`: "static" computes single tokens in steps of a few shapes, on a GPU as CUDA graphs;
-    "ragged" as all else is; "auto" takes the former on a GPU. The cache and the graphs of a session
-    that ended are kept for the next one.
-    """
-
-    def __init__(self, model: GPT, *, decode: Literal["auto", "static", "ragged"] = "auto") -> None:
+    def __init__(self, model: GPT) -> None:
         self.model = model
-        self._decode = decode
-        self._kept: StaticDecode | None = None
 
     @property
     def config(self) -> GPTConfig:
@@ -55,11 +42,6 @@ class TorchRunner:
     def session(self, *, slots: int, capacity: int) -> TorchSession:
         """Allocate a cache (L, slots, H, capacity, D/H) twice, or more; see `Runner`."""
         weight = self.model.wte.weight
-        if self._decode == "static" or (self._decode == "auto" and weight.is_cuda):
-            static = self._static(slots, capacity)
-            session = TorchSession(self.model, static.cache, slots, capacity, static)
-            weakref.finalize(session, self._keep, static)
-            return session
         self._require_memory(slots, capacity)
         cache = KVCache.allocate(
             self.config,
@@ -69,24 +51,6 @@ class TorchRunner:
             device=weight.device,
         )
         return TorchSession(self.model, cache, slots, capacity)
-
-    def _static(self, slots: int, capacity: int) -> StaticDecode:
-        """Return what was kept, or else one with room for somewhat longer sequences as well."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.fits(rows=slots, capacity=capacity):
-            kept.renew()
-            return kept
-        del kept
-        wider = max(capacity, size_for(capacity, MIN_SPAN, self.config.n_positions))
-        try:
-            self._require_memory(slots, wider + 1)
-        except NoRoomError:
-            wider = capacity
-            self._require_memory(slots, wider + 1)
-        return StaticDecode(self.model, rows=slots, capacity=wider)
-
-    def _keep(self, static: StaticDecode) -> None:
-        self._kept = static
 
     def _require_memory(self, slots: int, capacity: int) -> None:
         weight, config = self.model.wte.weight, self.config
@@ -98,19 +62,11 @@ class TorchRunner:
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
-    def __init__(
-        self,
-        model: GPT,
-        cache: KVCache,
-        slots: int,
-        capacity: int,
-        static: StaticDecode | None = None,
-    ) -> None:
+    def __init__(self, model: GPT, cache: KVCache, slots: int, capacity: int) -> None:
         self.model = model
         self.slots = slots
         self.capacity = capacity
         self._cache = cache
-        self._static = static
         self._rows = list(range(slots))  # the row of each slot
 
     @property
@@ -139,7 +95,7 @@ class TorchSession:
         with computing(self.model):
             for group in self._groups(slots, ids):
                 its = [slots[i] for i in group], [ids[i] for i in group]
-                read = self._step(*its, states) or self._read(*its, every, states)
+                read = self._read(*its, every, states)
                 scores |= zip(group, read, strict=True)
         return [scores[i] for i in range(len(slots))]
 
@@ -159,7 +115,7 @@ class TorchSession:
         check_length(self, source, 0)
         check_length(self, target, 0)
         with torch.inference_mode():
-            self._cache.copy(self._rows[source], self._rows[target])
+            self._cache.copy_row(self._rows[source], self._rows[target])
 
     def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide what is to be read into what is read at once: steps, and prompts of a length."""
@@ -181,26 +137,6 @@ class TorchSession:
                 groups += [[i] for i in many]
         return groups
 
-    def _step(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], states: bool
-    ) -> list[Scores] | None:
-        """Read one id of each at once, where that is done in a static step; else None."""
-        static = self._static
-        if static is None or static.refused is not None or any(len(new) > 1 for new in ids):
-            return None
-        if not static.covers([self._rows[slot] for slot in slots]):
-            self._gather([self._rows[slot] for slot in slots])
-        found = static.read(
-            [self._rows[slot] for slot in slots], [new[0] for new in ids], states=states
-        )
-        if found is None:
-            return None
-        logits, h = found
-        return [
-            Scores(logits[i : i + 1], None if h is None else h[i : i + 1])
-            for i in range(len(slots))
-        ]
-
     def _read(
         self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
     ) -> list[Scores]:
@@ -209,7 +145,7 @@ class TorchSession:
         order = sorted(range(len(slots)), key=lambda i: self._rows[slots[i]])
         counts = [len(ids[i]) for i in order]
         longest = max(counts)
-        part = self._cache.part(first, first + len(order))
+        part = self._cache.rows(first, first + len(order))
         before = part.lengths
         padded = [[*ids[i], *[0] * (longest - len(ids[i]))] for i in order]
         h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
