@@ -95,7 +95,7 @@ def test_ragged_prompts_in_one_cache_give_what_each_gives_alone(lengths, n_new, 
     prompts = [torch.randint(97, (1, length + n_new)) for length in lengths]
     cache = KVCache.allocate(config, batch_size=len(prompts))
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        model(prompt[:, :length], cache.part(row, row + 1))
+        model(prompt[:, :length], cache.rows(row, row + 1))
     cache.lengths = list(lengths)
     new = torch.cat([p[:, n:] for p, n in zip(prompts, lengths, strict=True)])
     together = model(new, cache)

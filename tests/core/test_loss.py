@@ -131,20 +131,13 @@ def test_half_precision_weights_train_too(tiny, ids, dtype):
 def test_targets_outside_the_vocabulary_are_refused(tiny, ids, wrong):
     targets = ids.clone()
     targets[1, 3] = wrong
-    with pytest.raises(UserError, match=f"target {wrong} is no id"):
+    with pytest.raises(UserError, match=f"between 0 and 96, .* got {wrong}"):
         tiny.loss(ids, targets)
 
 
 def test_targets_of_another_shape_are_refused(tiny, ids):
-    with pytest.raises(UserError, match="one answer for each position"):
+    with pytest.raises(UserError, match="must have one shape"):
         tiny.loss(ids, ids[:, 1:])
-
-
-def test_a_second_backward_is_refused_instead_of_wrong(tiny, ids):
-    loss = tiny.loss(ids, ids)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute it anew"):
-        loss.backward()
 
 
 def test_nothing_to_count_moves_nothing(tiny, ids):
@@ -157,14 +150,6 @@ def test_double_precision_stays_double_and_int32_targets_are_taken(tiny, ids):
     assert exact.dtype == torch.float64
     plain = F.cross_entropy(tiny(ids).flatten(0, 1), ids.flatten())
     torch.testing.assert_close(exact, plain, atol=1e-12, rtol=1e-12)
-
-
-def test_the_rows_that_were_read_are_added_to_the_gradient_of_predicting(tiny, ids):
-    """No second (V, D) is made: the one gradient arrives once, with both in it."""
-    arrived = []
-    tiny.wte.weight.register_hook(lambda gradient: arrived.append(gradient.data_ptr()))
-    tiny.loss(ids, ids.roll(-1, 1)).backward()
-    assert arrived == [tiny.wte.weight.grad.data_ptr()]
 
 
 def test_a_frozen_body_and_parts_of_a_batch_add_up(tiny, ids):

@@ -593,10 +593,10 @@ CONFIGS = {
     ),
     "other heads": ({"config": {"num_heads": 4}}, CorruptInputError, "3 heads, expected 4"),
     "a dropout of more than all": (
-        {"config": {"dropout": 7}}, CorruptInputError, "not a probability",
+        {"config": {"dropout": 7}}, CorruptInputError, "must be a probability",
     ),
     "a dropout of nothing": (
-        {"config": {"dropout": math.nan}}, CorruptInputError, "not a probability",
+        {"config": {"dropout": math.nan}}, CorruptInputError, "must be a probability",
     ),
 }  # fmt: skip
 

@@ -336,7 +336,7 @@ def twice(file):
     ("change", "words"),
     [
         (config(rotary=True), "says rotary, which this version .* does not know"),
-        (config(n_head=5), "n_head=5 does not divide"),
+        (config(n_head=5), "n_head=5"),
         (config(n_head="REMOVE"), "does not say how many heads"),
         (config(n_layer=4), "n_layer=4, the weights have 3"),
         (config(tie_word_embeddings=3), "does not say whether its head is tied"),

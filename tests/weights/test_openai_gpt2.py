@@ -95,7 +95,7 @@ def gpt2_copy(tmp_path):
     ("hparams", "why"),
     [
         ({**HPARAMS, "n_head": 5}, "n_head=5"),
-        ({**HPARAMS, "n_head": "three"}, "n_head='three'"),
+        ({**HPARAMS, "n_head": "three"}, "n_head must be .* got 'three'"),
         ({**HPARAMS, "n_layer": 3}, "n_layer=3"),
     ],
 )

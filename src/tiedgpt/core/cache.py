@@ -1,7 +1,7 @@
-"""Keys and values of the tokens already seen, as plain data.
+"""The KV cache: keys and values of the tokens already seen, as plain data.
 
-Room for every position is allocated once; a step writes its rows by index and reads a view. Each
-sequence has its own length, so prompts of different lengths share one cache.
+The cache is preallocated for `capacity` positions. A step writes its rows by index and reads a
+view. Each sequence has its own length, so prompts of different lengths share one cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiedgpt.errors import UserError
 
 @dataclass
 class KVCache:
-    """Keys and values (L, B, H, C, D/H) with room for C positions, and how many are filled."""
+    """Keys and values (L, B, H, C, D/H) for C positions, and the length of each sequence."""
 
     keys: Tensor
     values: Tensor
@@ -33,21 +33,32 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KVCache:
-        """Return an empty cache for `capacity` positions (the whole context unless told)."""
+        """Return an empty cache for `capacity` positions (None: the whole context).
+
+        `dtype` is that of the keys: the model's, or autocast's where that is on.
+        """
         capacity = config.n_positions if capacity is None else capacity
         if not 1 <= capacity <= config.n_positions:
-            raise UserError(f"a cache of {capacity} positions: the model has {config.n_positions}")
+            raise UserError(
+                f"capacity must be between 1 and the model's {config.n_positions} positions, "
+                f"got {capacity}"
+            )
         shape = (config.n_layer, batch_size, config.n_head, capacity, config.head_dim)
         keys = torch.zeros(shape, dtype=dtype, device=device)
         return cls(keys, torch.zeros_like(keys), [0] * batch_size)
 
     @property
     def capacity(self) -> int:
-        """Positions there is room for."""
+        """The number of positions that the cache can hold."""
         return self.keys.shape[3]
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v (B, H, T, D/H) after each sequence's length; return all up to the longest."""
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (B, H, T, D/H) after each sequence; return all, up to the longest."""
+        if k.dtype != self.keys.dtype:
+            raise UserError(
+                f"the cache holds {self.keys.dtype} and the model computes {k.dtype}: allocate "
+                f"it with dtype={k.dtype}"
+            )
         n_new = k.shape[2]
         keys, values = self.keys[layer], self.values[layer]
         if len(set(self.lengths)) == 1:
@@ -61,11 +72,11 @@ class KVCache:
         filled = max(self.lengths) + n_new
         return keys[:, :, :filled], values[:, :, :filled]
 
-    def visible(self, n_new: int, window: int | None) -> tuple[int, Tensor | None]:
-        """Return the first key that is seen at all, and who sees which key from there on.
+    def attention_mask(self, n_new: int, window: int | None) -> tuple[int, Tensor | None]:
+        """Return the first key that any new position sees, and the mask from that key on.
 
-        That is (B, 1, T, keys) bool: each new position sees the keys up to its own, `window` of
-        them at the most. None where all are seen, or plain causality says it.
+        The mask is (B, 1, T, keys) bool: a position sees the keys up to its own, and at most the
+        last `window` of them. It is None where all keys are seen, or where plain causality holds.
         """
         shortest, longest = min(self.lengths), max(self.lengths)
         first = 0 if window is None else max(0, shortest + 1 - window)
@@ -77,29 +88,21 @@ class KVCache:
         return first, seen if window is None else seen & (keys > queries - window)
 
     def positions(self, n_new: int) -> Tensor:
-        """Return the positions (B, n_new) of what comes next."""
-        return positions_after(self.lengths, n_new, self.keys.device)
+        """Return the positions (B, n_new) of the next tokens."""
+        starts = torch.tensor(self.lengths, device=self.keys.device)
+        return starts[:, None] + torch.arange(n_new, device=self.keys.device)
 
     def advance(self, n_new: int) -> None:
-        """Count `n_new` positions as filled, once all layers have stored them."""
+        """Add `n_new` to every length, once all layers have appended their keys."""
         self.lengths = [length + n_new for length in self.lengths]
 
-    def part(self, first: int, end: int) -> KVCache:
-        """Return the rows first <= i < end as they lie here: what is stored there is stored here.
-
-        Its lengths are its own.
-        """
+    def rows(self, first: int, end: int) -> KVCache:
+        """Return a view of the sequences first <= i < end, with lengths of its own."""
         rows = slice(first, end)
         return KVCache(self.keys[:, rows], self.values[:, rows], self.lengths[rows])
 
-    def copy(self, source: int, target: int) -> None:
-        """Let a row hold what another holds."""
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy the sequence in row `source` to row `target`."""
         filled = self.lengths[target] = self.lengths[source]
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :filled] = tensor[:, source, :, :filled]
-
-
-def positions_after(lengths: list[int], n_new: int, device: torch.device) -> Tensor:
-    """Return the positions (B, n_new) of the next tokens of sequences of these lengths."""
-    starts = torch.tensor(lengths, device=device)
-    return starts[:, None] + torch.arange(n_new, device=device)

@@ -39,10 +39,10 @@ class GPTConfig:
     layer_norm_epsilon: float = 1e-5
     """Added to the variance in every LayerNorm."""
     bias: bool = True
-    """Whether products and norms add a bias; nanoGPT trains without."""
+    """Whether linear layers and LayerNorms have biases; nanoGPT trains without."""
     attention_windows: tuple[int, ...] | None = None
-    """How many positions a position sees, itself and those before it, in each layer; 0: all. The
-    pattern repeats over the layers: GPT-3's dense and banded ones are (0, w). None: all dense."""
+    """How many positions a position sees, its own included, in each layer; 0: all. The pattern
+    repeats over the layers: GPT-3's dense and banded ones are (0, w). None: all dense."""
     embd_pdrop: float = 0.1
     """Dropout on the sum of token and position embeddings."""
     attn_pdrop: float = 0.1
@@ -58,67 +58,61 @@ class GPTConfig:
 
     def __new__(cls, *_: Any, **given: Any) -> GPTConfig:
         """Refuse unknown names with the project's own error, before the dataclass does."""
-        known = {field.name for field in fields(cls)}
+        known = sorted(field.name for field in fields(cls))
         for name in given:
-            if name == "n_ctx":
-                raise UserError("GPTConfig has no n_ctx: the context is n_positions")
             if name not in known:
-                raise UserError(f"GPTConfig has no {name!r}; it has {', '.join(sorted(known))}")
+                hint = "the context is n_positions" if name == "n_ctx" else ", ".join(known)
+                raise UserError(f"GPTConfig has no {name!r}: {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            _require_positive_int(name, getattr(self, name))
-        if self.n_inner is not None:
-            _require_positive_int("n_inner", self.n_inner)
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
+            value = getattr(self, name)
+            if not (_is_int(value) and value >= 1) and (name, value) != ("n_inner", None):
+                raise UserError(f"{name} must be a positive integer, got {value!r}")
         if self.n_embd % self.n_head:
             raise UserError(
-                f"n_head={self.n_head} does not divide n_embd={self.n_embd}: every head gets "
-                "an equal share of the width"
+                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and "
+                f"n_head={self.n_head}"
             )
-        if self.activation_function not in ACTIVATIONS:
-            raise UserError(
-                f"activation_function={self.activation_function!r} is none of "
-                f"{', '.join(ACTIVATIONS)}"
-            )
-        if self.norm not in ("pre", "post"):
-            raise UserError(f"norm={self.norm!r} is neither 'pre' (GPT-2) nor 'post' (GPT-1)")
+        for name, choices in (("activation_function", ACTIVATIONS), ("norm", ("pre", "post"))):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < 1:
-                raise UserError(f"{name}={value!r} is not a probability in [0, 1)")
+                raise UserError(f"{name} must be a probability in [0, 1), got {value!r}")
         epsilon = self.layer_norm_epsilon
         if not _is_number(epsilon) or not 0 < epsilon < 1:
-            raise UserError(f"layer_norm_epsilon={epsilon!r} is not a number between 0 and 1")
+            raise UserError(f"layer_norm_epsilon must be between 0 and 1, got {epsilon!r}")
         for name in ("tie_word_embeddings", "bias"):
             if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={getattr(self, name)!r} is not a bool")
-        self._check_windows()
+                raise UserError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and 0 <= value < self.vocab_size):
                 raise UserError(
-                    f"{name}={value!r} is no id of a vocabulary of {self.vocab_size} tokens"
+                    f"{name} must be an id below vocab_size={self.vocab_size}, got {value!r}"
                 )
+        self._check_windows()
 
     def _check_windows(self) -> None:
         """Take any sequence of windows, as JSON and TOML give lists, and keep a tuple."""
         windows = self.attention_windows
         if windows is None:
             return
-        if not isinstance(windows, (tuple, list)) or not 1 <= len(windows) <= self.n_layer:
+        sound = isinstance(windows, (tuple, list)) and 1 <= len(windows) <= self.n_layer
+        if not sound or not all(_is_int(window) and window >= 0 for window in windows):
             raise UserError(
-                f"attention_windows={windows!r} is no pattern of 1 to {self.n_layer} windows, one "
-                "a layer"
+                f"attention_windows must be 1 to {self.n_layer} integers >= 0, got {windows!r}"
             )
-        for window in windows:
-            if not _is_int(window) or window < 0:
-                raise UserError(f"attention_windows has {window!r}, no number of positions")
         dense = all(w == 0 or w >= self.n_positions for w in windows)
         object.__setattr__(self, "attention_windows", None if dense else tuple(windows))
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions, itself included, a position of this layer sees; None: all."""
+        """Return how many positions, its own included, a position of this layer sees."""
         windows = self.attention_windows or (0,)
         return windows[layer % len(windows)] or None
 
@@ -136,12 +130,12 @@ class GPTConfig:
         """Return the number of parameters, by formula; the tied matrix counts once."""
         width, inner = self.n_embd, self.inner_dim
         embeddings = (self.vocab_size + self.n_positions) * width
-        products = 4 * width * width + 2 * width * inner
+        matrices = 4 * width * width + 2 * width * inner
         biases = 5 * width + inner if self.bias else 0
         norm = 2 * width if self.bias else width
         final_norm = norm if self.norm == "pre" else 0
         head = 0 if self.tie_word_embeddings else self.vocab_size * width
-        return embeddings + self.n_layer * (products + biases + 2 * norm) + final_norm + head
+        return embeddings + self.n_layer * (matrices + biases + 2 * norm) + final_norm + head
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
@@ -155,7 +149,7 @@ class GPTConfig:
         A preset's end-of-text id is kept only with the vocabulary that it belongs to.
         """
         if name not in PRESETS:
-            raise UserError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+            raise UserError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
         values = dict(PRESETS[name])
         if overrides.get("vocab_size", values["vocab_size"]) != values["vocab_size"]:
             values.pop("bos_token_id", None)
@@ -171,23 +165,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _require_positive_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name}={value!r} is not a positive whole number")
-
-
-def _gpt1() -> dict[str, Any]:
-    shape = {"vocab_size": 40478, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12}
-    return shape | {"norm": "post"}
-
-
 def _gpt(n_layer: int, n_embd: int, n_head: int, *, n_positions: int) -> dict[str, Any]:
     shape = {"n_positions": n_positions, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_head}
     return shape | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt1": _gpt1(),
+    "gpt1": {
+        "vocab_size": 40478, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12,
+        "norm": "post",
+    },
     "gpt2": _gpt(12, 768, 12, n_positions=1024),
     "gpt2-medium": _gpt(24, 1024, 16, n_positions=1024),
     "gpt2-large": _gpt(36, 1280, 20, n_positions=1024),
@@ -200,4 +187,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt3-6.7b": _gpt(32, 4096, 32, n_positions=2048),
     "gpt3-13b": _gpt(40, 5120, 40, n_positions=2048),
     "gpt3-175b": _gpt(96, 12288, 96, n_positions=2048),
-}
+}  # fmt: skip

@@ -6,84 +6,45 @@ There is no second parameter to tie to the first, so nothing can untie them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tiedgpt.errors import UserError
 
 
-@dataclass
-class PredictingGradient:
-    """The gradient (V, D) that W gets from predicting, once backward has come past the loss."""
+class TiedEmbedding(nn.Embedding):
+    """The matrix W of shape (V, D): an embedding with a second face.
 
-    tensor: Tensor | None = None
-
-
-class _Read(torch.autograd.Function):
-    """W's rows; backward adds theirs to the gradient that W gets anyway.
-
-    The loss comes first in backward and hands out its gradient of W; W itself waits for both of its
-    uses, so what is added here in between is in the sum.
+    `wte(ids)` reads: each id becomes its row of W. `wte.unembed(h)` predicts: h W^T.
     """
 
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, predicting: PredictingGradient) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.predicting = predicting
-        ctx.shape = weight.shape
-        return F.embedding(ids, weight)
+    weight: nn.Parameter
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        (ids,) = ctx.saved_tensors
-        whole, ctx.predicting.tensor = ctx.predicting.tensor, None
-        theirs = whole is not None
-        whole = grad.new_zeros(ctx.shape) if whole is None else whole
-        whole.index_add_(0, ids.flatten(), grad.flatten(0, -2))
-        return None, None if theirs else whole, None
+    def reset_parameters(self) -> None:
+        """Fill W with zeros; `GPT.init_weights` draws its values."""
+        nn.init.zeros_(self.weight)
 
-
-class TiedEmbedding(nn.Module):
-    """The matrix W of shape (V, D), read by rows and scored against by rows.
-
-    `embed(ids) = ids' rows of W` is the forward; `unembed(h) = h W^T` is the other face.
-    """
-
-    def __init__(self, vocab_size: int, n_embd: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, n_embd))
-
-    def forward(self, ids: Tensor, predicting: PredictingGradient | None = None) -> Tensor:
-        """Read: ids (B, T) -> (B, T, D), each token its row of W.
-
-        With `predicting`, the gradient of the rows that were read is added to the one that W gets
-        from predicting, instead of a (V, D) of zeros beside it.
-        """
+    def forward(self, ids: Tensor) -> Tensor:
+        """Read: ids (B, T) -> (B, T, D). Raises `UserError` for ids outside the vocabulary."""
         try:
-            if predicting is not None:
-                return _Read.apply(ids, self.weight, predicting)  # type: ignore[no-untyped-call]
-            return F.embedding(ids, self.weight)
+            return super().forward(ids)
         except IndexError:
-            low, high = int(ids.min()), int(ids.max())
-            size = self.weight.shape[0]
+            size = self.num_embeddings
             raise UserError(
-                f"ids from {low} to {high} do not fit a vocabulary of {size} tokens (0..{size - 1})"
+                f"ids must be between 0 and {size - 1} for a vocabulary of {size} tokens, got "
+                f"{int(ids.min())} to {int(ids.max())}"
             ) from None
 
     def unembed(self, h: Tensor) -> Tensor:
-        """Predict: h (..., D) -> logits (..., V), h's dot product with every row of W."""
+        """Predict: h (..., D) -> logits (..., V), the dot product of h with every row of W."""
+        require_present(self.weight, h)
         return F.linear(h, self.weight)
 
-    def extra_repr(self) -> str:
-        """Describe the matrix in `print(model)`."""
-        return f"{tuple(self.weight.shape)}, {READS_AND_PREDICTS}"
 
-
-READS_AND_PREDICTS = "reads: ids -> rows of W, and predicts: logits = h W^T"
-READS_ONLY = "reads: ids -> rows of W; the head predicts with a matrix of its own"
+def require_present(weight: Tensor, h: Tensor) -> None:
+    """Raise `UserError` for a W that was offloaded: torch would multiply with what is not there."""
+    if weight.is_meta and not h.is_meta:
+        raise UserError(
+            "wte.weight was offloaded to the meta device, and predicting needs it as much as "
+            "reading: keep wte on the device where the model computes"
+        )

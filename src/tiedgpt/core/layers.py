@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiedgpt.core.attention import blocked_attention, is_faster
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.product import Product, recomputed
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -20,8 +18,6 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-
-
 BLOCK = 64
 """Queries in a block of banded attention."""
 
@@ -29,9 +25,9 @@ BLOCK = 64
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float) -> Tensor:
     """(B, H, T, D/H) thrice -> (B, H, T, D/H): position i sees j where i - window < j <= i.
 
-    Queries go in blocks, each with the keys of its own positions and of the `window` before them:
-    no (T, T) scores are formed (the band of Child et al. 2019, "Generating Long Sequences with
-    Sparse Transformers").
+    Each block of queries attends to the keys of its own positions and of the `window` before
+    them, so no (T, T) scores are formed (the band of Child et al. 2019, "Generating Long Sequences
+    with Sparse Transformers").
     """
     n_sequences, n_head, n_positions = q.shape[:3]
     n_blocks = -(-n_positions // BLOCK)
@@ -54,34 +50,41 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.attn_pdrop = config.attn_pdrop
         self.window = config.window(layer)
-        self.c_attn = Product(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = Product(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def extra_repr(self) -> str:
-        """Say in `print(model)` how far a banded layer looks."""
+        """Say in `print(model)` how many positions a banded layer sees."""
         return "" if self.window is None else f"window={self.window}"
 
-    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); position i sees positions j <= i only."""
+    def forward(
+        self, x: Tensor, layer: int, past: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); position i sees positions j <= i only.
+
+        `mask` (B, 1, T, T) bool narrows that to a document's own positions; not with a cache.
+        """
         n_new = x.shape[1]
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
-        dropout_p = self.attn_pdrop if self.training else 0.0
-        mask = None
         if past is not None:
-            k, v = past.store(layer, k, v)
-            first, mask = past.visible(n_new, self.window)
+            k, v = past.append(layer, k, v)
+            first, mask = past.attention_mask(n_new, self.window)
             k, v = k[:, :, first:], v[:, :, first:]
-        causal = mask is None and n_new > 1
-        if causal and self.window is not None and self.window < n_new:
-            y = banded_attention(q, k, v, self.window, dropout_p)
-        elif causal and is_faster(q, dropout_p):
-            y = blocked_attention(q, k, v)
-        else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
-            )
+        elif mask is not None and self.window is not None:
+            mask = mask & torch.ones_like(mask).triu(1 - self.window)
+        causal = mask is None and (past is None or bool(n_new > 1))
+        y = self.attend(q, k, v, mask, causal)
         return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """(B, H, T, D/H) thrice -> (B, H, T, D/H): softmax(q k^T / sqrt(D/H)) v, masked."""
+        dropout_p = self.attn_pdrop if self.training else 0.0
+        if causal and self.window is not None and self.window < q.shape[2]:
+            return banded_attention(q, k, v, self.window, dropout_p)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
+        )
 
 
 def layer_norm(config: GPTConfig) -> nn.LayerNorm:
@@ -94,18 +97,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Product(config.n_embd, config.inner_dim, bias=config.bias)
-        self.c_proj = Product(config.inner_dim, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.inner_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.inner_dim, config.n_embd, bias=config.bias)
         self.activation = ACTIVATION_FUNCTIONS[config.activation_function]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        z = self.c_fc(x)
-        y = self.activation(z)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.c_proj(y)
-        with recomputed(y, lambda: self.activation(z)):
-            return self.c_proj(y)
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -123,10 +121,12 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.resid_pdrop)
         self.norm = config.norm
 
-    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int, past: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if self.norm == "post":
-            x = self.ln_1(x + self.drop(self.attn(x, layer, past)))
+            x = self.ln_1(x + self.drop(self.attn(x, layer, past, mask)))
             return self.ln_2(x + self.drop(self.mlp(x)))
-        x = x + self.drop(self.attn(self.ln_1(x), layer, past))
+        x = x + self.drop(self.attn(self.ln_1(x), layer, past, mask))
         return x + self.drop(self.mlp(self.ln_2(x)))

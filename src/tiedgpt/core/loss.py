@@ -1,38 +1,35 @@
 """Cross-entropy against the rows of a matrix, without ever holding all logits.
 
 The plain computation holds (N, V) logits, their softmax and their gradient: 1.2 GB for 2,048
-positions of GPT-2. Here rows are taken a chunk at a time; each chunk's logits are turned into
-their own gradient in place and folded into the gradients of h and W at once, so forward and
-backward cost the three matrix products of the plain computation and no more. On a CPU the softmax
-goes over a few rows at a time, which stay in its cache, and W is brought to the products' dtype a
-block at a time, so that no second copy of it is held.
+positions of GPT-2. Here rows are taken a chunk at a time. Each chunk's logits are turned into
+their own gradient in place and added to the gradients of h and W at once, so forward and backward
+cost the three matmuls of the plain computation and no more. On a CPU the softmax takes a few rows
+at a time, which stay in its cache, and W is cast a block of rows at a time: no copy of it is held.
+
+Only autograd adds the gradients of W up: this loss returns its own, whatever else uses W.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tiedgpt.core.embedding import PredictingGradient
 from tiedgpt.errors import UserError
 
 IGNORED = -100
 """A target that is not counted."""
-
 CHUNK_BYTES = 50 << 20
 """Memory for the logits held at a time: 512 rows of V = 50,257 in bf16, 256 in fp32."""
-
 MIN_CHUNK_ROWS = 128
 """Fewer rows would spend the time on adding into the (V, D) gradient once a chunk."""
-
 CACHED_ROWS = 16
 """Rows of fp32 logits that a CPU's cache holds: 3 MB of V = 50,257."""
-
 BLOCK = 2048
 """Rows of W that are cast, and of its gradient that are added to, at a time on a CPU."""
 
@@ -43,72 +40,62 @@ def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
     return -(-n_rows // -(-n_rows // at_most))
 
 
-def linear_cross_entropy(
-    h: Tensor, weight: Tensor, targets: Tensor, predicting: PredictingGradient | None = None
-) -> Tensor:
+def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean over counted targets of -log softmax(h W^T)[target], in nats.
 
-    h (N, D), weight W (V, D), targets (N,) int64; -100 is ignored; with nothing to count the mean
-    is nan, as in torch. Equals `F.cross_entropy(h @ W.T, targets)` in value and gradients.
-    Under autocast the products run in its dtype; sums, softmax and loss are fp32. Backward leaves
-    its gradient of W in `predicting`, for who reads with W, too.
+    h (N, D), weight W (V, D), targets (N,) int; -100 is ignored; with nothing to count the mean is
+    nan, as in torch. Equals `F.cross_entropy(h @ W.T, targets)` in value and in all gradients.
+    Under autocast the matmuls run in its dtype; sums, softmax and loss are fp32. Gradients of
+    gradients and `torch.func` hold all logits at once, as does `torch.compile`.
+
+    Raises `UserError` for targets outside the vocabulary.
     """
-    _check_targets(targets, weight.shape[0])
-    device = h.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else h.dtype
-    needs_grad = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-    with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            h, weight, targets, dtype, needs_grad, predicting
-        )
+    if torch.compiler.is_compiling():
+        return _cross_entropy(F.linear(h, weight), targets)
+    device, dtype = h.device.type, h.dtype
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype, autocast = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
+    needs_h, needs_w = (torch.is_grad_enabled() and t.requires_grad for t in (h, weight))
+    with autocast:
+        results = _LinearCrossEntropy.apply(h, weight, targets, dtype, needs_h, needs_w)  # type: ignore[no-untyped-call]
+    return results[0]
 
 
-def head_cross_entropy(h: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the same loss through any module (N, D) -> (N, V), its logits a chunk at a time.
+def chunked_cross_entropy(h: Tensor, logits: Callable[[Tensor], Tensor], targets: Tensor) -> Tensor:
+    """Return the same loss for any `logits`, (N, D) -> (N, V), called with a chunk at a time.
 
     Each chunk is computed again in the backward pass, so at most one chunk's logits are held.
     """
 
     def chunk_loss(rows: Tensor, answers: Tensor) -> Tensor:
-        logits = head(rows)
-        _check_targets(answers, logits.shape[-1])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, answers.long(), ignore_index=IGNORED, reduction="sum")
+        return _cross_entropy(logits(rows), answers, reduction="sum")
 
-    total = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-    for rows, answers in zip(
-        torch.split(h, MIN_CHUNK_ROWS), torch.split(targets, MIN_CHUNK_ROWS), strict=True
-    ):
-        total = total + checkpoint(chunk_loss, rows, answers, use_reentrant=False)
-    return total / (targets != IGNORED).sum()
+    chunks = list(zip(h.split(MIN_CHUNK_ROWS), targets.split(MIN_CHUNK_ROWS), strict=True))
+    if len(chunks) == 1 or not torch.is_grad_enabled():
+        losses = [chunk_loss(*chunk) for chunk in chunks]
+    else:
+        losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(losses).sum() / (targets != IGNORED).sum()
 
 
-class _Blocks:
-    """W in the products' dtype: on a CPU a block of rows at a time, in memory that is held once."""
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    try:
+        return F.cross_entropy(wide, targets.long(), ignore_index=IGNORED, reduction=reduction)
+    except IndexError:
+        require_targets(targets, logits.shape[-1])
+        raise
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        n_rows = weight.shape[0]
-        self.cast = weight.dtype != dtype and weight.device.type == "cpu"
-        step = BLOCK if self.cast else n_rows
-        self.slices = [slice(at, min(n_rows, at + step)) for at in range(0, n_rows, step)]
-        self._weight = weight if self.cast else weight.to(dtype)
-        self._held = torch.empty(step if self.cast else 0, weight.shape[1], dtype=dtype)
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Return rows of W, until the next are asked for."""
-        if not self.cast:
-            return self._weight
-        return self._held[: rows.stop - rows.start].copy_(self._weight[rows])
-
-    def add_product(self, sums: Tensor, z: Tensor, h: Tensor) -> None:
-        """Add z^T h to sums (V, D), which may be of a wider type."""
-        if sums.dtype == z.dtype:
-            sums.addmm_(z.T, h)
-            return
-        for rows in self.slices:
-            part = self._held[: rows.stop - rows.start] if self.cast else None
-            sums[rows] += torch.mm(z[:, rows].T, h, out=part)
+def require_targets(targets: Tensor, vocab_size: int) -> None:
+    """Raise `UserError` for targets outside the vocabulary."""
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= vocab_size))]
+    if wrong.numel():
+        raise UserError(
+            f"targets must be between 0 and {vocab_size - 1}, or {IGNORED} for a position that is "
+            f"not counted, got {int(wrong[0])}"
+        )
 
 
 def _loss_and_gradient(logits: Tensor, answers: Tensor, share: Tensor, needs_grad: bool) -> Tensor:
@@ -127,73 +114,94 @@ def _loss_and_gradient(logits: Tensor, answers: Tensor, share: Tensor, needs_gra
     return ((sums.log() - z_answer) * share).masked_fill_(share == 0, 0.0).sum()
 
 
+def _shares(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return answers (N, 1), each row's share in the mean (N, 1), and whether any is counted."""
+    counted = targets != IGNORED
+    n_counted = counted.sum().to(dtype)
+    share = (counted * n_counted.clamp(min=1).reciprocal())[:, None]
+    return targets.long().masked_fill(~counted, 0)[:, None], share, n_counted > 0
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass over the chunks; backward hands out what is ready."""
+    """(loss, d loss / d h, d loss / d W): all three are computed in one pass over the chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        h: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        needs_grad: bool,
-        predicting: PredictingGradient | None,
-    ) -> Tensor:
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, needs_h: bool, needs_w: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if targets.device.type == "cpu" and type(targets) is Tensor:
+            require_targets(targets, weight.shape[0])
         sums_in = torch.promote_types(dtype, torch.float32)
-        needs_h, needs_w = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h) if needs_h else None
         grad_w = torch.zeros_like(weight, dtype=sums_in) if needs_w else None
-        counted = targets != IGNORED
-        n_counted = counted.sum().to(sums_in)
-        share = (counted * n_counted.clamp(min=1).reciprocal())[:, None]  # of a row in the mean
-        answers = targets.long().masked_fill(~counted, 0)[:, None]
+        answers, share, any_counted = _shares(targets, sums_in)
         total = torch.zeros((), dtype=sums_in, device=h.device)
-        n_rows = chunk_rows(h.shape[0], weight.shape[0], dtype)
-        few = CACHED_ROWS if h.device.type == "cpu" else n_rows
-        w = _Blocks(weight, dtype)
-        logits = torch.empty(min(n_rows, h.shape[0]), weight.shape[0], dtype=dtype, device=h.device)
+        vocab_size, n_rows = weight.shape[0], chunk_rows(h.shape[0], weight.shape[0], dtype)
+        on_cpu = h.device.type == "cpu"
+        few = CACHED_ROWS if on_cpu else n_rows
+        step = BLOCK if on_cpu and weight.dtype != dtype else vocab_size
+        blocks = [slice(at, at + step) for at in range(0, vocab_size, step)]
+        logits = h.new_empty(min(n_rows, h.shape[0]), vocab_size, dtype=dtype)
         for start in range(0, h.shape[0], n_rows):
             rows = slice(start, start + n_rows)
             h_c = h[rows].to(dtype)
             z = logits[: h_c.shape[0]]  # (R, V), the only large tensor
-            for block in w.slices:
-                torch.mm(h_c, w[block].T, out=z[:, block])
+            for block in blocks:
+                torch.mm(h_c, weight[block].to(dtype).T, out=z[:, block])
             parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
             for some, answer, scale in zip(*parts, strict=True):
                 total += _loss_and_gradient(some, answer, scale, needs_h or needs_w)
             if grad_h is not None:
-                grad_h[rows] = sum((z[:, block] @ w[block]).to(sums_in) for block in w.slices)
-            if grad_w is not None:
-                w.add_product(grad_w, z, h_c)
-        ctx.predicting = predicting
-        ctx.gradients = (grad_h, None if grad_w is None else grad_w.to(weight.dtype))
-        return total.masked_fill(n_counted == 0, torch.nan)  # as in torch
+                grad_h[rows] = sum((z[:, b] @ weight[b].to(dtype)).to(sums_in) for b in blocks)
+            for sums, block in () if grad_w is None else ((grad_w[b], b) for b in blocks):
+                if sums.dtype == dtype:
+                    sums.addmm_(z[:, block].T, h_c)
+                else:
+                    sums += z[:, block].T @ h_c
+        grad_w = None if grad_w is None else grad_w.to(weight.dtype)
+        return torch.where(any_counted, total, torch.nan), grad_h, grad_w
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the loss keeps its gradients for one backward pass; compute it anew"
-            )
-        grad_h, grad_w = ctx.gradients
-        ctx.gradients = None
-        for gradient in (grad_h, grad_w):
-            if gradient is not None:
-                gradient.mul_(grad_loss)
-        if ctx.predicting is not None:
-            ctx.predicting.tensor = grad_w
-        return grad_h, grad_w, None, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        h, weight, targets, ctx.dtype, _, _ = inputs
+        _, grad_h, grad_w = output
+        ctx.save_for_backward(h, weight, targets, grad_h, grad_w)
+        ctx.mark_non_differentiable(*(g for g in (grad_h, grad_w) if g is not None))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        h, weight, targets, grad_h, grad_w = ctx.saved_tensors
+        found: tuple[Tensor | None, ...]
+        if torch.is_grad_enabled():  # create_graph=True or torch.func: they are differentiated
+            found = _gradients(h, weight, targets, ctx.dtype, grad_loss)
+        elif type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and grad_loss == 1:
+            found = grad_h, grad_w  # no second (V, D) is made
+        else:
+            found = tuple(None if g is None else g * grad_loss for g in (grad_h, grad_w))
+        needed = (g if n else None for g, n in zip(found, ctx.needs_input_grad[:2], strict=True))
+        return *needed, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        """Compute one loss after another."""
+        alone = [
+            [x if dim is None else x.select(dim, at) for x, dim in zip(given, in_dims, strict=True)]
+            for at in range(info.batch_size)
+        ]
+        results = zip(*(_LinearCrossEntropy.apply(*one) for one in alone), strict=True)  # type: ignore[no-untyped-call]
+        stacked = [None if one[0] is None else torch.stack(one) for one in results]
+        return tuple(stacked), tuple(None if one is None else 0 for one in stacked)
 
 
-def _check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Refuse targets outside the vocabulary where looking costs no wait for a device."""
-    if targets.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= vocab_size))]
-    if wrong.numel():
-        raise UserError(
-            f"target {int(wrong[0])} is no id of a vocabulary of {vocab_size} tokens; "
-            f"{IGNORED} marks a position that is not counted"
-        )
+def _gradients(
+    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, grad_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the same gradients of h and W by operations that can be differentiated again."""
+    sums_in = torch.promote_types(dtype, torch.float32)
+    answers, share, _ = _shares(targets, sums_in)
+    narrow_h, narrow_w = h.to(dtype), weight.to(dtype)
+    z = (narrow_h @ narrow_w.T).to(sums_in)
+    onehot = answers == torch.arange(weight.shape[0], device=z.device)
+    dz = ((z.softmax(-1) - onehot.to(sums_in)) * (share * grad_loss)).to(dtype)
+    return (dz @ narrow_w).to(h.dtype), (dz.T @ narrow_h).to(weight.dtype)

@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.core.cache import KVCache, positions_after
+from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.embedding import (
-    READS_AND_PREDICTS,
-    READS_ONLY,
-    PredictingGradient,
-    TiedEmbedding,
-)
+from tiedgpt.core.embedding import TiedEmbedding, require_present
 from tiedgpt.core.layers import Block, layer_norm
-from tiedgpt.core.loss import head_cross_entropy, linear_cross_entropy
+from tiedgpt.core.loss import chunked_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
 
@@ -58,8 +53,8 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Draw fresh weights from torch's global random stream.
 
-        GPT-2: tokens and products N(0, 0.02), positions N(0, 0.01), what writes into the residual
-        stream scaled by 1/sqrt(2 L), biases 0 (Radford et al. 2019 and the released code).
+        GPT-2: tokens and linear layers N(0, 0.02), positions N(0, 0.01), the projections into the
+        residual stream scaled by 1/sqrt(2 L), biases 0 (Radford et al. 2019, the released code).
         GPT-1: N(0, 0.02) throughout.
         """
         pre = self.config.norm == "pre"
@@ -75,85 +70,99 @@ class GPT(nn.Module):
         self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
 
     def states(
-        self, ids: Tensor, cache: KVCache | None = None, *read: PredictingGradient
+        self, ids: Tensor, cache: KVCache | None = None, *, first: Tensor | None = None
     ) -> Iterator[Tensor]:
         """Yield the residual stream (B, T, D) after the embedding and after each of L blocks.
 
-        ids (B, T) holds int64 or int32. With a cache, ids are what comes after the tokens in it.
-        `read` goes to `wte`.
+        ids (B, T) int64 or int32; with a cache, the tokens that follow those in it. `first` (B, T)
+        packs documents into a row: the index where each token's document begins. A token then sees
+        its own document only, and its position counts from there.
         """
-        positions = self._place(ids, cache)
-        x = self.drop(self.wte(ids, *read) + self.wpe(positions))  # h_0 = U W_e + W_p
+        self._check_ids(ids, cache)
+        n_new = ids.shape[1]
+        positions, mask = torch.arange(n_new, device=ids.device)[None], None
+        if cache is not None:
+            positions = cache.positions(n_new)
+        if first is not None:
+            if cache is not None or first.shape != ids.shape or first.is_floating_point():
+                raise UserError(
+                    f"first must hold an index for each of ids {tuple(ids.shape)}, without a "
+                    f"cache, got {first.dtype} {tuple(first.shape)}"
+                )
+            mask = (positions >= first[:, :, None]) & (positions <= positions[:, :, None])
+            positions, mask = positions - first, mask[:, None]  # (B, T), (B, 1, T, T)
+        x = self.drop(self.wte(ids) + self.wpe(positions))  # h_0 = U W_e + W_p
         yield x
         for layer, block in enumerate(self.h):
-            x = block(x, layer, cache)
+            x = block(x, layer, cache, mask)
             yield x
         if cache is not None:
-            cache.advance(ids.shape[1])
+            cache.advance(n_new)
 
-    def body(self, ids: Tensor, cache: KVCache | None = None, *read: PredictingGradient) -> Tensor:
-        """(B, T) -> (B, T, D): the last state after the final norm, what the head is given."""
-        for state in self.states(ids, cache, *read):
+    def body(
+        self, ids: Tensor, cache: KVCache | None = None, *, first: Tensor | None = None
+    ) -> Tensor:
+        """(B, T) -> (B, T, D): the last state after the final norm, which the head reads."""
+        for state in self.states(ids, cache, first=first):
             x = state
         return self.ln_f(x)
 
     def logits(self, h: Tensor) -> Tensor:
-        """(..., D) -> (..., V): scores by whichever predicts, `wte` or a head of its own."""
+        """(..., D) -> (..., V), by `wte` or by a head of its own."""
         return self.wte.unembed(h) if self.head is None else self.head(h)  # h_n W_e^T
 
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T) -> (B, T, V): at each of T tokens, a score for every token that may follow."""
+        """(B, T) -> (B, T, V): at each of T tokens, a logit for every token that may follow."""
         return self.logits(self.body(ids, cache))
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, targets: Tensor, *, first: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not -100.
 
         targets (B, T): `targets[b, t]` is the id that follows `ids[b, t]`; nothing is shifted
-        here. The (B, T, V) logits are never held at once.
+        here. Equals `F.cross_entropy` of `model(ids)` in value and gradients, but the (B, T, V)
+        logits are never held at once. `first` packs documents; see `states`.
         """
-        if targets.shape != ids.shape:
+        if targets.shape != ids.shape or not ids.numel():
             raise UserError(
-                f"targets {tuple(targets.shape)} must have the shape of ids {tuple(ids.shape)}: "
-                "one answer for each position"
+                "ids and targets must have one shape (B, T) and hold at least one token, got "
+                f"{tuple(ids.shape)} and {tuple(targets.shape)}"
             )
-        targets = targets.flatten()
-        plain = type(self.wte) is TiedEmbedding and self.wte.weight.is_leaf
-        if self.head is None and plain and not torch.compiler.is_compiling():
-            both = PredictingGradient()  # of W: what reading adds, it is added to
-            h = self.body(ids, None, both).flatten(0, 1)
-            return linear_cross_entropy(h, self.wte.weight, targets, both)
-        h = self.body(ids).flatten(0, 1)
-        if self.head is None:
-            return linear_cross_entropy(h, self.wte.weight, targets)
-        matrix = plain_matrix(self.head)
-        if matrix is not None:
-            return linear_cross_entropy(h, matrix, targets)
-        return head_cross_entropy(h, self.head, targets)
+        return self.head_loss(self.body(ids, first=first).flatten(0, 1), targets.flatten())
+
+    def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss () of what the head is given: h (N, D) and targets (N,)."""
+        if self.head is not None:
+            matrix = None if _is_hooked(self.head) else plain_matrix(self.head)
+        elif type(self.wte).unembed is TiedEmbedding.unembed and "unembed" not in vars(self.wte):
+            require_present(self.wte.weight, h)
+            matrix = self.wte.weight
+        else:
+            matrix = None
+        if matrix is None:  # logits(h) is not exactly h W^T
+            return chunked_cross_entropy(h, self.logits, targets)
+        return linear_cross_entropy(h, matrix, targets)
 
     def extra_repr(self) -> str:
-        """Count the parameters in `print(model)`."""
-        return f"{sum(p.numel() for p in self.parameters()):,} parameters"
-
-    def __repr__(self) -> str:
-        text = super().__repr__()
+        """Say in `print(model)` how many parameters there are, and what predicts."""
         tied = self.head is None or self.config.tie_word_embeddings  # a head may hold on to wte
-        return text if tied else text.replace(READS_AND_PREDICTS, READS_ONLY)
+        predicts = "wte reads and predicts" if tied else "wte reads, the head predicts"
+        return f"{sum(p.numel() for p in self.parameters()):,} parameters, {predicts}"
 
-    def _place(self, ids: Tensor, cache: KVCache | None) -> Tensor:
-        """Check ids against the context; return their positions (B|1, T)."""
+    def _check_ids(self, ids: Tensor, cache: KVCache | None) -> None:
+        """Raise `UserError` for ids that do not fit the context or the cache."""
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise UserError(
-                f"ids must be whole numbers of shape (B, T), not {ids.dtype} {tuple(ids.shape)}"
+                f"ids must be int64 or int32 of shape (B, T), got {ids.dtype} {tuple(ids.shape)}"
             )
-        n_new = ids.shape[1]
-        lengths = [0] if cache is None else cache.lengths
+        held = 0 if cache is None else max(cache.lengths)
         room = self.config.n_positions if cache is None else cache.capacity
-        if n_new < 1 or max(lengths) + n_new > room:
-            before = f" after {max(lengths)} in the cache" if cache is not None else ""
-            raise UserError(f"{n_new} tokens{before}: a sequence here holds 1 to {room}")
-        if cache is not None and len(lengths) != ids.shape[0]:
-            raise UserError(f"{ids.shape[0]} sequences for a cache of {len(lengths)}")
-        return positions_after([0], n_new, ids.device) if cache is None else cache.positions(n_new)
+        if ids.shape[1] < 1 or held + ids.shape[1] > room:
+            before = f" after {held} in the cache" if cache is not None else ""
+            raise UserError(f"a sequence must have 1 to {room} tokens, got {ids.shape[1]}{before}")
+        if cache is not None and len(cache.lengths) != ids.shape[0]:
+            raise UserError(
+                f"the cache holds {len(cache.lengths)} sequences, got ids of {ids.shape[0]}"
+            )
 
     @classmethod
     def from_pretrained(
@@ -194,3 +203,9 @@ class GPT(nn.Module):
         from tiedgpt.weights.save import save_model
 
         save_model(self, directory)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: hooks, or another forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in vars(module) or any(vars(module).get(name) for name in hooks)

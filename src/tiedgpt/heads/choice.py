@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tiedgpt.core.loss import IGNORED, head_cross_entropy, linear_cross_entropy
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.loss import IGNORED
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.heads.head import DROPOUT, Head, cross_entropy, dropout_from
 from tiedgpt.heads.padding import checked_lengths, last_state
@@ -69,7 +69,7 @@ class MultipleChoice(Head):
         h = self.gpt.body(ids.flatten(0, 1))  # (B * C, T, D)
         targets = targets.flatten()
         counted = targets != IGNORED
-        language = self._language(h.flatten(0, 1)[counted], targets[counted])
+        language = self.gpt.head_loss(h.flatten(0, 1)[counted], targets[counted])
         choice = cross_entropy(self._choices(h, ids, lengths), answers)
         return LANGUAGE_WEIGHT * language, choice
 
@@ -79,16 +79,6 @@ class MultipleChoice(Head):
         flat = checked_lengths(ids.flatten(0, 1), flat, least=0)
         logits = self.multiple_choice_head(last_state(h, flat))
         return logits.masked_fill(flat == 0, float("-inf")).view(ids.shape[:2])
-
-    def _language(self, h: Tensor, targets: Tensor) -> Tensor:
-        """States (N, D), targets (N,) -> (): the mean cross-entropy of tokens."""
-        head = self.gpt.head
-        if head is None:
-            return linear_cross_entropy(h, self.gpt.wte.weight, targets)
-        matrix = plain_matrix(head)
-        if matrix is None:
-            return head_cross_entropy(h, head, targets)
-        return linear_cross_entropy(h, matrix, targets)
 
     def config_keys(self) -> dict[str, Any]:
         """Return the keys by which transformers builds the same logit."""

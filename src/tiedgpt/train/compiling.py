@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tiedgpt.train.fast import fast_training
 from tiedgpt.train.task import Arrays, Model, loss_terms, on_device
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def compile_now(model: Model, batch: Arrays, plan: Plan) -> float:
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     part = tuple(tensor[: plan.micro_batch] for tensor in on_device(batch, device))
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), fast_training(model):
         with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
             sum(loss_terms(model, part), torch.zeros((), device=device)).backward()
     model.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tiedgpt.core.cache import KVCache
-from tiedgpt.core.layers import MLP, Block
+from tiedgpt.core.layers import Block
 from tiedgpt.train.compiling import compiled
 from tiedgpt.train.memory import return_memory_at_once
 from tiedgpt.train.plan import Plan
@@ -35,8 +35,6 @@ def in_training(model: Model, plan: Plan) -> Model:
         block.__class__ = TrainedBlock
         assert isinstance(block, TrainedBlock)
         block.recompute, block.compiled = plan.recompute == "blocks", plan.compile == "on"
-        if block.recompute:
-            block.mlp.__class__ = PlainMLP
     return model
 
 
@@ -46,25 +44,19 @@ class TrainedBlock(Block):
     recompute: bool
     compiled: bool
 
-    def forward(self, x: Tensor, layer: int, past: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int, past: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if past is not None or not torch.is_grad_enabled():
-            return super().forward(x, layer, past)
+            return super().forward(x, layer, past, mask)
         run = compiled(Block.forward, x.shape) if self.compiled else Block.forward
         if not self.recompute:
-            return run(self, x, layer)
-        kept: Tensor = checkpoint(run, self, x, layer, use_reentrant=False)
+            return run(self, x, layer, past, mask)
+        kept: Tensor = checkpoint(run, self, x, layer, past, mask, use_reentrant=False)
         return kept
 
     def extra_repr(self) -> str:
         """Say in `print(model)` what is done."""
         done = ("compiled", self.compiled), ("computed again in backward", self.recompute)
         return ", ".join(what for what, is_done in done if is_done)
-
-
-class PlainMLP(MLP):
-    """An MLP in a block that keeps nothing: its own economy would hold on to what it needs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        return self.c_proj(self.activation(self.c_fc(x)))

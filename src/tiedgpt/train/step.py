@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tiedgpt.errors import DivergedError
+from tiedgpt.train.fast import fast_training
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Arrays, Model, body_of, on_device
@@ -44,12 +45,13 @@ def train_step(
     whole = on_device(batch, device)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
-    for part in world.parts(whole, plan.micro_batch):
-        with world.summing(part):
-            with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-                part_loss = objective(*part.rows, whole=whole) * part.weight
-            part_loss.backward()
-        loss += part_loss.detach()
+    with fast_training(model):
+        for part in world.parts(whole, plan.micro_batch):
+            with world.summing(part):
+                with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
+                    part_loss = objective(*part.rows, whole=whole) * part.weight
+                part_loss.backward()
+            loss += part_loss.detach()
     loss = world.sum(loss) / world.size
     norm = world.clip(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))

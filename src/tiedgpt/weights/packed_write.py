@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT, plain_matrix
-from tiedgpt.core.product import Product
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.checkpoint import shapes
@@ -36,7 +35,7 @@ from tiedgpt.weights.packed_panels import Precision, pack
 from tiedgpt.weights.safetensors_file import Stored, write_safetensors
 
 MODULES = {
-    GPT, TiedEmbedding, Block, Attention, MLP, Product, nn.Linear, nn.Embedding, nn.LayerNorm,
+    GPT, TiedEmbedding, Block, Attention, MLP, nn.Linear, nn.Embedding, nn.LayerNorm,
     nn.Dropout, nn.Identity, nn.ModuleList,
 }  # fmt: skip
 

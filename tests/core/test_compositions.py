@@ -1,0 +1,449 @@
+"""`model.loss` is `F.cross_entropy(model(ids))` in every composition that PyTorch allows.
+
+Each composition is a function (model, loss) -> scalar to differentiate, where `loss(ids, targets)`
+is either the model's own loss or the plain one. All parameters' gradients must be equal, in float64
+to 1e-9. The same list runs with the fast training path switched on, in its dtype.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.core import loss as loss_module
+from tiedgpt.core.embedding import TiedEmbedding
+from tiedgpt.errors import UserError
+
+CONFIG = GPTConfig(
+    vocab_size=53, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+    embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of 7 rows, so that tiny inputs take several."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda n_rows, vocab_size, dtype: 7)
+    monkeypatch.setattr(loss_module, "CACHED_ROWS", 3)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_ROWS", 7)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(11)
+    model = GPT(CONFIG).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+    return model
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(53, (3, 16), generator=draw)
+    targets = torch.randint(53, (3, 16), generator=draw)
+    targets[torch.rand(3, 16, generator=draw) < 0.2] = -100
+    return ids, targets
+
+
+A, B = batch(1), batch(2)
+
+
+def own(model):
+    return model.loss
+
+
+def plain(model):
+    def loss(ids, targets):
+        return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+    return loss
+
+
+class Doubling(nn.Module):
+    """A parametrization that changes the value."""
+
+    def forward(self, weight):
+        return 2 * weight - 0.1
+
+
+class Adapted(nn.Module):
+    """W + P Q, on both faces: what an adapter on the embedding is."""
+
+    def __init__(self, base: TiedEmbedding) -> None:
+        super().__init__()
+        self.base = base
+        self.p = nn.Parameter(torch.randn(53, 2, dtype=torch.float64) / 4)
+        self.q = nn.Parameter(torch.randn(2, 16, dtype=torch.float64) / 4)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, ids):
+        return self.base(ids) + F.embedding(ids, self.p) @ self.q
+
+    def unembed(self, h):
+        return self.base.unembed(h) + h @ self.q.T @ self.p.T
+
+
+def frozen_w(model):
+    model.wte.weight.requires_grad_(False)
+
+
+def only_w(model):
+    model.requires_grad_(False)
+    model.wte.weight.requires_grad_(True)
+
+
+def hooked(model):
+    model.wte.register_forward_hook(lambda module, given, out: out * 1.5)
+    model.h[0].register_forward_hook(lambda module, given, out: out + 0.25)
+    model.ln_f.register_forward_hook(lambda module, given, out: out.tanh())
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model.wte, "weight", Doubling())
+
+
+def adapted(model):
+    torch.manual_seed(3)
+    model.wte = Adapted(model.wte)
+
+
+def untied(model):
+    torch.manual_seed(3)
+    model.head = nn.Linear(16, 53, bias=False).double()
+
+
+def untied_and_hooked(model):
+    untied(model)
+    model.head.register_forward_hook(lambda module, given, out: out.tanh() * 3)
+
+
+def any_head(model):
+    torch.manual_seed(3)
+    model.head = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 53)).double()
+
+
+def head_with_an_alias(model):
+    model.head = nn.Linear(16, 53, bias=False)
+    model.head.weight = model.wte.weight
+
+
+def checkpointed_blocks(model):
+    for block in model.h:
+        run = block.forward
+        block.forward = lambda *given, run=run: checkpoint(run, *given, use_reentrant=False)
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (
+        frozen_w, only_w, hooked, parametrized, adapted, untied, untied_and_hooked, any_head,
+        head_with_an_alias, checkpointed_blocks,
+    )
+} | {"as it is": lambda model: None}  # fmt: skip
+
+
+def one(model, loss):
+    return loss(*A)
+
+
+def two_losses(model, loss):
+    return loss(*A) + loss(*B)
+
+
+def weighted_difference(model, loss):
+    return 0.7 * loss(*A) - 0.2 * loss(*B)
+
+
+def l2_on_w(model, loss):
+    return loss(*A) + 0.01 * model.wte.weight.square().sum()
+
+
+def z_loss(model, loss):
+    return loss(*A) + 0.01 * model(B[0]).logsumexp(-1).square().mean()
+
+
+def feature_loss(model, loss):
+    return model.body(A[0]).square().mean() + loss(*A)
+
+
+def only_reading(model, loss):
+    return model.body(A[0])[:, 3].square().mean() + 0 * loss(*A)
+
+
+def same_batch_twice(model, loss):
+    return loss(*A) * loss(*A)
+
+
+def masked_rows(model, loss):
+    targets = A[1].clone()
+    targets[1] = -100
+    return loss(A[0], targets)
+
+
+def beside_a_masked_micro_batch(model, loss):
+    empty = loss(A[0], torch.full_like(A[1], -100))
+    return loss(*B) + torch.where(empty.isnan(), 0.0, empty)
+
+
+COMPOSITIONS = (
+    one, two_losses, weighted_difference, l2_on_w, z_loss, feature_loss, only_reading,
+    same_batch_twice, masked_rows,
+)  # fmt: skip
+
+
+def gradients(model, value) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    value.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(ours, theirs, tolerance=1e-9):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        size = theirs[name].norm().clamp_min(1e-12)
+        assert (ours[name] - theirs[name]).norm() <= tolerance * size, name
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_gradient_is_the_plain_ones(model, change, composition):
+    CHANGES[change](model)
+    theirs = composition(model, plain(model))
+    ours = composition(model, own(model))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_equal(gradients(model, ours), gradients(model, theirs))
+
+
+def test_a_fully_masked_micro_batch_is_nan_as_in_torch_and_counts_nothing(model):
+    masked = torch.full_like(A[1], -100)
+    assert model.loss(A[0], masked).isnan()
+    ours, theirs = (beside_a_masked_micro_batch(model, way(model)) for way in (own, plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_accumulate_over_backward_passes(model):
+    theirs = gradients(model, (plain(model)(*A) + plain(model)(*B)) / 2)
+    model.zero_grad()
+    for part in (A, B):
+        (model.loss(*part) / 2).backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    assert_equal(ours, theirs)
+
+
+def test_autograd_grad_of_some_inputs_and_a_retained_graph(model):
+    inputs = [model.wte.weight, model.h[0].attn.c_attn.weight]
+    loss = model.loss(*A)
+    theirs = torch.autograd.grad(plain(model)(*A), inputs)
+    for _ in range(3):
+        ours = torch.autograd.grad(loss, inputs, retain_graph=True)
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+            mine.mul_(7)  # whoever asks for a gradient may change it
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(model.wte.weight.grad, 2 * theirs[0], rtol=1e-9, atol=1e-12)
+
+
+def test_second_order_gradients_are_the_plain_ones(model):
+    """Torch's fused attention has no second derivative; its plain one has."""
+
+    def penalty(loss):
+        (first,) = torch.autograd.grad(loss, [model.wte.weight], create_graph=True)
+        return first.square().sum() + 0.3 * loss
+
+    with sdpa_kernel(SDPBackend.MATH):
+        ours, theirs = (gradients(model, penalty(way(model)(*A))) for way in (own, plain))
+    assert_equal(ours, theirs)
+
+
+def loss_of(model, parameters, ids, targets):
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, targets):
+            return self.model.loss(ids, targets)
+
+    named = {f"model.{name}": tensor for name, tensor in parameters.items()}
+    return functional_call(Loss(), named, (ids, targets))
+
+
+@pytest.mark.parametrize("head", ["as it is", "untied"])
+def test_torch_func_grad_gives_the_plain_gradients(model, head):
+    CHANGES[head](model)
+    theirs = gradients(model, plain(model)(*A))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    ours = grad(lambda p: loss_of(model, p, *A))(parameters)
+    assert_equal(ours, theirs)
+
+
+NO_BATCHING_RULE = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+"""Torch's own warning about its attention on CPUs."""
+
+
+@NO_BATCHING_RULE
+def test_vmap_of_grad_gives_each_examples_gradient(model):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def one_example(parameters, ids, targets):
+        return loss_of(model, parameters, ids[None], targets[None])
+
+    ours = vmap(grad(one_example), in_dims=(None, 0, 0))(parameters, *A)
+    for row in range(3):
+        theirs = gradients(model, plain(model)(A[0][row : row + 1], A[1][row : row + 1]))
+        assert_equal({name: g[row] for name, g in ours.items()}, theirs)
+
+
+@NO_BATCHING_RULE
+def test_an_ensemble_of_models_in_one_vmap(model):
+    models = [copy.deepcopy(model) for _ in range(3)]
+    for other in models:
+        with torch.no_grad():
+            other.wte.weight.mul_(1 + torch.rand(1, dtype=torch.float64))
+    parameters, _ = stack_module_state(models)
+    losses = vmap(lambda p: loss_of(model, p, *A))(parameters)
+    for mine, other in zip(losses, models, strict=True):
+        torch.testing.assert_close(mine, plain(other)(*A).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loss_and_a_compiled_forward(model, backend):
+    theirs = gradients(model, plain(model)(*A))
+    compiled = torch.compile(lambda ids, targets: model.loss(ids, targets), backend=backend)
+    assert_equal(gradients(model, compiled(*A)), theirs)
+    forward = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(forward(A[0]), model(A[0]), rtol=1e-9, atol=1e-12)
+
+
+def test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model):
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for length in (2, 5, 16):
+        ids = A[0][:, :length]
+        torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-9, atol=1e-12)
+    length = torch.export.Dim("length", min=2, max=16)
+    exported = torch.export.export(model.eval(), (A[0],), dynamic_shapes=({1: length},))
+    ids = A[0][:, :9]
+    torch.testing.assert_close(exported.module()(ids), model(ids), rtol=1e-9, atol=1e-12)
+
+
+def test_a_forward_without_data_on_the_meta_device_and_with_fake_tensors(model):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.device("meta"):
+        empty = GPT(CONFIG)
+        ids = torch.zeros(2, 9, dtype=torch.long)
+    assert empty(ids).shape == (2, 9, 53)
+    assert empty.loss(ids, ids).shape == ()
+    with FakeTensorMode():
+        fake = GPT(CONFIG)
+        ids = torch.zeros(2, 9, dtype=torch.long)
+        assert fake(ids).shape == (2, 9, 53)
+        fake.loss(ids, ids).backward()
+        assert fake.wte.weight.grad.shape == (53, 16)
+
+
+def test_a_block_checkpointed_by_the_user_keeps_no_more_than_its_input(model):
+    def kept_bytes(run):
+        kept = {}
+
+        def pack(tensor):
+            if not isinstance(tensor, nn.Parameter):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run()
+        return sum(kept.values())
+
+    x = torch.randn(3, 16, 16, dtype=torch.float64, requires_grad=True)
+    block = model.h[0]
+    assert kept_bytes(lambda: checkpoint(block, x, 0, use_reentrant=False)) <= x.nbytes
+    assert kept_bytes(lambda: block(x, 0)) > 5 * x.nbytes
+
+
+def test_an_offloaded_matrix_is_refused_and_never_read(model):
+    accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(model, execution_device="cpu")
+    for call in (lambda: offloaded(A[0]), lambda: offloaded.loss(*A)):
+        with pytest.raises(UserError, match="offloaded"):
+            call()
+
+
+def test_dropout_with_a_fixed_seed_drops_the_same(model):
+    model.drop.p = 0.3
+    for block in model.h:
+        block.drop.p, block.attn.attn_pdrop = 0.2, 0.1
+    found = []
+    for way in (own, plain):
+        torch.manual_seed(5)
+        found.append(gradients(model, way(model)(*A)))
+    assert_equal(*found)
+
+
+def test_under_autocast_the_gradients_are_those_of_a_plain_loss_to_rounding(model):
+    model.float()
+    found = []
+    for way in (own, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = way(model)(*A)
+        found.append(gradients(model, value))
+    assert_equal(*found, tolerance=0.03)
+
+
+def test_no_sequence_and_no_token_are_our_error(model):
+    ids, targets = A
+    for wrong in ((ids[:0], targets[:0]), (ids[:, :0], targets[:, :0])):
+        with pytest.raises(UserError, match="at least one token"):
+            model.loss(*wrong)
+
+
+def packed(lengths, seed):
+    draw = torch.Generator().manual_seed(seed)
+    starts = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
+    ids = torch.randint(53, (1, sum(lengths)), generator=draw)
+    return ids, torch.randint(53, ids.shape, generator=draw), starts[None]
+
+
+@pytest.mark.parametrize("windows", [None, (0, 3)])
+def test_packed_documents_are_as_if_alone(model, windows):
+    if windows:
+        banded = GPT(GPTConfig(**{**vars(CONFIG), "attention_windows": windows})).double()
+        banded.load_state_dict(model.state_dict())
+        model = banded
+    lengths = [5, 1, 7, 3]
+    ids, targets, first = packed(lengths, 9)
+    h = model.body(ids, first=first)[0]
+    parts = zip(ids[0].split(lengths), targets[0].split(lengths), h.split(lengths), strict=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for document, answers, its in parts:
+        torch.testing.assert_close(its, model.body(document[None])[0], rtol=1e-9, atol=1e-12)
+        total = total + len(answers) * model.loss(document[None], answers[None])
+    whole = model.loss(ids, targets, first=first)
+    assert_equal(gradients(model, whole), gradients(model, total / sum(lengths)))
+
+
+def test_changing_one_packed_document_changes_no_other(model):
+    ids, _, first = packed([5, 4, 7], 9)
+    changed = ids.clone()
+    changed[0, 5:9] = (ids[0, 5:9] + 1) % 53
+    before, after = model.body(ids, first=first)[0], model.body(changed, first=first)[0]
+    same = (before == after).all(1)
+    assert same.tolist() == [True] * 5 + [False] * 4 + [True] * 7
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 15).long(), torch.zeros(1, 16)])
+def test_documents_that_do_not_fit_are_refused(model, wrong):
+    with pytest.raises(UserError, match="first must hold an index"):
+        model.loss(A[0][:1], A[1][:1], first=wrong)

@@ -1,0 +1,75 @@
+"""Attention of short sequences by blocks, in bf16 on a CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import attention
+from tiedgpt.train.fast.attention import blocked_attention
+
+
+def drawn(length: int, scale: float = 1.0, width: int = 16) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(length)
+    q, k, v, dy = (torch.randn(2, 3, length, width, generator=g) for _ in range(4))
+    return [t.bfloat16() for t in (q * scale, k, v, dy)]
+
+
+def torchs(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def run(attend, q, k, v, dy) -> list[torch.Tensor]:
+    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
+    y = attend(q, k, v)
+    y.backward(dy)
+    return [y.detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])
+@pytest.mark.parametrize("scale", [1.0, 4.0, 9.0, 16.0])
+@pytest.mark.parametrize("width", [16, 48, 64])
+def test_it_is_nearly_as_exact_as_torchs_kernel(length, scale, width):
+    """Scores' standard deviation is `scale`; errors are relative to exact attention."""
+    tensors = drawn(length, scale, width)
+    exact = run(torchs, *(t.double() for t in tensors))
+    ours, theirs = run(blocked_attention, *tensors), run(torchs, *tensors)
+    for mine, its, right in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
+        apart, usual = (mine.double() - right).norm(), (its.double() - right).norm()
+        assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-9
+
+
+def test_what_comes_after_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 64)
+    q, k, v, _ = drawn(150)
+    before = blocked_attention(q, k, v)
+    k, v = k.clone(), v.clone()
+    k[:, :, 100:], v[:, :, 100:] = -3.0, 9.0
+    assert torch.equal(blocked_attention(q, k, v)[:, :, :100], before[:, :, :100])
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        ({}, 2),
+        ({"attn_pdrop": 0.1}, 0),
+        ({"attention_windows": (0, 4)}, 1),
+        ({"n_positions": 600}, 0),
+    ],
+)
+def test_it_is_used_in_bf16_without_dropout_in_dense_layers(change, times, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        attention, "blocked_attention", lambda *given: calls.append(1) or blocked_attention(*given)
+    )
+    shape = {"vocab_size": 11, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    config = GPTConfig(**({**shape, "attn_pdrop": 0.0} | change))
+    model, ids = GPT(config), torch.zeros(1, config.n_positions, dtype=torch.long)
+    with fast_training(model):
+        model.loss(ids, ids)
+        assert not calls
+        with torch.autocast("cpu", torch.bfloat16):
+            model.loss(ids, ids)
+    assert len(calls) == times

@@ -1,0 +1,138 @@
+"""Every composition of the core's list holds while training is fast, to the tolerance of bf16."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.core.test_compositions import (
+    CHANGES,
+    COMPOSITIONS,
+    A,
+    B,
+    assert_equal,
+    gradients,
+    model,
+    own,
+    plain,
+    small_chunks,
+)
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import attention
+
+assert model and small_chunks, "fixtures"
+EXACT = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 5)
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_gradient_is_the_plain_ones(model, change, composition):
+    CHANGES[change](model)
+    theirs = gradients(model, composition(model, plain(model)))
+    with fast_training(model):
+        ours = gradients(model, composition(model, own(model)))
+    assert_equal(ours, theirs, EXACT)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_gradient_in_bf16_is_the_plain_ones_to_rounding(model, change, composition):
+    CHANGES[change](model)
+    model.float()
+    theirs = gradients(model, composition(model, plain(model)))
+    with fast_training(model), bf16():
+        ours = gradients(model, composition(model, own(model)))
+    whole = torch.cat([theirs[name].flatten() for name in theirs])
+    apart = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
+    with bf16():
+        rounded = gradients(model, composition(model, plain(model)))
+    usual = torch.cat([(rounded[name] - theirs[name]).flatten() for name in theirs])
+    assert apart.norm() <= 1.5 * usual.norm() + 1e-3 * whole.norm()
+
+
+def test_gradients_accumulate_and_parts_of_a_graph_are_asked_for(model):
+    theirs = gradients(model, (plain(model)(*A) + plain(model)(*B)) / 2)
+    model.zero_grad()
+    with fast_training(model):
+        for part in (A, B):
+            (model.loss(*part) / 2).backward()
+        assert_equal({name: p.grad for name, p in model.named_parameters()}, theirs)
+        loss = model.loss(*A)
+        for _ in range(2):
+            (asked,) = torch.autograd.grad(loss, [model.wte.weight], retain_graph=True)
+    (expected,) = torch.autograd.grad(plain(model)(*A), [model.wte.weight])
+    torch.testing.assert_close(asked, expected, rtol=EXACT, atol=1e-12)
+
+
+def feature(model, ids):
+    return model.body(ids)[:, 3].square().sum()
+
+
+def test_a_graph_that_only_reads_has_a_dense_gradient(model):
+    theirs = gradients(model, feature(model, A[0]) + feature(model, B[0]))
+    with fast_training(model):
+        ours = gradients(model, feature(model, A[0]) + feature(model, B[0]))
+        (asked,) = torch.autograd.grad(feature(model, A[0]), [model.wte.weight])
+    assert not ours["wte.weight"].is_sparse
+    assert_equal(ours, theirs, EXACT)
+    alone = gradients(model, feature(model, A[0]))["wte.weight"]
+    torch.testing.assert_close(asked.to_dense(), alone, rtol=EXACT, atol=1e-12)
+
+
+def test_blocks_checkpointed_by_the_user_train_the_same(model):
+    theirs = gradients(model, plain(model)(*A))
+    CHANGES["checkpointed_blocks"](model)
+    with fast_training(model):
+        assert_equal(gradients(model, model.loss(*A)), theirs, EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks while it traces
+def test_a_compiled_loss_and_compiled_blocks(model):
+    theirs = gradients(model, plain(model)(*A))
+    with fast_training(model):
+        compiled = torch.compile(lambda *batch: model.loss(*batch), backend="aot_eager")
+        assert_equal(gradients(model, compiled(*A)), theirs, EXACT)
+    for block in model.h:
+        block.compile(backend="aot_eager")
+    with fast_training(model):
+        assert_equal(gradients(model, model.loss(*A)), theirs, EXACT)
+
+
+def test_the_model_is_plain_before_and_after(model):
+    names, text = list(model.state_dict()), str(model)
+    with fast_training(model):
+        assert list(model.state_dict()) == names
+        inside = copy.deepcopy(model)
+    assert str(model) == text
+    torch.testing.assert_close(inside.loss(*A), model.loss(*A))
+    with pytest.raises(ZeroDivisionError), fast_training(model):
+        _ = 1 / 0
+    assert str(model) == text
+    model.body(A[0]).sum().backward()
+    assert not model.wte.weight.grad.is_sparse
+
+
+def test_a_head_is_trained_fast_as_well(model):
+    from tiedgpt.heads import SequenceClassifier
+
+    head = SequenceClassifier(model, labels=["a", "b"]).double().eval()
+    lengths, labels = torch.tensor([16, 4, 9]), torch.tensor([0, 1, 1])
+    theirs = gradients(head, head.loss(A[0], lengths, labels))
+    with fast_training(head):
+        assert_equal(gradients(head, head.loss(A[0], lengths, labels)), theirs, EXACT)
+
+
+def test_what_is_fast_is_not_used_without_gradients(model):
+    with fast_training(model), torch.no_grad(), bf16():
+        fast = model.float()(A[0])
+    with torch.no_grad(), bf16():
+        assert torch.equal(fast, model(A[0]))
