@@ -61,7 +61,7 @@ def test_presets_take_overrides_and_drop_ids_of_another_vocabulary():
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"n_head": 3}, "multiple of n_head, got n_embd=32 and n_head=3"),
+        ({"n_head": 3}, "n_embd must be a multiple of n_head=3, got 32"),
         ({"n_layer": 0}, "n_layer must be .* got 0"),
         ({"n_embd": -32}, "n_embd must be .* got -32"),
         ({"vocab_size": True}, "vocab_size must be .* got True"),

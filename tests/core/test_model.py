@@ -160,7 +160,7 @@ def test_ids_that_cannot_be_read_are_refused(tiny, wrong, says):
 def test_a_full_cache_is_an_error_and_not_a_wrong_answer(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
     tiny(ids[:, :10], cache)
-    with pytest.raises(UserError, match="after 10 in the cache"):
+    with pytest.raises(UserError, match="got 1 after 10"):
         tiny(ids[:, :1], cache)
     with pytest.raises(UserError, match="holds 3 sequences, got ids of 2"):
         tiny(ids[:2, :1], KVCache.allocate(tiny.config, batch_size=3))

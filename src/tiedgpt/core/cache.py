@@ -59,18 +59,16 @@ class KVCache:
                 f"the cache holds {self.keys.dtype} and the model computes {k.dtype}: allocate "
                 f"it with dtype={k.dtype}"
             )
-        n_new = k.shape[2]
-        keys, values = self.keys[layer], self.values[layer]
-        if len(set(self.lengths)) == 1:
-            start = self.lengths[0]
-            keys[:, :, start : start + n_new] = k
-            values[:, :, start : start + n_new] = v
-        else:
-            for row, start in enumerate(self.lengths):
-                keys[row, :, start : start + n_new] = k[row]
-                values[row, :, start : start + n_new] = v[row]
-        filled = max(self.lengths) + n_new
-        return keys[:, :, :filled], values[:, :, :filled]
+        n_new, longest = k.shape[2], max(self.lengths)
+        alike = min(self.lengths) == longest
+        for held, new in ((self.keys[layer], k), (self.values[layer], v)):
+            if alike:
+                held[:, :, longest : longest + n_new] = new
+            else:
+                for row, start in enumerate(self.lengths):
+                    held[row, :, start : start + n_new] = new[row]
+        end = longest + n_new
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
     def attention_mask(self, n_new: int, window: int | None) -> tuple[int, Tensor | None]:
         """Return the first key that any new position sees, and the mask from that key on.

@@ -66,50 +66,35 @@ class GPTConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        def require(name: str, wanted: str, sound: bool) -> None:
+            if not sound:
+                raise UserError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
             value = getattr(self, name)
-            if not (_is_int(value) and value >= 1) and (name, value) != ("n_inner", None):
-                raise UserError(f"{name} must be a positive integer, got {value!r}")
-        if self.n_embd % self.n_head:
-            raise UserError(
-                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} and "
-                f"n_head={self.n_head}"
-            )
+            unset = name == "n_inner" and value is None
+            require(name, "a positive integer", unset or (_is_int(value) and value >= 1))
+        require("n_embd", f"a multiple of n_head={self.n_head}", self.n_embd % self.n_head == 0)
         for name, choices in (("activation_function", ACTIVATIONS), ("norm", ("pre", "post"))):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+            require(name, f"one of {', '.join(choices)}", getattr(self, name) in choices)
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < 1:
-                raise UserError(f"{name} must be a probability in [0, 1), got {value!r}")
+            require(name, "a probability in [0, 1)", _is_number(value) and 0 <= value < 1)
         epsilon = self.layer_norm_epsilon
-        if not _is_number(epsilon) or not 0 < epsilon < 1:
-            raise UserError(f"layer_norm_epsilon must be between 0 and 1, got {epsilon!r}")
+        require("layer_norm_epsilon", "between 0 and 1", _is_number(epsilon) and 0 < epsilon < 1)
         for name in ("tie_word_embeddings", "bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            require(name, "True or False", isinstance(getattr(self, name), bool))
         for name in ("bos_token_id", "eos_token_id"):
-            value = getattr(self, name)
-            if value is not None and not (_is_int(value) and 0 <= value < self.vocab_size):
-                raise UserError(
-                    f"{name} must be an id below vocab_size={self.vocab_size}, got {value!r}"
-                )
-        self._check_windows()
-
-    def _check_windows(self) -> None:
-        """Take any sequence of windows, as JSON and TOML give lists, and keep a tuple."""
+            id, size = getattr(self, name), self.vocab_size
+            sound = id is None or (_is_int(id) and 0 <= id < size)
+            require(name, f"an id below vocab_size={size}", sound)
         windows = self.attention_windows
-        if windows is None:
-            return
-        sound = isinstance(windows, (tuple, list)) and 1 <= len(windows) <= self.n_layer
-        if not sound or not all(_is_int(window) and window >= 0 for window in windows):
-            raise UserError(
-                f"attention_windows must be 1 to {self.n_layer} integers >= 0, got {windows!r}"
-            )
-        dense = all(w == 0 or w >= self.n_positions for w in windows)
-        object.__setattr__(self, "attention_windows", None if dense else tuple(windows))
+        if windows is not None:  # JSON and TOML give lists; a tuple is kept
+            sound = isinstance(windows, (tuple, list)) and 1 <= len(windows) <= self.n_layer
+            sound = sound and all(_is_int(window) and window >= 0 for window in windows)
+            require("attention_windows", f"1 to {self.n_layer} integers >= 0", sound)
+            dense = all(window == 0 or window >= self.n_positions for window in windows)
+            object.__setattr__(self, "attention_windows", None if dense else tuple(windows))
 
     def window(self, layer: int) -> int | None:
         """Return how many positions, its own included, a position of this layer sees."""

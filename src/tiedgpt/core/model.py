@@ -21,9 +21,20 @@ from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import chunked_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
+HOOKS = (
+    "forward",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
 
 def plain_matrix(head: nn.Module) -> Tensor | None:
     """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
+    changes = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    if any(vars(head).get(name) for name in changes):
+        return None
     if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
         return head.weight
     return None
@@ -79,8 +90,8 @@ class GPT(nn.Module):
         its own document only, and its position counts from there.
         """
         self._check_ids(ids, cache)
-        n_new = ids.shape[1]
-        positions, mask = torch.arange(n_new, device=ids.device)[None], None
+        n_new, mask = ids.shape[1], None
+        positions = torch.arange(n_new, device=ids.device)[None]
         if cache is not None:
             positions = cache.positions(n_new)
         if first is not None:
@@ -132,7 +143,7 @@ class GPT(nn.Module):
     def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Return the loss () of what the head is given: h (N, D) and targets (N,)."""
         if self.head is not None:
-            matrix = None if _is_hooked(self.head) else plain_matrix(self.head)
+            matrix = plain_matrix(self.head)
         elif type(self.wte).unembed is TiedEmbedding.unembed and "unembed" not in vars(self.wte):
             require_present(self.wte.weight, h)
             matrix = self.wte.weight
@@ -149,19 +160,18 @@ class GPT(nn.Module):
         return f"{sum(p.numel() for p in self.parameters()):,} parameters, {predicts}"
 
     def _check_ids(self, ids: Tensor, cache: KVCache | None) -> None:
-        """Raise `UserError` for ids that do not fit the context or the cache."""
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise UserError(
                 f"ids must be int64 or int32 of shape (B, T), got {ids.dtype} {tuple(ids.shape)}"
             )
-        held = 0 if cache is None else max(cache.lengths)
-        room = self.config.n_positions if cache is None else cache.capacity
-        if ids.shape[1] < 1 or held + ids.shape[1] > room:
-            before = f" after {held} in the cache" if cache is not None else ""
-            raise UserError(f"a sequence must have 1 to {room} tokens, got {ids.shape[1]}{before}")
-        if cache is not None and len(cache.lengths) != ids.shape[0]:
+        lengths, room = [0], self.config.n_positions
+        if cache is not None:
+            lengths, room = cache.lengths, cache.capacity
+            if len(lengths) != len(ids):
+                raise UserError(f"the cache holds {len(lengths)} sequences, got ids of {len(ids)}")
+        if ids.shape[1] < 1 or max(lengths) + ids.shape[1] > room:
             raise UserError(
-                f"the cache holds {len(cache.lengths)} sequences, got ids of {ids.shape[0]}"
+                f"a sequence must have 1 to {room} tokens, got {ids.shape[1]} after {max(lengths)}"
             )
 
     @classmethod
@@ -175,17 +185,14 @@ class GPT(nn.Module):
         cache_dir: str | os.PathLike[str] | None = None,
         **config: Any,
     ) -> GPT:
-        """Load a model from a directory, a file or a hub name, in eval mode.
+        """Load a model in eval mode from a directory, a file, a hub name or transformers' module.
 
-        `source` may also be a GPT-2 or GPT-1 of transformers in memory: its weights are copied.
-        dtype None keeps the file's. `resolve` ("untie", "keep-input", "keep-output", "tie") says
-        what to do where a file holds two different matrices, or lacks the head that its config
-        claims. `revision` (a branch, tag or commit) and `cache_dir` are for hub names. `config`
-        fills in what the file does not say; it may change dropout (`attn_pdrop=0.0`), and
-        contradict nothing else. Assumptions are told in a `CheckpointWarning`.
+        dtype None keeps the file's. `resolve` ("untie", "keep-input", "keep-output", "tie") decides
+        where a file holds two different matrices or lacks the head that it claims. `revision` and
+        `cache_dir` are for hub names. `config` fills in what the file does not say and may change
+        dropout. Assumptions are told in a `CheckpointWarning`.
 
-        Raises `CorruptInputError` for files that are damaged or not GPTs, `UserError` for what is
-        asked for wrongly, for classifiers (see `tiedgpt.heads`) and for adapters.
+        Raises `CorruptInputError` for damaged files and files without a GPT, else `UserError`.
         """
         from tiedgpt.weights.load import load_model
 
@@ -196,16 +203,9 @@ class GPT(nn.Module):
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers loads as it is.
 
-        Existing files of the same names are replaced, each atomically. Raises `UserError`, before
-        anything is written, for a model that is not what its config says: an unmerged adapter,
-        parametrizations, a pruned or added module.
+        Raises `UserError`, before anything is written, for a model that is not what its config
+        says: an unmerged adapter, parametrizations, a pruned or added module.
         """
         from tiedgpt.weights.save import save_model
 
         save_model(self, directory)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: hooks, or another forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in vars(module) or any(vars(module).get(name) for name in hooks)
