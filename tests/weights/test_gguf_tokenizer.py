@@ -101,11 +101,11 @@ def test_unused_rows_are_no_tokens_and_user_tokens_are_found_in_text(tokenizer, 
 
 
 REFUSED = {
-    "no tokenizer": {"tokenizer_model": None},
-    "give the one": {"tokenizer_model": "no_vocab"},
-    "kind 'llama'": {"tokenizer_model": "llama"},
-    "rule 'llama-bpe'": {"tokenizer_pre": "llama-bpe"},
-    "rule 'None'": {"tokenizer_pre": None, "architecture": "starcoder"},
+    "holds no tokenizer": {"tokenizer_model": None},
+    "model is 'no_vocab'": {"tokenizer_model": "no_vocab"},
+    "model is 'llama'": {"tokenizer_model": "llama"},
+    "split 'llama-bpe'": {"tokenizer_pre": "llama-bpe"},
+    "split 'None'": {"tokenizer_pre": None, "architecture": "starcoder"},
     "lacks some of the 256 bytes": {"token_list": lambda t: [token + "x" for token in t]},
 }
 
@@ -119,11 +119,11 @@ def test_other_tokenizers_are_refused_by_name(why, tokenizer, tmp_path):
 DAMAGED = {
     "tokens is missing": {"token_list": None},
     "merges is missing": {"token_merges": None},
-    "types": {"token_types": lambda types: types[:-1]},
+    "a type of its own": {"token_types": lambda types: types[:-1]},
     "twice": {"token_list": lambda tokens: [*tokens[:-1], tokens[0]]},
     "empty": {"token_list": lambda tokens: [*tokens[:-1], ""]},
-    "is not two tokens": {"token_merges": lambda merges: [*merges, "alone"]},
-    "needs 'zz'": {"token_merges": lambda merges: [*merges, "z z"]},
+    "'alone' is not of two tokens": {"token_merges": lambda merges: [*merges, "alone"]},
+    "'z z' is not of two tokens": {"token_merges": lambda merges: [*merges, "z z"]},
     "eos_token_id=9999": {"eos_token_id": 9999},
 }
 

@@ -239,9 +239,9 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path
     )
     refused = {
         "none is given": None,
-        "a character vocabulary": Tokenizer.characters(TEXTS),
-        "pre_tokenizer is not GPT-2's": merged(tokenizer, pre_tokenizer=digits),
-        "normalizer is not GPT-2's": merged(tokenizer, normalizer=normalizers.NFC()),
+        "of kind 'char'": Tokenizer.characters(TEXTS),
+        "another pre_tokenizer": merged(tokenizer, pre_tokenizer=digits),
+        "another normalizer": merged(tokenizer, normalizer=normalizers.NFC()),
         "ignore_merges": merged(tokenizer, model={"ignore_merges": True}),
         "lacks 56 of the 256 bytes": merged(tokenizer, model={"vocab": kept, "merges": []}),
     }
@@ -259,9 +259,8 @@ def test_a_larger_tokenizer_and_one_without_an_end_are_refused(tokenizer, tmp_pa
             gpt(tokenizer, vocab_size=320, eos_token_id=319), tmp_path / "a", tokenizer=tokenizer
         )
     endless = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
-    nameless = byte_level_tokenizer(
-        models.BPE(vocab={byte: id for id, byte in enumerate(BYTE_ALPHABET)}, merges=[])
-    )
+    vocab = {token: id for id, token in enumerate([*BYTE_ALPHABET, "he"])}
+    nameless = byte_level_tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
     with pytest.raises(UserError, match="token 11"):
         write_gguf(endless, tmp_path / "a", tokenizer=Tokenizer(nameless))
 

@@ -8,7 +8,6 @@ differently is not written, because in llama.cpp its ids would silently differ.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer, unlike_gpt2
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.gguf import ARCHITECTURE, ID_KEYS, read_metadata
+from tiedgpt.weights.gguf import ARCHITECTURE, ID_KEYS, read_header
 
 KEYS = "tokenizer.ggml."
-ARRAYS = tuple(KEYS + name for name in ("tokens", "merges", "token_type"))
+ARRAYS = {KEYS + "tokens": str, KEYS + "merges": str, KEYS + "token_type": int}
 MODEL, SPLIT = "gpt2", "gpt-2"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """llama.cpp's token types; an unused token only fills a row of the matrix."""
@@ -34,108 +33,55 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises `UserError` where there is none or it is of another kind, `CorruptInputError` where it
     is damaged.
     """
-    metadata = read_metadata(path, ARRAYS)
-    _require_gpt2(path, metadata)
-    tokens = _array(path, metadata, "tokens", str)
-    merges = _merges(path, _array(path, metadata, "merges", str))
-    types = [NORMAL] * len(tokens)
-    if f"{KEYS}token_type" in metadata:
-        types = _array(path, metadata, "token_type", int)
-    if len(types) != len(tokens):
-        raise CorruptInputError(f"{path} gives {len(tokens):,} tokens {len(types):,} types")
-    used = [(token, id) for id, token in enumerate(tokens) if types[id] != UNUSED]
-    ids = dict(used)
-    if "" in ids or len(ids) < len(used):
-        raise CorruptInputError(f"{path}: a token of the vocabulary is empty or occurs twice")
-    _check(path, ids, merges)
-    special = {side: _special_id(path, metadata, side, tokens, types) for side in ("bos", "eos")}
-    control = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)}
-    control |= {id for id in special.values() if id is not None}
-    rust = byte_level_tokenizer(models.BPE(vocab=ids, merges=merges))
-    rust.add_special_tokens([tokens[id] for id in sorted(control)])
-    user_defined = (i for i, kind in enumerate(types) if kind == USER_DEFINED and i not in control)
-    rust.add_tokens([tokenizers.AddedToken(tokens[id], normalized=False) for id in user_defined])
-    settings = {f"{side}_token": tokens[id] for side, id in special.items() if id is not None}
-    return Tokenizer(rust, settings, str(path))
-
-
-def _require_gpt2(path: Path, metadata: dict[str, Any]) -> None:
-    model = metadata.get(f"{KEYS}model")
-    if model in (None, "none", "no_vocab"):
-        raise UserError(f"{path} holds no tokenizer: give the one that its model was trained with")
-    if model != MODEL:
+    metadata, _ = read_header(path, ARRAYS)
+    model, split = metadata.get(KEYS + "model"), metadata.get(KEYS + "pre")
+    if split is None and metadata.get("general.architecture") == ARCHITECTURE:
+        split = SPLIT  # before 2024 the split had no name
+    if (model, split) != (MODEL, SPLIT):
         raise UserError(
-            f"{path} holds a tokenizer of kind {str(model)[:40]!r}; GPT-2's byte-level BPE "
-            f"({MODEL!r}) is read"
+            f"{path} holds no tokenizer of GPT-2's kind: its model is {str(model)[:40]!r}, its "
+            f"split {str(split)[:40]!r}; {MODEL!r} and {SPLIT!r} are read: give the tokenizer "
+            "that the model was trained with"
         )
-    split = metadata.get(f"{KEYS}pre")
-    from_2023 = split is None and metadata.get("general.architecture") == ARCHITECTURE
-    if split != SPLIT and not from_2023:
-        raise UserError(
-            f"{path} holds a BPE that splits text by the rule {str(split)[:40]!r}; GPT-2's "
-            f"({SPLIT!r}) is read"
+    metadata.setdefault(KEYS + "token_type", [NORMAL] * len(metadata.get(KEYS + "tokens") or ()))
+    for key, kind in ARRAYS.items():
+        array = metadata.get(key)
+        if not isinstance(array, list) or not all(type(item) is kind for item in array):
+            raise CorruptInputError(f"{path}: {key} is missing or no array of {kind.__name__}")
+    tokens, lines, types = (metadata[key] for key in ARRAYS)
+    used = [id for id, kind in enumerate(types[: len(tokens)]) if kind != UNUSED]
+    ids = {tokens[id]: id for id in used}
+    if len(types) != len(tokens) or "" in ids or len(ids) < len(used):
+        raise CorruptInputError(
+            f"{path}: each token needs a type of its own, and none may be empty or occur twice"
         )
-
-
-def _array(path: Path, metadata: dict[str, Any], name: str, kind: type) -> list[Any]:
-    array = metadata.get(f"{KEYS}{name}")
-    if not isinstance(array, list) or not all(type(item) is kind for item in array):
-        what = "UTF-8 strings" if kind is str else "integers"
-        raise CorruptInputError(f"{path}: {KEYS}{name} is missing or no array of {what}")
-    return array
-
-
-def _merges(path: Path, lines: list[str]) -> list[tuple[str, str]]:
-    merges = []
-    for number, line in enumerate(lines):
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            raise CorruptInputError(f"{path}: merge {number}, {line[:40]!r}, is not two tokens")
-        merges.append((left, right))
-    return merges
-
-
-def _check(path: Path, ids: dict[str, int], merges: list[tuple[str, str]]) -> None:
     if not ids.keys() >= set(BYTE_ALPHABET):
         raise UserError(
             f"{path}: the vocabulary lacks some of the 256 bytes, so it is not byte-level; use a "
             "model with a byte-level BPE, as GPT-2's"
         )
-    for left, right in merges:
-        for token in (left, right, left + right):
-            if token not in ids:
-                raise CorruptInputError(
-                    f"{path}: the merge {left[:40]!r} {right[:40]!r} needs {token[:40]!r}, which "
-                    "is not in the vocabulary"
-                )
+    merges = [tuple(line.split(" ")) for line in lines]
+    for merge in merges:
+        if len(merge) != 2 or not ids.keys() >= {*merge, "".join(merge)}:
+            raise CorruptInputError(
+                f"{path}: the merge {' '.join(merge)[:80]!r} is not of two tokens into a third"
+            )
+    special = {name: metadata[key] for name, key in ID_KEYS.items() if key in metadata}
+    for name, id in special.items():
+        if type(id) is not int or not 0 <= id < len(tokens) or types[id] == UNUSED:
+            raise CorruptInputError(f"{path}: {name}={id!r} is none of its {len(tokens):,} tokens")
+    rust = byte_level_tokenizer(models.BPE(vocab=ids, merges=merges))
+    control = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)}
+    control.update(special.values())
+    rust.add_special_tokens([tokens[id] for id in sorted(control)])
+    user_defined = (i for i, kind in enumerate(types) if kind == USER_DEFINED and i not in control)
+    rust.add_tokens([tokenizers.AddedToken(tokens[id], normalized=False) for id in user_defined])
+    settings = {name.removesuffix("_id"): tokens[id] for name, id in special.items()}
+    return Tokenizer(rust, settings, str(path))
 
 
-def _special_id(
-    path: Path, metadata: dict[str, Any], side: str, tokens: list[str], types: list[int]
-) -> int | None:
-    id = metadata.get(f"{KEYS}{side}_token_id")
-    if id is None:
-        return None
-    if type(id) is not int or not 0 <= id < len(tokens) or types[id] == UNUSED:
-        raise CorruptInputError(
-            f"{path}: {KEYS}{side}_token_id={id!r} is no id of its {len(tokens):,} tokens"
-        )
-    return id
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as llama.cpp stores it."""
-
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]
-    special_ids: dict[str, int]
-    """Under GGUF's keys."""
-
-
-def vocabulary(tokenizer: Tokenizer | None, config: GPTConfig) -> Vocabulary:
-    """Return a tokenizer as a GGUF file has it; rows without a token get an unused `[PADn]`.
+def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -> None:
+    """Add a tokenizer to a `gguf.GGUFWriter`; rows without a token get an unused `[PADn]`.
 
     Raises `UserError` where llama.cpp has no such tokenizer, or the model fewer rows than tokens.
     """
@@ -144,82 +90,66 @@ def vocabulary(tokenizer: Tokenizer | None, config: GPTConfig) -> Vocabulary:
             "a GGUF file holds its tokenizer, and none is given: give the one that the model was "
             "trained with, or write another format"
         )
-    stored = _llama_cpps(tokenizer)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{config.vocab_size:,}: give the tokenizer that it was trained with"
         )
-    tokens, types = _tokens(stored, config.vocab_size)
-    special_ids = {}
-    for name, key in ID_KEYS.items():
-        of_config, of_tokenizer = getattr(config, name), getattr(tokenizer, name)
-        id = of_tokenizer if of_config is None else of_config
-        if id is not None and types[id] == UNUSED:
-            raise UserError(
-                f"the model's {name}={id} is no token of the tokenizer, which has "
-                f"{len(tokenizer):,}: give the tokenizer that it was trained with"
-            )
-        if id is not None:
-            special_ids[key] = id
-        elif name == "eos_token_id":
-            raise UserError(
-                "neither the model's config nor the tokenizer names an eos_token_id, and without "
-                "one llama.cpp ends texts at token 11: set it in the config"
-            )
-    merges = [" ".join(merge) for merge in stored["model"]["merges"]]
-    if not merges:
-        raise UserError(
-            "a tokenizer without merges cannot be written into GGUF: its library writes no empty "
-            "list; write another format"
-        )
-    return Vocabulary(tokens, types, merges, special_ids)
-
-
-def _llama_cpps(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer.json of a tokenizer with which llama.cpp gives the same ids."""
-    if tokenizer.kind == "char":
-        raise UserError(
-            "a character vocabulary cannot be written into GGUF: llama.cpp has none; train with a "
-            "BPE, or write another format"
-        )
     stored: dict[str, Any] = json.loads(tokenizer.to_json())
-    if tokenizer.kind != "bpe":
-        raise UserError(
-            f"a tokenizer of kind {tokenizer.kind!r} cannot be written into GGUF: llama.cpp runs "
-            "GPT-2's byte-level BPE alone; write another format"
-        )
-    if odd := unlike_gpt2(stored):
-        raise UserError(
-            f"this tokenizer's {odd[0]} is not GPT-2's, so llama.cpp would give other ids: it "
-            "cannot be written into GGUF; write another format"
-        )
-    vocabulary = stored["model"]["vocab"]
-    if missing := [byte for byte in BYTE_ALPHABET if byte not in vocabulary]:
-        raise UserError(
-            f"this tokenizer lacks {len(missing)} of the 256 bytes, and llama.cpp would drop text "
-            "silently: it cannot be written into GGUF; write another format"
-        )
-    return stored
-
-
-def _tokens(stored: dict[str, Any], n_rows: int) -> tuple[list[str], list[int]]:
-    """Return every row's token and type."""
-    ids: dict[str, int] = stored["model"]["vocab"]
-    of_id = {id: (token, NORMAL) for token, id in ids.items()}
+    model = stored["model"]
+    _refuse_unlike_gpt2(tokenizer, stored)
+    of_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
     for added in stored["added_tokens"]:
         of_id[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     taken = {token for token, _ in of_id.values()}
     tokens, types = [], []
-    for id in range(n_rows):
+    for id in range(config.vocab_size):
         unused = f"[PAD{id}]"
         while unused in taken:  # llama.cpp refuses a vocabulary with the same token twice
             unused += "_"
         token, kind = of_id.get(id, (unused, UNUSED))
         tokens.append(token)
         types.append(kind)
-    if len(set(tokens)) < n_rows or "" in taken:
+    if len(taken) < len(of_id) or "" in taken:
         raise UserError(
             "this tokenizer has an empty token or one under two ids, which llama.cpp does not take"
         )
-    return tokens, types
+    writer.add_tokenizer_model(MODEL)
+    writer.add_tokenizer_pre(SPLIT)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    for name, key in ID_KEYS.items():
+        id = getattr(tokenizer if getattr(config, name) is None else config, name)
+        if id is None and name == "eos_token_id":
+            raise UserError(
+                "neither the model's config nor the tokenizer names an eos_token_id, and without "
+                "one llama.cpp ends texts at token 11: set it in the config"
+            )
+        if id is not None and types[id] == UNUSED:
+            raise UserError(
+                f"the model's {name}={id} is no token of the tokenizer, which has "
+                f"{len(tokenizer):,}: give the tokenizer that it was trained with"
+            )
+        if id is not None:
+            writer.add_uint32(key, id)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+
+
+def _refuse_unlike_gpt2(tokenizer: Tokenizer, stored: dict[str, Any]) -> None:
+    """Raise `UserError` for a tokenizer for which llama.cpp would give other ids."""
+    why = ""
+    if tokenizer.kind != "bpe":
+        why = f"is of kind {tokenizer.kind!r}"
+    elif odd := unlike_gpt2(stored):
+        why = f"has another {odd[0]}"
+    elif missing := set(BYTE_ALPHABET) - stored["model"]["vocab"].keys():
+        why = f"lacks {len(missing)} of the 256 bytes"
+    elif not stored["model"]["merges"]:
+        why = "is without merges, and GGUF's library writes no empty list"
+    if why:
+        raise UserError(
+            f"this tokenizer {why}: it cannot be written into GGUF, for llama.cpp runs GPT-2's "
+            "byte-level BPE alone; write another format"
+        )
