@@ -77,7 +77,7 @@ def measure(sessions: dict[str, Session], tallies: dict[str, Tally], ids: list[i
             targets = np.array(ids[first + 1 : first + 1 + len(part)])
             reference = None
             for name, session in sessions.items():
-                scores = log_softmax(session.read([0], [part], every=True)[0].logits)
+                scores = log_softmax(session.read([0], [part], every=True)[0])
                 reference = scores if reference is None else reference
                 tallies[name].add(reference, scores, targets)
 

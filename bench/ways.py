@@ -72,12 +72,12 @@ def in_session(session: Session) -> Way:
     slots = range(session.slots)
 
     def step(ids: list[int]) -> list[int]:
-        return [int(s.logits[0].argmax()) for s in session.read(slots, [[id] for id in ids])]
+        return [int(logits[0].argmax()) for logits in session.read(slots, [[id] for id in ids])]
 
     def read(prompts: Prompts) -> list[int]:
         for slot in slots:
             session.cut(slot, 0)
-        return [int(scores.logits[0].argmax()) for scores in session.read(slots, prompts)]
+        return [int(logits[0].argmax()) for logits in session.read(slots, prompts)]
 
     return stepping(read, step)
 

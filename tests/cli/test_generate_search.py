@@ -42,7 +42,6 @@ def shown(capsys, directory, *flags):
             ["--num-beams", "3", "--early-stopping", "never", "--length-penalty", "2"],
             {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
         ),
-        (["--penalty-alpha", "0.6", "--top-k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
         (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1, "temperature": 0.8}),
         (
             ["--guidance-scale", "2", "--negative-prompt", "dog", "--temperature", "0"],
@@ -97,7 +96,6 @@ def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
     [
         (["--temperature", "0"], "; --context-end slide goes on"),
         (["--num-beams", "2"], ""),
-        (["--penalty-alpha", "0.6", "--top-k", "4"], ""),
         (["--guidance-scale", "2", "--temperature", "0"], ""),
     ],
     ids=str,

@@ -72,7 +72,7 @@ def sample(runner, tokenizer, matcher, seed, n=250):
     ids = [1, 2]
     (scores,) = session.read([0], [ids])
     while len(ids) < n:
-        p = np.exp(matcher(ids, 2, scores.logits[-1]).astype(np.float64))
+        p = np.exp(matcher(ids, 2, scores[-1]).astype(np.float64))
         ids.append(int(random.choice(len(p), p=p / p.sum())))
         if ids[-1] == runner.config.eos_token_id:
             return tokenizer.decode(ids[2:-1])

@@ -46,7 +46,7 @@ def greedy(guided, prompt, n):
     scores = guided.read([0], [prompt])[0]
     ids = []
     for _ in range(n):
-        ids.append(int(scores.logits[-1].argmax()))
+        ids.append(int(scores[-1].argmax()))
         if ids[-1] == guided.lane.config.eos_token_id:
             break
         scores = guided.read([0], [ids[-1:]])[0]
@@ -94,17 +94,16 @@ def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
     new = [11, 12, 13]
     expected = both_ways(model, new)
     at_once = guided(model)
-    (scores,) = at_once.read([1], [PROMPT + new], every=True, states=True)
-    np.testing.assert_allclose(log_p(scores.logits[3:]), expected, atol=1e-4)
-    assert scores.logits.shape == (7, 61)
-    assert scores.states.shape == (7, 32)
+    (scores,) = at_once.read([1], [PROMPT + new], every=True)
+    np.testing.assert_allclose(log_p(scores[3:]), expected, atol=1e-4)
+    assert scores.shape == (7, 61)
     in_parts = guided(model)
     in_parts.read([1], [PROMPT[:2]])
     in_parts.read([1], [PROMPT[2:3]])
     (scores,) = in_parts.read([1], [[PROMPT[3], *new[:1]]])
-    np.testing.assert_allclose(log_p(scores.logits[0]), expected[1], atol=1e-4)
+    np.testing.assert_allclose(log_p(scores[0]), expected[1], atol=1e-4)
     (scores,) = in_parts.read([1], [new[1:]], every=True)
-    np.testing.assert_allclose(log_p(scores.logits), expected[2:], atol=1e-4)
+    np.testing.assert_allclose(log_p(scores), expected[2:], atol=1e-4)
 
 
 def test_guided_slots_can_be_cut_and_copied(twins):
@@ -115,11 +114,11 @@ def test_guided_slots_can_be_cut_and_copied(twins):
     session.lane.cut(2, 5)
     assert session.lane.lengths == [6, 0, 5]
     a, b = session.read([0, 2], [[13], [12]])
-    np.testing.assert_allclose(log_p(a.logits[-1]), both_ways(model, [11, 50, 13])[-1], atol=1e-4)
-    np.testing.assert_allclose(log_p(b.logits[-1]), both_ways(model, [11, 12])[-1], atol=1e-4)
+    np.testing.assert_allclose(log_p(a[-1]), both_ways(model, [11, 50, 13])[-1], atol=1e-4)
+    np.testing.assert_allclose(log_p(b[-1]), both_ways(model, [11, 12])[-1], atol=1e-4)
     session.lane.cut(2, 2)
     (scores,) = session.read([2], [PROMPT[2:]])
-    np.testing.assert_allclose(log_p(scores.logits[-1]), both_ways(model, [])[-1], atol=1e-4)
+    np.testing.assert_allclose(log_p(scores[-1]), both_ways(model, [])[-1], atol=1e-4)
 
 
 def test_beams_can_be_guided(twins):

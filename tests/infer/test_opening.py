@@ -114,7 +114,6 @@ def test_searches_run_on_kernels(engine, source):
     kernels = Engine(source, "fp32", backend="kernels")
     for options in (
         {"num_beams": 3},
-        {"penalty_alpha": 0.4, "top_k": 4},
         {"speculate": "ngram"},
         {"guidance_scale": 1.5, "negative_prompt": "dog"},
     ):

@@ -23,8 +23,6 @@ class SearchFlags:
     early_stopping: Literal["no", "yes", "never"] = "no"
     """Of beam search: end when there are enough texts (yes), or when no better is likely (no), or
     possible (never)."""
-    penalty_alpha: float | None = None
-    """Contrastive search among the --top-k likeliest: how much likeness to the text counts."""
     best_of: int = 1
     """Above 1: draw that many texts, and show the likeliest."""
     guidance_scale: float = 1.0
@@ -46,7 +44,7 @@ class SearchFlags:
     @property
     def draws(self) -> bool:
         """Whether there is chance in it."""
-        return self.num_beams <= 1 and self.penalty_alpha is None
+        return self.num_beams <= 1
 
     @property
     def may_slide(self) -> bool:

@@ -74,8 +74,8 @@ def beam_search(
     The lane has a slot for each beam; prompt and new tokens, less one, fit each.
     """
     end = lane.config.eos_token_id
-    (scores,) = yield from lane.read([Read(0, prompt)])
-    rows = [scores.logits[-1]]
+    (logits,) = yield from lane.read([Read(0, prompt)])
+    rows = [logits[-1]]
     beams = [_Beam([], [], 0.0, slot=0)]
     found: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
@@ -113,7 +113,7 @@ def beam_search(
                 break
         beams = _own_slots(lane, growing)
         read = yield from lane.read([Read(beam.slot, beam.ids[-1:]) for beam in beams])
-        rows = [scores.logits[-1] for scores in read]
+        rows = [logits[-1] for logits in read]
     return found
 
 

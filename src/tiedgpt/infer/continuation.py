@@ -108,19 +108,10 @@ class Continuation:
             list(self._top_of_prompt),
         )
 
-    def adjusted(self, logits: Array) -> Array:
-        """Return scores (V,) as penalties, biases and constraints make them."""
-        return self.request.scores(logits[: self._n_tokens], self.ids, self.n_prompt)
-
     def take(self, logits: Array) -> str:
         """Choose the next token by its scores (V,) and note it; return the text it completes."""
         logits = logits[: self._n_tokens]
         token = self.request.choose(logits, self.ids, self._generator, self.n_prompt)
-        return self.note(token, logits)
-
-    def note(self, token: int, logits: Array) -> str:
-        """Take a token that was chosen by scores (V,); return the text that it completes."""
-        logits = logits[: self._n_tokens]
         self._logprobs.append(float(logits[token]) - filters.log_normalizer(logits))
         if self.request.top_logprobs:
             self._top.append(filters.likeliest(logits, self.request.top_logprobs))

@@ -112,14 +112,14 @@ class Engine:
         min_p, typical_p, repetition_penalty=1.0, presence_penalty, frequency_penalty, logit_bias,
         bad_words, seed, stop, stop_ids, context_end="stop" or "slide", top_logprobs,
         prompt_logprobs, speculate="ngram"; and, as in `Strategy`, num_beams with length_penalty and
-        early_stopping, penalty_alpha with top_k, best_of, guidance_scale with negative_prompt, and
+        early_stopping, best_of, guidance_scale with negative_prompt, and
         one of regex, json_schema and grammar.
 
         With a seed the draw for a prompt does not depend on the prompts beside it; the same prompt
         given again draws anew. An empty prompt starts from the beginning-of-text token. At the end
         of the context generation stops, or slides on; the completion says which. At most
-        `batch_size` sequences are decoded at a time, of which a search takes several: its beams,
-        candidates or samples, and as many again under guidance; at least one search runs.
+        `batch_size` sequences are decoded at a time, of which a search takes several: its beams
+        or samples, and as many again under guidance; at least one search runs.
         """
         strategy, request = self._asked(options)
         require_positive("batch_size", batch_size)

@@ -17,7 +17,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.joint import Lane, Read, Reading
-from tiedgpt.infer.session import Scores
+from tiedgpt.infer.session import Logits
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GuidedLane:
     def read(self, reads: Sequence[Read]) -> Reading:
         """Append ids to slots; logits from the prompt's last token on are guided log P'.
 
-        Those of the prompt's earlier tokens, and all states, are the model's own.
+        Those of the prompt's earlier tokens are the model's own.
         """
         n_prompt, negative = self._guidance.n_prompt, self._guidance.negative
         twins: dict[int, Read] = {}  # what each slot's twin reads
@@ -78,20 +78,20 @@ class GuidedLane:
                 ids = [*negative, *after] if begins else after
                 twins[slot] = replace(read, slot=self.slots + slot, ids=ids)
                 n_guided[slot] = len(after) + begins if read.every else 1
-        scores = yield from self._inner.read([*reads, *twins.values()])
-        twin_scores = dict(zip(twins, scores[len(reads) :], strict=True))
+        logits = yield from self._inner.read([*reads, *twins.values()])
+        twin_logits = dict(zip(twins, logits[len(reads) :], strict=True))
         return [
-            self._guided(own, twin_scores[read.slot], n_guided[read.slot])
+            self._guided(own, twin_logits[read.slot], n_guided[read.slot])
             if read.slot in twins
             else own
-            for read, own in zip(reads, scores, strict=False)
+            for read, own in zip(reads, logits, strict=False)
         ]
 
-    def _guided(self, own: Scores, twin: Scores, n: int) -> Scores:
-        """Guide the last n rows of the logits."""
-        logits = own.logits.copy()
-        logits[-n:] = guided(own.logits[-n:], twin.logits[-n:], self._guidance.scale)
-        return Scores(logits, own.states)
+    def _guided(self, own: Logits, twin: Logits, n: int) -> Logits:
+        """Guide the last n rows."""
+        logits = own.copy()
+        logits[-n:] = guided(own[-n:], twin[-n:], self._guidance.scale)
+        return logits
 
     def cut(self, slot: int, length: int) -> None:
         """Forget all but the first positions of a slot, and what its twin has in their place."""

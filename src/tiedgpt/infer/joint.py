@@ -1,7 +1,7 @@
 """Searches side by side in one session: what all of them want read is read in one step.
 
 A search is a generator over slots of its own, a `Lane`. It yields what it wants read, a list of
-`Read`s, and is sent the `Scores`; in between it may yield pieces of text; it returns what it found.
+`Read`s, and is sent the logits; in between it may yield pieces of text; it returns what it found.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from tiedgpt.infer.session import Runner, Scores, Session, Slots
+from tiedgpt.infer.session import Logits, Runner, Session, Slots
 from tiedgpt.infer.speculation import Price
 
 T = TypeVar("T")
 FEW = 2
-"""Ids of which all are scored where others' are: one call costs less than their scores."""
+"""Ids of which all get logits where others' do: one call costs less than their logits."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,12 @@ class Read:
     slot: int
     ids: Sequence[int]
     every: bool = False
-    states: bool = False
     drafted: int = 0
     """How many of the ids, the last ones, are a guess."""
 
 
-Reading = Generator[list[Read], list[Scores], list[Scores]]
-Steps = Generator[list[Read] | str, list[Scores], T]
+Reading = Generator[list[Read], list[Logits], list[Logits]]
+Steps = Generator[list[Read] | str, list[Logits], T]
 
 
 class Lane(Slots, Protocol):
@@ -45,7 +44,7 @@ class Lane(Slots, Protocol):
         """What drafts cost."""
 
     def read(self, reads: Sequence[Read]) -> Reading:
-        """Append ids to slots and return the scores of each: `scores = yield from lane.read(..)`.
+        """Append ids to slots and return the logits of each: `logits = yield from lane.read(..)`.
 
         Each slot at most once, as with `Session.read`.
         """
@@ -73,26 +72,23 @@ class Joint:
             self.session.cut(slot, 0)
         return Part(self, first, slots, capacity)
 
-    def read(self, wanted: Sequence[Read]) -> list[Scores]:
-        """Read in one call, or in two where only some want all scores; learn what drafts cost."""
+    def read(self, wanted: Sequence[Read]) -> list[Logits]:
+        """Read in one call, or in two where only some want all logits; learn what drafts cost."""
         began = time.perf_counter()
-        states = any(read.states for read in wanted)
         few = FEW if any(read.every for read in wanted) else 0
-        scores: dict[int, Scores] = {}
+        logits: dict[int, Logits] = {}
         for every in (False, True):
             group = [r for r in wanted if (r.every or len(r.ids) <= few) == every]
             if group:
-                read = self.session.read(
-                    [r.slot for r in group], [r.ids for r in group], every=every, states=states
-                )
-                scores |= {r.slot: its for r, its in zip(group, read, strict=True)}
+                slots, ids = [r.slot for r in group], [r.ids for r in group]
+                logits |= zip(slots, self.session.read(slots, ids, every=every), strict=True)
         seconds = time.perf_counter() - began
         if all(len(r.ids) - r.drafted == 1 for r in wanted):
             if drafts := [r.drafted for r in wanted if r.drafted]:
                 self.price.note_drafted(seconds, sequences=len(wanted), drafts=drafts)
             else:
                 self.price.note_plain(seconds, sequences=len(wanted))
-        return [scores[r.slot] if r.every else _last(scores[r.slot]) for r in wanted]
+        return [logits[r.slot] if r.every else logits[r.slot][-1:] for r in wanted]
 
 
 class Part:
@@ -150,10 +146,10 @@ def together(runner: Runner, searches: Sequence[Search[T]], *, batch_size: int) 
             first = free.pop()
             steps = search.begin(joint.lane(first, search.slots, search.capacity))
             running.append(_Running(number, first, steps, _wants(steps, next(steps))))
-        scores = iter(joint.read([read for one in running for read in one.wants]))
+        logits = iter(joint.read([read for one in running for read in one.wants]))
         for one in list(running):
             try:
-                one.wants = _wants(one.steps, one.steps.send(list(islice(scores, len(one.wants)))))
+                one.wants = _wants(one.steps, one.steps.send(list(islice(logits, len(one.wants)))))
             except StopIteration as end:
                 found[one.number] = end.value
                 running.remove(one)
@@ -197,9 +193,3 @@ def _alone(joint: Joint, steps: Steps[T]) -> Generator[str, None, T]:
     except StopIteration as end:
         found: T = end.value
         return found
-
-
-def _last(scores: Scores) -> Scores:
-    """Return the scores after the last id alone."""
-    states = scores.states
-    return Scores(scores.logits[-1:], None if states is None else states[-1:])

@@ -16,7 +16,7 @@ from tiedgpt.infer.kernels.attention import SPAN
 from tiedgpt.infer.kernels.crew import Crew
 from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
 from tiedgpt.infer.room import require_memory
-from tiedgpt.infer.session import Scores, check_length, check_read
+from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.packed import PackedModel
 from tiedgpt.weights.packed_panels import padded
@@ -65,20 +65,15 @@ class PackedSession:
         self._buffers: Buffers | None = None
 
     def read(
-        self,
-        slots: Sequence[int],
-        ids: Sequence[Sequence[int]],
-        *,
-        every: bool = False,
-        states: bool = False,
-    ) -> list[Scores]:
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+    ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slots, ids)
         self._check_ids(ids)
         self._model.require_whole()
         before = list(self.lengths)
         try:
-            return self._read(slots, ids, every, states)
+            return self._read(slots, ids, every)
         except BaseException as error:  # Ctrl-C: what was not computed is not held
             self.lengths[:] = before
             if isinstance(error, MemoryError):
@@ -86,19 +81,17 @@ class PackedSession:
             raise
 
     def _read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
-    ) -> list[Scores]:
-        parts: list[list[Scores]] = [[] for _ in slots]
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool
+    ) -> list[Logits]:
+        parts: list[list[Logits]] = [[] for _ in slots]
         rest = [list(some) for some in ids]
-        v, d = self.config.vocab_size, self.config.n_embd
         while any(rest):
             call, owners = self._next_call(slots, rest, every)
             buffers = self._room(len(call.ids), max(1, len(call.wanted)))
             self._crew.run(self._weights, buffers, self._cache, call)
             for owner, first, end in owners:
-                given = buffers.states[first:end, :d].copy() if states else None
-                parts[owner].append(Scores(buffers.scores[first:end, :v].copy(), given))
-        return [_joined(each) for each in parts]
+                parts[owner].append(buffers.scores[first:end, : self.config.vocab_size].copy())
+        return [each[0] if len(each) == 1 else np.concatenate(each) for each in parts]
 
     def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` for what is no row of W: kernels check nothing."""
@@ -180,14 +173,6 @@ class PackedSession:
         for array in (c.values, c.key_scales, c.value_scales):
             array[:, target, :, :n] = array[:, source, :, :n]
         self.lengths[target] = self.lengths[source]
-
-
-def _joined(parts: list[Scores]) -> Scores:
-    if len(parts) == 1:
-        return parts[0]
-    given = [part.states for part in parts if part.states is not None]
-    logits = np.concatenate([part.logits for part in parts])
-    return Scores(logits, np.concatenate(given) if given else None)
 
 
 def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:

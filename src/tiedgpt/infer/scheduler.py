@@ -119,9 +119,9 @@ class Sequences:
         for reading, its in zip(readings, scores, strict=True):
             sequence = reading.sequence
             if reading.scored_from is not None:
-                sequence.note_prompt(reading.scored_from, its.logits)
+                sequence.note_prompt(reading.scored_from, its)
             if reading.complete:
-                rows = its.logits[-1 - len(reading.draft) :]
+                rows = its[-1 - len(reading.draft) :]
                 advanced.append((sequence, self._take(reading, rows)))
         return advanced
 

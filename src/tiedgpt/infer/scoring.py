@@ -52,7 +52,7 @@ def score_ids(session: Session, ids: Sequence[int]) -> Scored:
             session.read([0], [ids[start:known]])
         for first in range(known, end, AT_A_TIME):
             part = ids[first : min(first + AT_A_TIME, end)]
-            rows = session.read([0], [part], every=True)[0].logits
+            rows = session.read([0], [part], every=True)[0]
             for row, token in zip(rows, ids[first + 1 :], strict=False):
                 logprobs.append(float(row[token]) - filters.log_normalizer(row))
         if end == len(ids) - 1:

@@ -10,7 +10,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import Adjust, beam_search
 from tiedgpt.infer.best_of import best_of
 from tiedgpt.infer.continuation import Completion, Continuation, FinishReason
-from tiedgpt.infer.contrastive import contrastive_search
 from tiedgpt.infer.guidance import Guidance, GuidedLane
 from tiedgpt.infer.joint import Lane, Search, Steps
 from tiedgpt.infer.request import Request
@@ -41,9 +40,7 @@ def search_for(
         guidance = Guidance(len(prompt), negative, strategy.guidance_scale)
         guidance.require_room(config)
         n_positions -= guidance.longer
-    # The last token of a text need not be read, but a candidate of contrastive search must be.
-    room = n_positions - len(prompt) + (strategy.penalty_alpha is None)
-    if room < 1 and request.context_end == "stop":
+    if len(prompt) > n_positions and request.context_end == "stop":
         raise UserError(
             f"the prompt has {len(prompt)} tokens and there is context for {n_positions}: "
             "shorten it"
@@ -59,10 +56,6 @@ def search_for(
     if strategy.num_beams > 1:
         slots = strategy.num_beams
         begin = partial(_by_beams, begun=begun, strategy=strategy, tokenizer=tokenizer)
-    elif strategy.penalty_alpha is not None:
-        slots = request.top_k or 1
-        capacity = min(n_positions, len(prompt) + request.max_new_tokens)
-        begin = partial(contrastive_search, begun=begun, penalty_alpha=strategy.penalty_alpha)
     elif strategy.best_of > 1:
         begin = partial(_best, begun=begun, tokenizer=tokenizer, copies=copies)
     if guidance is None:

@@ -1,13 +1,12 @@
 """What the engine asks of whatever computes: sequences in slots, read on from where they are.
 
 A `Runner` is a model ready to compute; a `Session` holds what some sequences have read. Ids go in,
-scores come out, and nothing here knows of text, sampling or torch.
+logits come out, and nothing here knows of text, sampling or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,15 +15,8 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 
-
-@dataclass(frozen=True)
-class Scores:
-    """What a model says after some ids of one sequence; n is 1, or every id that was read."""
-
-    logits: NDArray[np.float32]
-    """(n, V): for every token, how likely it is next."""
-    states: NDArray[np.float32] | None = None
-    """(n, D): what the head was given, where it was asked for."""
+Logits = NDArray[np.float32]
+"""(n, V): for every token, how likely it is next, after 1 or all of the ids that were read."""
 
 
 class Slots(Protocol):
@@ -57,17 +49,12 @@ class Session(Slots, Protocol):
     """Sequences in slots, which go on from where they are."""
 
     def read(
-        self,
-        slots: Sequence[int],
-        ids: Sequence[Sequence[int]],
-        *,
-        every: bool = False,
-        states: bool = False,
-    ) -> list[Scores]:
-        """Append ids[i] to slot slots[i]; return the scores after the last id of each.
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+    ) -> list[Logits]:
+        """Append ids[i] to slot slots[i]; return the logits (1, V) after the last id of each.
 
-        Any number of ids each, at least one; each slot at most once. With `every`, the scores after
-        every id that was read; with `states`, what the head was given there as well.
+        Any number of ids each, at least one; each slot at most once. With `every`, the logits
+        (n, V) after every id that was read.
         """
 
 

@@ -24,7 +24,6 @@ class SearchOptions(Options, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: EarlyStopping
-    penalty_alpha: float | None
     best_of: int
     guidance_scale: float
     negative_prompt: Prompt | None
@@ -33,10 +32,11 @@ class SearchOptions(Options, total=False):
     grammar: str | None
 
 
-_FIXED = ("temperature", "top_p", "min_p", "typical_p", "context_end", "prompt_logprobs")
 _EXCLUDED = {
-    "num_beams": (*_FIXED, "top_k", "stop", "stop_ids", "top_logprobs", "speculate"),
-    "penalty_alpha": (*_FIXED, "speculate"),
+    "num_beams": (
+        *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
+        *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
+    ),
     "guidance_scale": ("context_end",),
 }
 """What a request cannot ask for together with a search: nothing is drawn, or it is read anew."""
@@ -52,8 +52,6 @@ class Strategy:
     """Of beam search: above 0 longer texts gain, below 0 shorter ones."""
     early_stopping: EarlyStopping = False
     """Of beam search: end at once (True), sensibly (False), or as late as may help ("never")."""
-    penalty_alpha: float | None = None
-    """Contrastive search among the `top_k` likeliest: how much likeness to the text counts."""
     best_of: int = 1
     """Above 1: draw that many, and take the one with the highest mean log P."""
     guidance_scale: float = 1.0
@@ -70,21 +68,16 @@ class Strategy:
     def __post_init__(self) -> None:
         require_positive("num_beams", self.num_beams)
         require_positive("best_of", self.best_of)
-        for name in ("length_penalty", "guidance_scale", "penalty_alpha"):
+        for name in ("length_penalty", "guidance_scale"):
             value = getattr(self, name)
-            if value is None and name == "penalty_alpha":
-                continue
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise UserError(f"{name}={value!r} is no number")
             if not math.isfinite(value):
                 raise UserError(f"{name}={value!r} is no finite number")
-        if self.penalty_alpha is not None and not 0 <= self.penalty_alpha <= 1:
-            raise UserError(f"penalty_alpha={self.penalty_alpha!r} is not a number from 0 to 1")
         if self.early_stopping not in (True, False, "never"):
             raise UserError(f"early_stopping={self.early_stopping!r} is no bool and not 'never'")
-        asked = [name for name in ("num_beams", "penalty_alpha", "best_of") if self._asks(name)]
-        if len(asked) > 1:
-            raise UserError(f"{' and '.join(asked)} exclude each other: choose one")
+        if self.num_beams > 1 and self.best_of > 1:
+            raise UserError("num_beams and best_of exclude each other: choose one")
         for name in ("length_penalty", "early_stopping"):
             if self._asks(name) and self.num_beams == 1:
                 raise UserError(f"{name} is for beam search: give num_beams above 1 as well")
@@ -101,7 +94,7 @@ class Strategy:
     @property
     def searches(self) -> bool:
         """Whether a prompt takes a search of its own, and not a slot beside others."""
-        return self.guided or any(map(self._asks, ("num_beams", "penalty_alpha", "best_of")))
+        return self.guided or self.num_beams > 1 or self.best_of > 1
 
     def constrained(
         self, request: Request, tokenizer: Tokenizer | None, config: GPTConfig
@@ -130,8 +123,6 @@ class Strategy:
         """Raise `UserError`, naming both, for a request that contradicts the strategy."""
         if self.best_of > 1 and request.greedy:
             raise UserError("best_of and temperature=0: all would be the same text; leave one out")
-        if self.penalty_alpha is not None and request.top_k is None:
-            raise UserError("penalty_alpha needs top_k, the number of candidates, such as 4")
         defaults = {field.name: field.default for field in dataclasses.fields(request)}
         for name, excluded in _EXCLUDED.items():
             for other in excluded if self._asks(name) else ():
@@ -155,7 +146,7 @@ class Strategy:
 def split(options: SearchOptions) -> tuple[Strategy, Request]:
     """Part the keywords into a strategy and a request that fits it.
 
-    The searches that draw nothing have temperature 0 unless another is given, which is refused.
+    Beam search, which draws nothing, has temperature 0 unless another is given, which is refused.
     Raises `TypeError` for a keyword that is none of either.
     """
     given: dict[str, Any] = dict(options)
@@ -167,7 +158,7 @@ def split(options: SearchOptions) -> tuple[Strategy, Request]:
         raise TypeError(f"{name} is no option of generation{meant}")
     strategy = Strategy(**{name: value for name, value in given.items() if name in names})
     rest = {name: value for name, value in given.items() if name not in names}
-    if strategy.num_beams > 1 or strategy.penalty_alpha is not None:
+    if strategy.num_beams > 1:
         rest.setdefault("temperature", 0)
     request = Request(**rest)
     strategy.check(request)

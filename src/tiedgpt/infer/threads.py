@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.session import Runner, Scores, Session
+from tiedgpt.infer.session import Logits, Runner, Session
 
 USUAL = 16
 """Threads beyond this only wait for memory, where one token is read at a time."""
@@ -71,7 +71,7 @@ class _SessionOnThreads:
             raise AttributeError(name)
         return getattr(self._session, name)
 
-    def read(self, *given: Any, **options: Any) -> list[Scores]:
+    def read(self, *given: Any, **options: Any) -> list[Logits]:
         with using(self._threads):
             return self._session.read(*given, **options)
 

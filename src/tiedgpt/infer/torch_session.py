@@ -16,7 +16,7 @@ from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.infer.room import require_memory
-from tiedgpt.infer.session import Scores, check_length, check_read
+from tiedgpt.infer.session import Logits, check_length, check_read
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
@@ -80,24 +80,18 @@ class TorchSession:
         return [self._cache.lengths[row] for row in self._rows]
 
     def read(
-        self,
-        slots: Sequence[int],
-        ids: Sequence[Sequence[int]],
-        *,
-        every: bool = False,
-        states: bool = False,
-    ) -> list[Scores]:
-        """Append ids to slots and return scores; see `Session.read`."""
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+    ) -> list[Logits]:
+        """Append ids to slots and return logits; see `Session.read`."""
         check_read(self, slots, ids)
         if not len(slots):
             return []
-        scores: dict[int, Scores] = {}
+        logits: dict[int, Logits] = {}
         with computing(self.model):
             for group in self._groups(slots, ids):
                 its = [slots[i] for i in group], [ids[i] for i in group]
-                read = self._read(*its, every, states)
-                scores |= zip(group, read, strict=True)
-        return [scores[i] for i in range(len(slots))]
+                logits |= zip(group, self._read(*its, every), strict=True)
+        return [logits[i] for i in range(len(slots))]
 
     def cut(self, slot: int, length: int) -> None:
         """Forget all but the first positions of a slot; what it has not is not made."""
@@ -138,8 +132,8 @@ class TorchSession:
         return groups
 
     def _read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool, states: bool
-    ) -> list[Scores]:
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool
+    ) -> list[Logits]:
         """Read rows at once: (B, T) ids -> (B, T, D) states -> logits where they are wanted."""
         first = self._make_neighbours([self._rows[slot] for slot in slots])
         order = sorted(range(len(slots)), key=lambda i: self._rows[slots[i]])
@@ -157,11 +151,8 @@ class TorchSession:
             wanted = h[torch.arange(len(order)), torch.tensor(counts) - 1]
         rows = counts if every else [1] * len(counts)
         logits = self.model.logits(wanted).float().cpu().split(rows)
-        given = wanted.float().cpu().split(rows) if states else [None] * len(rows)
-        scores: list[Scores] = [None] * len(order)  # type: ignore[list-item]
-        for i, its, state in zip(order, logits, given, strict=True):
-            scores[i] = Scores(its.numpy(), None if state is None else state.numpy())
-        return scores
+        read = {i: its.numpy() for i, its in zip(order, logits, strict=True)}
+        return [read[i] for i in range(len(order))]
 
     def _make_neighbours(self, rows: list[int]) -> int:
         """Let the rows of slots that are read lie side by side; return the first of them."""

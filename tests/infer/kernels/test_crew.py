@@ -25,12 +25,12 @@ def runner():
 
 @pytest.fixture(scope="module")
 def expected(runner):
-    return runner.session(slots=1, capacity=24).read([0], [IDS], every=True)[0].logits
+    return runner.session(slots=1, capacity=24).read([0], [IDS], every=True)[0]
 
 
 def steps(runner):
     session = runner.session(slots=1, capacity=24)
-    return np.concatenate([session.read([0], [[token]])[0].logits for token in IDS])
+    return np.concatenate([session.read([0], [[token]])[0] for token in IDS])
 
 
 def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
     session.read([0], [IDS[:1]])
     monkeypatch.setattr(crew, "forward", noted)
     for at, token in enumerate(IDS[1:], 1):
-        got = session.read([0], [[token]])[0].logits
+        got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
         crew_forward(*done[0])
 
@@ -70,7 +70,7 @@ def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
         with pytest.raises(KeyboardInterrupt):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
-    got = session.read([0], [IDS[4:]], every=True)[0].logits
+    got = session.read([0], [IDS[4:]], every=True)[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 
@@ -90,7 +90,7 @@ def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
         with pytest.raises(KeyboardInterrupt):
             session.read([1], [[91, 92, 93]])
     session.copy(0, 1)
-    got = session.read([1], [IDS[10:]], every=True)[0].logits
+    got = session.read([1], [IDS[10:]], every=True)[0]
     np.testing.assert_array_equal(got, expected[10:])
 
 
@@ -118,7 +118,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
     session = runner.session(slots=1, capacity=24)
     monkeypatch.setattr(crew, "forward", failing)
     for at, token in enumerate(IDS):
-        got = session.read([0], [[token]])[0].logits
+        got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
     assert served.is_set()
 
@@ -139,7 +139,7 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
         with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
-    got = session.read([0], [IDS[4:]], every=True)[0].logits
+    got = session.read([0], [IDS[4:]], every=True)[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 
@@ -198,13 +198,13 @@ def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected
     if not child:
         code = 1
         try:
-            got = session.read([0], [IDS[4:]], every=True)[0].logits
+            got = session.read([0], [IDS[4:]], every=True)[0]
             helpers = threading.active_count() - 1
             code = 0 if np.array_equal(got, expected[4:]) and helpers == 2 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    got = session.read([0], [IDS[4:]], every=True)[0].logits
+    got = session.read([0], [IDS[4:]], every=True)[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 
@@ -226,7 +226,7 @@ def test_helpers_that_never_come_are_not_waited_for(expected, monkeypatch):
     alone = PackedRunner(pack_gpt(made(), "fp32"), threads=3)
     session = alone.session(slots=1, capacity=24)
     for at, token in enumerate(IDS):
-        got = session.read([0], [[token]])[0].logits
+        got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
     assert [queue.qsize() for queue in session._crew._work] == [crew.BEHIND] * 2
 
