@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.weights.gpt1_release import block_shapes, names, write_release
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.weights.openai_gpt1 import SHAPES as SHAPES_FILE
 from tiedgpt.weights.openai_gpt1 import read
 
@@ -61,28 +61,13 @@ def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path):
         assert np.array_equal(numbers(tensor), array)
 
 
-def test_names_of_the_file_beside_are_used(release):
-    order = list(read(release / SHAPES_FILE).tensors)
-    (release / "parameters_names.json").write_text(json.dumps(names(LAYERS)))
-    assert list(read(release / SHAPES_FILE).tensors) == order
-    swapped = names(LAYERS)
-    swapped[1], swapped[2] = "a", "b"
-    (release / "parameters_names.json").write_text(json.dumps(swapped))
-    assert list(read(release / SHAPES_FILE).tensors)[2:4] == ["a", "b"]
-
-
 def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
     arrays = random([(TOKENS + 3 + POSITIONS, WIDTH), *block_shapes(WIDTH), (WIDTH, 1), (1,)])
     directory = write_release(tmp_path / "m", arrays)
-    (directory / "encoder_bpe_40000.json").write_text(json.dumps({"a": 0, "b": 1}))
     (directory / "hparams.json").write_text(json.dumps({"n_ctx": POSITIONS}))
-    for with_names in (False, True):
-        if with_names:
-            (directory / "parameters_names.json").write_text(json.dumps(names(1)))
-        checkpoint = read(directory / SHAPES_FILE)
-        assert next(iter(checkpoint.tensors)) == "model/we"
-        assert list(checkpoint.tensors)[-2:] == ["model/clf/w", "model/clf/b"]
-        assert checkpoint.config == {"encoder_size": 2, "hparams": {"n_ctx": POSITIONS}}
+    checkpoint = read(directory / SHAPES_FILE)
+    assert list(checkpoint.tensors) == [name.removesuffix(":0") for name in names(1)]
+    assert checkpoint.config == {"n_positions": POSITIONS}
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("<f2", "float16"), ("<f8", "float64")])
@@ -111,7 +96,7 @@ class Bomb:
 
 def test_a_pickle_is_never_opened(release):
     np.save(release / "params_3.npy", np.array([Bomb()]), allow_pickle=True)
-    with pytest.raises(UserError, match=r"params_3\.npy holds Python objects"):
+    with pytest.raises(CorruptInputError, match=r"params_3\.npy .* Python objects"):
         read(release / SHAPES_FILE)
 
 
@@ -125,78 +110,70 @@ def described(descr="'<f4'", order="False", shape="(6,)") -> bytes:
 
 
 PIECES = {
-    "an empty file": (b"", "not a .npy file, or is damaged"),
-    "another file": (b"PK\3\4" + bytes(40), "not a .npy file, or is damaged"),
-    "only the magic": (b"\x93NUMPY", "not a .npy file, or is damaged"),
-    "a version of the future": (npy(described(), version=b"\3\0"), "version 3 .* not supported"),
-    "a header that does not end": (npy(described(), length=60_000), "EOF"),
-    "a header of gigabytes": (npy(described(), version=b"\2\0", length=2**31), "EOF"),
-    "code in the header": (npy(b"__import__('os').abort()"), "malformed node"),
-    "records": (npy(described(descr="[('a', '<f4')]")), "got '.V4'"),
-    "a header that nests": (npy(described(shape="-" * 9000 + "1")), "EOF"),
-    "a header that nests less": (npy(described(shape="-" * 800 + "1")), "not a .npy file"),
-    "whole numbers": (npy(described(descr="'<i4'"), bytes(24)), "got '<i4'"),
-    "big-endian": (npy(described(descr="'>f4'"), bytes(24)), "got '>f4'"),
-    "a matrix": (npy(described(shape="(2, 3)"), bytes(24)), "must hold one row of .* of shape"),
-    "more than the file": (npy(described(shape="(10000000000,)"), bytes(24)), "cut off"),
-    "fewer than the file": (npy(described(shape="(5,)"), bytes(24)), "cut off or too long"),
-    "a digit too many": (npy(described(shape="(" + "9" * 30 + ",)")), "cut off"),
-    "another type than the first": (npy(described(descr="'<f2'"), bytes(12)), "has float16"),
+    "an empty file": b"",
+    "another file": b"PK\3\4" + bytes(40),
+    "only the magic": b"\x93NUMPY",
+    "a version of the future": npy(described(), version=b"\3\0"),
+    "a header that does not end": npy(described(), length=60_000),
+    "a header of gigabytes": npy(described(), version=b"\2\0", length=2**31),
+    "code in the header": npy(b"__import__('os').abort()"),
+    "records": npy(described(descr="[('a', '<f4')]")),
+    "a header that nests": npy(described(shape="-" * 9000 + "1")),
+    "a header that nests less": npy(described(shape="-" * 800 + "1")),
+    "whole numbers": npy(described(descr="'<i4'"), bytes(24)),
+    "big-endian": npy(described(descr="'>f4'"), bytes(24)),
+    "a matrix": npy(described(shape="(2, 3)"), bytes(24)),
+    "more than the file": npy(described(shape="(10000000000,)"), bytes(24)),
+    "fewer than the file": npy(described(shape="(5,)"), bytes(24)),
+    "a digit too many": npy(described(shape="(" + "9" * 30 + ",)")),
+    "another type than the first": npy(described(descr="'<f2'"), bytes(12)),
 }
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_hostile_pieces_are_refused(name, release):
-    raw, why = PIECES[name]
-    (release / "params_4.npy").write_bytes(raw)
-    with pytest.raises(CorruptInputError, match=why) as error:
+    (release / "params_4.npy").write_bytes(PIECES[name])
+    with pytest.raises(CorruptInputError, match=r"params_\d\.npy") as error:
         read(release / SHAPES_FILE)
-    assert "params_4.npy" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 SHAPES = {
-    "no JSON": ("[[5, 4]", "is not JSON"),
-    "an object": ("{}", "must be a list"),
-    "nothing": ("[]", "must be a list"),
-    "a number": ("[7]", "entry 0 is not a shape"),
-    "a negative size": ("[[5, 4], [-11, 4]]", "entry 1 is not a shape"),
-    "a size of nothing": ("[[0, 4]]", "entry 0 is not a shape"),
-    "a truth": ("[[true, 4]]", "entry 0 is not a shape"),
-    "a fraction": ("[[5.5, 4]]", "entry 0 is not a shape"),
-    "no axis": ("[[]]", "entry 0 is not a shape"),
-    "too many axes": ("[[1, 1, 1, 1, 1, 1, 1, 1, 1]]", "entry 0 is not a shape"),
-    "a huge size": ("[[100000000000000000000000, 4]]", "entry 0 is not a shape"),
-    "deep": ("[" * 100_000, "is not JSON"),
-    "half a layer": ("[[5, 4], [11, 4], [1, 4, 12], [12]]", None),
-    "five more": (json.dumps([[5, 4], [11, 4], *[[4]] * 5]), "not those of whole layers"),
+    "no JSON": "[[5, 4]",
+    "an object": "{}",
+    "nothing": "[]",
+    "a number": "[7]",
+    "a negative size": "[[5, 4], [-11, 4]]",
+    "a size of nothing": "[[0, 4]]",
+    "a truth": "[[true, 4]]",
+    "a fraction": "[[5.5, 4]]",
+    "no axis": "[[]]",
+    "too many axes": "[[1, 1, 1, 1, 1, 1, 1, 1, 1]]",
+    "a huge size": "[[100000000000000000000000, 4]]",
+    "deep": "[" * 100_000,
+    "half a layer": "[[5, 4], [11, 4], [1, 4, 12], [12]]",
+    "five more": json.dumps([[5, 4], [11, 4], *[[4]] * 5]),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_hostile_shapes_are_refused(name, release):
-    text, why = SHAPES[name]
-    (release / "params_shapes.json").write_text(text)
-    with pytest.raises(CorruptInputError, match=why or "belong to no tensor"):
+    (release / "params_shapes.json").write_text(SHAPES[name])
+    with pytest.raises(CorruptInputError, match=str(release)):
         read(release / SHAPES_FILE)
 
 
-def test_numbers_too_many_or_too_few_name_the_tensor(release):
-    (release / "params_9.npy").unlink()
-    with pytest.raises(CorruptInputError, match="'model/h1/mlp/c_proj/w' is cut off"):
-        read(release / SHAPES_FILE)
-    np.save(release / "params_9.npy", np.zeros(999, np.float32))
-    with pytest.raises(CorruptInputError, match="belong to no tensor"):
-        read(release / SHAPES_FILE)
-
-
-def test_a_missing_piece_is_named(release):
-    (release / "params_5.npy").rename(release / "params_05.npy")
-    with pytest.raises(CorruptInputError, match=r"lacks params_5\.npy"):
-        read(release / SHAPES_FILE)
-    for file in release.glob("params_*.npy"):
-        file.unlink()
-    with pytest.raises(CorruptInputError, match=r"lacks params_0\.npy"):
+def test_a_missing_file_or_numbers_too_many_are_refused(release):
+    for damage in (
+        lambda: (release / "params_9.npy").unlink(),
+        lambda: np.save(release / "params_9.npy", np.zeros(999, np.float32)),
+        lambda: (release / "params_5.npy").rename(release / "params_05.npy"),
+    ):
+        damage()
+        with pytest.raises(CorruptInputError, match="must hold 552 numbers of one type"):
+            read(release / SHAPES_FILE)
+    (release / "params_0.npy").unlink()
+    with pytest.raises(CorruptInputError, match=r"params_0\.npy"):
         read(release / SHAPES_FILE)
 
 
@@ -204,21 +181,6 @@ def test_a_link_out_of_the_directory_is_refused(release, tmp_path):
     shutil.move(release / "params_2.npy", tmp_path / "elsewhere")
     (release / "params_2.npy").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptInputError, match=r"params_2\.npy', a link out of its directory"):
-        read(release / SHAPES_FILE)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        (["model/we:0"], "has 1 names|has 2 names"),
-        ([7] * 40, "not a short text"),
-        (["model/we:0"] + ["model/clf/w"] * 40, "repeats the name 'model/clf/w'"),
-        ({"a": 1}, "must be a list"),
-    ],
-)
-def test_names_that_do_not_fit_are_refused(wrong, why, release):
-    (release / "parameters_names.json").write_text(json.dumps(wrong))
-    with pytest.raises(CorruptInputError, match=why):
         read(release / SHAPES_FILE)
 
 

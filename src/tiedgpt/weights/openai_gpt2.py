@@ -12,29 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.errors import CorruptInputError
 from tiedgpt.files import read_json
 from tiedgpt.weights import tensorflow_bundle
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.huggingface import config_fields
 from tiedgpt.weights.tensors import StoredTensor, printable
 
-HPARAMS_FILE = "hparams.json"
-HPARAMS = {
-    "n_vocab": "vocab_size",
-    "n_ctx": "n_positions",
-    "n_embd": "n_embd",
-    "n_head": "n_head",
-    "n_layer": "n_layer",
-}
+HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
+           "n_head": "n_head", "n_layer": "n_layer"}  # fmt: skip
 """Keys of hparams.json -> ours."""
 TOKENS, POSITIONS = "model/wte", "model/wpe"
 ONE_MATRIX = "model/we"
 """GPT-1's tokens and positions in one matrix (`openai_gpt1.py`)."""
-CLASSIFIER = ("model/clf/w", "model/clf/b")
 VARIABLE = r"model/(?:wte|wpe|we|ln_f/[gb]|h\d+/(?:ln_[12]/[gb]|(?:attn|mlp)/c_[a-z]+/[wb]))"
-OPTIMIZER_STATE = re.compile(rf"(?:.*/)?({VARIABLE})/\w+")
-"""The name of a variable, followed by the name of an optimizer's state for it."""
+LEFT_OUT = re.compile(rf"model/clf/[wb]|(?:.*/)?({VARIABLE})/\w+")
+"""GPT-1's classifier; and a variable's name, followed by that of an optimizer's state for it."""
 FUNCTIONS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 """What both of OpenAI's programs compute; no file says it."""
 RELEASED_VOCABULARY, END_OF_TEXT = 50257, 50256
@@ -55,9 +47,10 @@ def read(path: Path) -> Checkpoint:
 
 
 def hparams_in(directory: Path) -> dict[str, Any]:
-    """Return `{"hparams": ...}` if the directory has hparams.json."""
-    file = directory / HPARAMS_FILE
-    return {"hparams": read_json(file)} if file.is_file() else {}
+    """Return what a directory's hparams.json says, under the names of our fields."""
+    file = directory / "hparams.json"
+    hparams = read_json(file) if file.is_file() else {}
+    return {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
 
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
@@ -67,76 +60,43 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
         return openai_gpt1.as_gpt(checkpoint)
     variables, notes = without_training(checkpoint.tensors)
-    fields, foreign, more = config_of(checkpoint)
-    tensors = by_our_names(checkpoint, variables)
+    fields, foreign = config_fields(checkpoint.config)
+    tensors = by_our_names(variables)
     assumed: dict[str, Any] = dict(FUNCTIONS)
     if EMBEDDING in tensors and tensors[EMBEDDING].shape[:1] == (RELEASED_VOCABULARY,):
         assumed |= {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
-    return GPTCheckpoint(
-        "OpenAI GPT-2", {**fields, "norm": "pre"}, tensors, assumed, foreign, (*notes, *more)
-    )
+    fields["norm"] = "pre"
+    return GPTCheckpoint("OpenAI GPT-2", fields, tensors, assumed, foreign, tuple(notes))
 
 
 def without_training(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the model's variables, and notes on the tensors that were left out."""
-    kept: dict[str, StoredTensor] = {}
-    state, classifier = [], []
+    """Return the language model's variables, and a note on the tensors that were left out."""
+    kept, left_out = {}, []
     for name, tensor in tensors.items():
-        match = OPTIMIZER_STATE.fullmatch(name)
-        if tensor.shape == () or (match and match[1] in tensors):
-            state.append(name)
-        elif name in CLASSIFIER:
-            classifier.append(name)
+        match = LEFT_OUT.fullmatch(name)
+        if tensor.shape == () or (match and (match[1] is None or match[1] in tensors)):
+            left_out.append(printable(name)[:80])
         else:
             kept[name] = tensor
-    notes = []
-    if state:
-        example = printable(state[0])[:80]
-        notes.append(f"left out {len(state)} tensors that only training needs, such as {example}")
-    if classifier:
-        notes.append(f"left out the classifier: {', '.join(classifier)}")
-    return kept, notes
+    if not left_out:
+        return kept, []
+    return kept, [
+        f"left out {len(left_out)} tensors of the training or a classifier, such as {left_out[0]}"
+    ]
 
 
-def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return our fields, foreign keys and notes from hparams.json and config.json."""
-    config = checkpoint.config
-    fields, foreign = config_fields(config) if "model_type" in config else ({}, {})
-    foreign = {k: value for k, value in foreign.items() if k not in ("hparams", "encoder_size")}
-    hparams = config.get("hparams")
-    hparams = hparams if isinstance(hparams, Mapping) else {}
-    fields |= {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
-    unused = printable(", ".join(sorted(hparams.keys() - HPARAMS.keys())))[:200]
-    notes = [f"these keys of {HPARAMS_FILE} are not used: {unused}"] if unused else []
-    return fields, foreign, notes
-
-
-def by_our_names(
-    checkpoint: Checkpoint, variables: Mapping[str, StoredTensor]
-) -> dict[str, LazyTensor]:
+def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
     """Return the variables under our names, matrices as (out, in); unknown names are kept."""
-    tensors = {_our_name(name): _in_our_layout(tensor) for name, tensor in variables.items()}
-    if len(tensors) < len(variables):
-        raise CorruptInputError(
-            f"{checkpoint.source} has a tensor twice: under OpenAI's name and under ours"
-        )
+    tensors = {}
+    for name, tensor in variables.items():
+        is_kernel = name.endswith("/w")
+        if is_kernel and len(tensor.shape) == 3 and tensor.shape[0] == 1:
+            tensor = tensor.reshaped(tensor.shape[1:])
+        if re.fullmatch(VARIABLE, name):
+            name = re.sub(r"^h(\d)", r"h.\1", name.removeprefix("model/")).replace("/", ".")
+            scope, _, last = name.rpartition(".")
+            name = f"{scope}.bias" if last == "b" else f"{scope or last}.weight"
+        tensors[name] = LazyTensor(tensor, transposed=is_kernel)
     return tensors
-
-
-def _our_name(name: str) -> str:
-    if not re.fullmatch(VARIABLE, name):
-        return name
-    scope, _, last = name.removeprefix("model/").rpartition("/")
-    if not scope:
-        return f"{last}.weight"
-    scope = re.sub(r"^h(\d+)/", r"h.\1.", scope).replace("/", ".")
-    return f"{scope}.{'bias' if last == 'b' else 'weight'}"
-
-
-def _in_our_layout(tensor: StoredTensor) -> LazyTensor:
-    is_kernel = tensor.name.endswith("/w")
-    if is_kernel and len(tensor.shape) == 3 and tensor.shape[0] == 1:
-        tensor = tensor.reshaped(tensor.shape[1:])
-    return LazyTensor(tensor, transposed=is_kernel)
