@@ -14,8 +14,6 @@ for `del`, or for an overwritten `.to`.)
 
 A guard watches the thread it was entered in. What another thread changes is noticed on this
 thread's next line and attributed to its last one.
-
-In this file: `guard` and `Guard`; slots and how they changed; the trace function.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, get_args
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +40,27 @@ from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed, storage_key
 from tiedgpt.tie.modules import EMBEDDINGS
 
-Action = Literal["warn", "raise"]
-Kind = Literal["split", "aliased", "joined"]
 Trace = Callable[[FrameType, str, Any], Any]
+Change = tuple[str, tuple[str, ...], str, str]
+"""The last four fields of a `TieEvent`."""
+
+ONE, ALIASED, TWO = "one Parameter", "two Parameters over one memory", "two matrices"
+KINDS = {ONE: "joined", ALIASED: "aliased", TWO: "split"}
+ADVICE = {
+    ONE: "an optimizer made before this holds the one that is gone: make a new one; "
+    "config.tie_word_embeddings should be True now",
+    ALIASED: "an optimizer made now would step it twice, and the next copy or move parts them "
+    "(load_state_dict(assign=True) does this); tie(model) makes them one Parameter",
+}
+CHANGERS = frozenset(
+    "__setattr__ __delattr__ __setstate__ _apply register_parameter register_module "
+    "add_module".split()
+)
+"""Functions of nn.Module that can replace a parameter."""
+MODULE_FILE = inspect.getfile(nn.Module)
+HOMES = (sysconfig.get_path("stdlib"), *torch.__path__, str(Path(__file__).parents[1]))
+LIBRARIES = tuple(f"{form}/" for home in HOMES for form in (home, Path(home).resolve()))
+GENERATED = ("<frozen", "<eval_with_key", "<attrs", "<__", "<torch")
 
 
 class TieWarning(UserWarning):
@@ -55,20 +72,6 @@ class TieBrokenError(CheckFailedError):
 
 
 @dataclass(frozen=True)
-class TieChange:
-    """Slots (names of parameters) that were one and are not, or the reverse."""
-
-    kind: Kind
-    """split: two matrices; aliased: two Parameters on one storage; joined: one Parameter again."""
-    names: tuple[str, ...]
-    """The slots, by their names before."""
-    text: str
-    """What happened, with the shapes."""
-    advice: str
-    """What to do about it."""
-
-
-@dataclass(frozen=True)
 class TieEvent:
     """A change of the tie and the line of user code that made it."""
 
@@ -76,14 +79,21 @@ class TieEvent:
     line: int
     code: str
     """The line's text; empty if the source is not available."""
-    change: TieChange
+    kind: str
+    """split: two matrices; aliased: two Parameters on one storage; joined: one Parameter again."""
+    names: tuple[str, ...]
+    """The names of the parameters before. A tied GPT's use of W to predict is `head.weight`."""
+    text: str
+    """What happened, with the shapes."""
+    advice: str
+    """What to do about it."""
 
     def __str__(self) -> str:
         code = f" `{self.code}`" if self.code else ""
-        return f"{self.file}:{self.line}:{code}: {self.change.text}; {self.change.advice}"
+        return f"{self.file}:{self.line}:{code}: {self.text}; {self.advice}"
 
 
-def guard(module: nn.Module, *, action: Action = "warn") -> Guard:
+def guard(module: nn.Module, *, action: Literal["warn", "raise"] = "warn") -> Guard:
     """Return a context manager that watches which parameters of any module are one.
 
     Inside `with guard(model) as watch:` every change is added to `watch.events` and either warned
@@ -96,173 +106,140 @@ def guard(module: nn.Module, *, action: Action = "warn") -> Guard:
     """
     if not isinstance(module, nn.Module):
         raise UserError(f"a guard watches a torch.nn.Module, got {type(module).__name__}")
-    if action not in get_args(Action):
-        raise UserError(
-            f"action must be one of {', '.join(map(repr, get_args(Action)))}, got {action!r}"
-        )
+    if action not in ("warn", "raise"):
+        raise UserError(f"action must be one of 'warn', 'raise', got {action!r}")
     return Guard(module, action)
 
 
 class Guard:
     """A watch over one module; see `guard`."""
 
-    def __init__(self, module: nn.Module, action: Action) -> None:
+    def __init__(self, module: nn.Module, action: str) -> None:
         self.module = module
         self.action = action
         self.events: list[TieEvent] = []
-        self._active = False
         self.changed = False  # a function was called that can replace a parameter
+        self._active = False
         self._where = ("", 0)  # file and line that is running
-        self._body: tuple[FrameType, int] | None = None
+        self._body: tuple[FrameType | None, int] = (None, 0)
         self._tracer: _Tracer | None = None
 
     def __enter__(self) -> Guard:
         if self._tracer is not None:
             raise UserError("this guard is in use; make another")
-        self._remember(_slots(self.module))
+        self._remember()
         frame = _user_frame(inspect.currentframe())
+        self._body = (frame, frame.f_lineno if frame else 0)
         if frame is not None:
-            self._body = (frame, frame.f_lineno)
             self._where = (frame.f_code.co_filename, frame.f_lineno)
         self._active = True
         self._tracer = _Tracer.of_this_thread()
         self._tracer.add(self, frame)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._active = False
         if self._tracer is not None:
             self._tracer.remove(self, _user_frame(inspect.currentframe()))
-        self._tracer = self._body = None
-        self._report(self._compare(), may_raise=error is None)
+        self._tracer = None
+        self._body = (None, 0)
+        self._compare(may_raise=error is None)
 
     def before_line(self, frame: FrameType) -> None:
-        """Check what the lines before this one did, and remember that this one is next."""
-        if not self._active or self._body == (frame, frame.f_lineno):
-            return  # the line of the `with` again: the body is done, and __exit__ checks
-        self._check()
-        self._where = (frame.f_code.co_filename, frame.f_lineno)
+        """Check what the lines before this one did, unless it is the `with` again, at its end."""
+        if self._body != (frame, frame.f_lineno):
+            self.step(frame)
 
-    def after_return(self, frame: FrameType) -> None:
-        """Check when a user's function returns; its caller's line goes on."""
-        if not self._active:
-            return
-        self._check()
-        caller = _user_frame(frame.f_back)
-        if caller is not None:
-            self._where = (caller.f_code.co_filename, caller.f_lineno)
+    def step(self, frame: FrameType | None) -> None:
+        """Check what was done, and remember where what comes next will happen."""
+        if self._active:
+            self._check()
+            if frame is not None:
+                self._where = (frame.f_code.co_filename, frame.f_lineno)
 
     def _check(self) -> None:
         """Compare if needed. If that raises (an error, or a warning made one), stop watching.
 
         Python drops a trace function that raises; `__exit__` restores it for other guards.
         """
-        if not self.changed and all(slot.unchanged() for slot in self._watched):
+        if not self.changed and self._look() == self._seen:
             return
         try:
-            self._report(self._compare(), may_raise=True)
+            self._compare(may_raise=True)
         except BaseException:
             self._active = False
             raise
 
-    def _compare(self) -> list[TieEvent]:
-        """Compare all parameters with what they were, and remember them as they are."""
-        self.changed = False
-        now = _slots(self.module)
-        changes = _changes(self._before, now)
-        self._remember(now)
-        file, line = self._where
+    def _compare(self, *, may_raise: bool) -> None:
+        """Compare all parameters with what they were; report what differs."""
+        before, (file, line) = self._slots, self._where
+        self._remember()
         code = linecache.getline(file, line).strip()
-        return [TieEvent(file, line, code, change) for change in changes]
-
-    def _report(self, events: list[TieEvent], *, may_raise: bool) -> None:
+        events = [TieEvent(file, line, code, *what) for what in _changes(before, self._slots)]
         self.events += events
         if events and self.action == "raise" and may_raise:
             raise TieBrokenError("; ".join(map(str, events)))
         for event in events:
-            text = f"{event.change.text}; {event.change.advice}"
-            warnings.warn_explicit(text, TieWarning, event.file, event.line)
+            warnings.warn_explicit(f"{event.text}; {event.advice}", TieWarning, file, line)
 
-    def _remember(self, now: dict[str, _Slot]) -> None:
-        """Keep the slots, and choose the few that are checked before each line."""
-        self._before = now
-        tables = {
-            tuple(part.weight.shape)
-            for part in self.module.modules()
-            if isinstance(part, EMBEDDINGS) and not isinstance(part.weight, UninitializedParameter)
-        }
-        shared = {name for names in _groups(now) for name in names}
+    def _remember(self) -> None:
+        """Keep all parameters as they are, and choose the few that are checked before each line."""
+        self.changed, self._slots = False, _slots(self.module)
+        tables = {m.weight.shape for m in self.module.modules() if isinstance(m, EMBEDDINGS)}
+        shared = {name for names in _groups(self._slots) for name in names}
         self._watched = [
-            _Watch(self.module, name, slot.parameter)
-            for name, slot in now.items()
+            (name.split("."), slot.parameter)
+            for name, slot in self._slots.items()
             if name in shared or slot.shape in tables
         ]
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Return the object under each watched name, found as user code does, and its address."""
+        found = []
+        for path, parameter in self._watched:
+            part: Any = self.module
+            for name in path:
+                part = getattr(part, name, None)  # None also for the `head` of a tied GPT
+            try:
+                address = parameter.data_ptr()
+            except RuntimeError:  # sharded and wrapped tensors have no address
+                address = 0
+            found.append((id(part), address))
+        return found
 
 
-# Slots: the places in a module that hold a parameter, by name (`lm_head.weight`). Slots that hold
-# the same Parameter are one. Slots that hold two Parameters on one storage are aliased: they move
-# together until something replaces one of them, and an optimizer steps them twice.
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """What a name stood for at one moment."""
+class _Slot(NamedTuple):
+    """What a parameter's name stood for at one moment."""
 
     parameter: Tensor
     """Kept alive, so that its id and its memory are not reused meanwhile."""
     storage: Hashable
     shape: tuple[int, ...]
-    device: torch.device
 
 
-def _slots(module: nn.Module) -> dict[str, _Slot]:
-    """Return every slot of a module.
+Slots = dict[str, _Slot]
 
-    A tied GPT has no second parameter. Its use of W to predict counts as a slot, named `head` (or
-    by the name of the `Unembed` in a head), so that its loss is noticed. A lazy parameter has no
-    shape or memory yet, and is a slot once it has.
+
+def _slots(module: nn.Module) -> Slots:
+    """Return every name of a parameter. A lazy parameter, without a shape yet, is left out.
+
+    The names where a GPT predicts with W (`head.weight`) are added, although no parameter is there.
     """
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, part in module.named_modules():
         if isinstance(part, GPT) and part.head is None:
-            found[f"{name}.head".removeprefix(".")] = part.wte.weight
+            found[f"{name}.head.weight".removeprefix(".")] = part.wte.weight
         elif isinstance(part, Unembed):
-            found[name] = part.wte.weight
+            found[f"{name}.weight"] = part.wte.weight
     return {
-        name: _Slot(p, storage_key(p), tuple(p.shape), p.device)
+        name: _Slot(p, storage_key(p), tuple(p.shape))
         for name, p in found.items()
         if not isinstance(p, UninitializedParameter)
     }
 
 
-class _Watch:
-    """One slot, looked up as user code does it: attribute by attribute from the module."""
-
-    def __init__(self, module: nn.Module, name: str, parameter: Tensor) -> None:
-        self._module, self._path, self._parameter = module, name.split("."), parameter
-        self._found, self._address = self._look()
-
-    def unchanged(self) -> bool:
-        """Whether the slot holds the same object on the same memory."""
-        found, address = self._look()
-        return found is self._found and address == self._address
-
-    def _look(self) -> tuple[object, int]:
-        part: Any = self._module
-        for name in self._path:
-            part = getattr(part, name, None)  # None also for the `head` of a tied GPT
-        try:
-            return part, self._parameter.data_ptr()
-        except RuntimeError:  # sharded and wrapped tensors have no address
-            return part, 0
-
-
-def _groups(slots: dict[str, _Slot]) -> list[tuple[str, ...]]:
+def _groups(slots: Slots) -> list[tuple[str, ...]]:
     """Return the names that stand for the same memory, two or more of them."""
     by_storage: dict[Hashable, list[str]] = {}
     for name, slot in slots.items():
@@ -270,39 +247,39 @@ def _groups(slots: dict[str, _Slot]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_storage.values() if len(names) > 1]
 
 
-def _changes(before: dict[str, _Slot], after: dict[str, _Slot]) -> list[TieChange]:
-    """Return what became of every group of slots, and the groups that are new."""
-    found: list[TieChange] = []
+def _state(slots: Slots, places: list[list[str]]) -> str:
+    """Say what names stand for, each given as the names that took its place."""
+    if len({frozenset(slots[name].storage for name in place) for place in places}) > 1:
+        return TWO
+    parameters = {frozenset(id(slots[name].parameter) for name in place) for place in places}
+    return ONE if len(parameters) == 1 else ALIASED
+
+
+def _changes(before: Slots, after: Slots) -> Iterator[Change]:
+    """Yield what became of each group of names, old or new."""
     for names in _groups(before):
-        places = {name: _in_its_place(name, names, before, after) for name in names}
-        parameters = {frozenset(id(after[new].parameter) for new in p) for p in places.values()}
-        storages = {frozenset(after[new].storage for new in p) for p in places.values()}
-        was_one = len({id(before[name].parameter) for name in names}) == 1
-        if len(storages) > 1:
-            found.append(_split(names, places, before, after))
-        elif len(parameters) > 1 and was_one:
-            found.append(_aliased(names, before[names[0]].shape))
-        elif len(parameters) == 1 and not was_one:
-            found.append(_joined(names, after, "two Parameters over one memory"))
-    for names in _groups(after):
-        storage_of = {}
-        for name in names:
-            gone = (old for old in before if old not in after and old.startswith(f"{name}."))
-            origin = name if name in before else next(gone, "")  # `head.weight`, if `head` is new
-            if origin:
-                storage_of[name] = before[origin].storage
-        if len(set(storage_of.values())) > 1:
-            found.append(_joined(tuple(storage_of), after, "two matrices"))
-    return found
+        places = [_places(name, names, before, after) for name in names]
+        was, now = _state(before, [[name] for name in names]), _state(after, places)
+        called = f"{_named(names)} {before[names[0]].shape}"
+        if now == TWO:
+            text = f"{called} were one matrix and are not: "
+            text += ", ".join(_became(names, places, before, after))
+            yield KINDS[now], names, text, _advice(places, before[names[0]], after)
+        elif now != was:
+            yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
+    for group in _groups(after):
+        names = tuple(name for name in group if name in before)
+        places = [[name] for name in names]
+        if names and _state(before, places) == TWO:
+            called, now = f"{_named(names)} {after[names[0]].shape}", _state(after, places)
+            yield KINDS[now], names, f"{called} were {TWO} and are {now}", ADVICE[now]
 
 
-def _in_its_place(
-    name: str, group: tuple[str, ...], before: dict[str, _Slot], after: dict[str, _Slot]
-) -> list[str]:
-    """Return the slots that stand where a slot was.
+def _places(name: str, group: tuple[str, ...], before: Slots, after: Slots) -> list[str]:
+    """Return the names that stand where a name was.
 
     A module that was wrapped or replaced has other names: `lm_head.weight` may have become
-    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original. Slots with
+    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original. Those with
     the matrix's shape count.
     """
     if name in after:
@@ -316,91 +293,40 @@ def _in_its_place(
     ]
 
 
-def _split(
-    names: tuple[str, ...],
-    places: dict[str, list[str]],
-    before: dict[str, _Slot],
-    after: dict[str, _Slot],
-) -> TieChange:
-    """Describe slots that were one matrix and are not."""
-    became = []
-    for name in names:
-        if name in after:
-            if after[name].storage != before[name].storage:
-                became.append(f"{name} is another matrix now, {after[name].shape}")
-        elif places[name]:
-            what = " and ".join(f"{new} {after[new].shape}" for new in places[name])
-            became.append(f"in the place of {name} is {what}")
-        else:
-            became.append(f"{name} is gone")
-    text = f"{_named(names)} {before[names[0]].shape} were one matrix and are not: "
-    advice = _advice(names, places, before, after)
-    return TieChange("split", names, text + ", ".join(became), advice)
+def _became(
+    names: tuple[str, ...], places: list[list[str]], before: Slots, after: Slots
+) -> Iterator[str]:
+    """Say what became of each name of a matrix that is several now."""
+    for name, place in zip(names, places, strict=True):
+        if not place:
+            yield f"{name} is gone"
+        elif name not in after:
+            what = " and ".join(f"{new} {after[new].shape}" for new in place)
+            yield f"in the place of {name} is {what}"
+        elif after[name].storage != before[name].storage:
+            yield f"{name} is another matrix now, {after[name].shape}"
 
 
-def _advice(
-    names: tuple[str, ...],
-    places: dict[str, list[str]],
-    before: dict[str, _Slot],
-    after: dict[str, _Slot],
-) -> str:
-    """Say what to do about a split, by the names, shapes and devices."""
+def _advice(places: list[list[str]], before: _Slot, after: Slots) -> str:
+    """Say what to do about names that were one matrix and are not."""
     again = "tie(model) makes them one again"
-    now = [new for name in names for new in places[name]]
-    devices = {after[new].device.type for new in now}
-    if any("modules_to_save" in new for new in now):
+    now = [name for place in places for name in place]
+    if any("modules_to_save" in name for name in now):
         return (
             "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True, or adapt "
             "both names"
         )
-    if not all(places.values()):
+    if not all(places):
         return f"nothing of that shape predicts now; if it should, put a head back and {again}"
-    if len({after[new].shape for new in now}) > 1:
+    if len({after[name].shape for name in now}) > 1:
         return f"only one of them was resized: resize both, then {again}"
-    if any(before[name].device.type == "meta" for name in names) and "meta" not in devices:
+    if before.parameter.is_meta and not any(after[name].parameter.is_meta for name in now):
         return f"to_empty gives every name memory of its own: {again} before weights are loaded"
-    if "head" in {name.rpartition(".")[2] for name in names}:
-        return (
-            "if the head should share W, tie(model); if it is meant to have a matrix of its own, "
-            "untie(model) or replace_head(model, module) does it and reports it"
-        )
     return f"{again}; if two are meant, set config.tie_word_embeddings=False so that files say so"
-
-
-def _aliased(names: tuple[str, ...], shape: tuple[int, ...]) -> TieChange:
-    return TieChange(
-        "aliased",
-        names,
-        f"{_named(names)} {shape} were one Parameter and are two over the same memory",
-        "an optimizer made now would step it twice, and the next copy or move parts them "
-        "(load_state_dict(assign=True) does this); tie(model) makes them one again",
-    )
-
-
-def _joined(names: tuple[str, ...], after: dict[str, _Slot], were: str) -> TieChange:
-    """Describe slots that have become one, or share a storage now."""
-    named = f"{_named(names)} {after[names[0]].shape}"
-    if len({id(after[name].parameter) for name in names}) > 1:
-        return TieChange(
-            "aliased",
-            names,
-            f"{named} were two matrices and are two Parameters over one memory",
-            "an optimizer would step it twice: assign the Parameter itself, or use tie(model)",
-        )
-    return TieChange(
-        "joined",
-        names,
-        f"{named} were {were} and are one Parameter",
-        "an optimizer made before this holds the one that is gone: make a new one; "
-        "config.tie_word_embeddings should be True now",
-    )
 
 
 def _named(names: tuple[str, ...]) -> str:
     return " and ".join((*names[1:], names[0]))
-
-
-# The trace function
 
 
 class _Tracer:
@@ -420,16 +346,13 @@ class _Tracer:
     @classmethod
     def of_this_thread(cls) -> _Tracer:
         """Return the one that is installed, or a new one."""
-        tracer: _Tracer | None = getattr(_THREAD, "tracer", None)
-        if tracer is None or not tracer.guards or sys.gettrace() != tracer._on_call:
-            tracer = _THREAD.tracer = cls()
-        return tracer
+        tracer = getattr(sys.gettrace(), "__self__", None)
+        return tracer if isinstance(tracer, cls) and tracer.guards else cls()
 
     def add(self, guard: Guard, frame: FrameType | None) -> None:
         """Let a guard see each line from now on."""
-        first = not self.guards
         self.guards += (guard,)
-        self._install(frame, all_frames=first)
+        self._install(frame)
 
     def remove(self, guard: Guard, frame: FrameType | None) -> None:
         """Let a guard see no more; after the last one, all is as it was before the first."""
@@ -442,12 +365,13 @@ class _Tracer:
                 known.f_trace = before
             self._frames.clear()
         elif here and sys.gettrace() is None:  # Python dropped it because a guard raised
-            self._install(frame, all_frames=False)
+            self._install(frame)
 
-    def _install(self, frame: FrameType | None, *, all_frames: bool) -> None:
-        """Trace new frames, and those of user code that are running, one by one."""
+    def _install(self, frame: FrameType | None) -> None:
+        """Trace new frames, and those of user code that are running and not traced yet."""
+        first = not self._frames
         while frame is not None:
-            if _origin(frame) == USER and (all_frames or frame.f_trace is None):
+            if _is_users(frame.f_code.co_filename) and (first or frame.f_trace is None):
                 self._frames.setdefault(frame, frame.f_trace)
                 frame.f_trace = self._trace_lines(frame.f_trace)
             frame = frame.f_back
@@ -466,14 +390,11 @@ class _Tracer:
                 sys.settrace(self._before)
             return inner
         code = frame.f_code
-        origin = _ORIGINS.get(code.co_filename)
-        if origin is None:
-            origin = _origin(frame)
-        if origin == USER:
+        if _is_users(code.co_filename):
             for guard in self.guards:
                 guard.before_line(frame)
             return self._trace_lines(inner)
-        if origin == MODULE and code.co_name in CHANGERS:
+        if code.co_name in CHANGERS and code.co_filename == MODULE_FILE:
             for guard in self.guards:
                 guard.changed = True
         return inner
@@ -485,52 +406,25 @@ class _Tracer:
             nonlocal inner
             if inner is not None:
                 inner = inner(frame, event, arg)
-            if not self.guards:
-                return inner
-            if event == "line":
-                for guard in self.guards:
+            for guard in self.guards:
+                if event == "line":
                     guard.before_line(frame)
-            elif event == "return":
-                for guard in self.guards:
-                    guard.after_return(frame)
-            return trace
+                elif event == "return":
+                    guard.step(_user_frame(frame.f_back))
+            return trace if self.guards else inner
 
         return trace
 
 
-def _library_roots() -> tuple[str, ...]:
-    """Return the directories of code that is not the user's: Python, packages, torch, tiedgpt."""
-    paths = [sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [str(Path(torch.__file__).parent), str(Path(__file__).parents[1])]
-    return tuple({f"{form}/" for path in paths for form in (path, Path(path).resolve())})
-
-
-_THREAD = threading.local()
-LIBRARY, USER, MODULE = range(3)
-CHANGERS = frozenset(
-    "__setattr__ __delattr__ __setstate__ _apply register_parameter register_module "
-    "add_module".split()
-)
-"""Functions of nn.Module that can replace a parameter."""
-_LIBRARIES = _library_roots()
-_PACKAGES = frozenset(("site-packages", "dist-packages"))
-_GENERATED = ("<frozen", "<eval_with_key", "<attrs", "<__", "<torch")
-_ORIGINS: dict[str, int] = {inspect.getfile(nn.Module): MODULE}
-
-
-def _origin(frame: FrameType) -> int:
-    """Whether a frame runs user code, library code, or torch's file of nn.Module."""
-    file = frame.f_code.co_filename
-    origin = _ORIGINS.get(file)
-    if origin is None:
-        library = file.startswith((*_LIBRARIES, *_GENERATED))
-        library = library or not _PACKAGES.isdisjoint(Path(file).parts)
-        origin = _ORIGINS[file] = LIBRARY if library else USER
-    return origin
+@cache
+def _is_users(file: str) -> bool:
+    """Whether a file holds user code, not Python's, an installed package's, torch's or ours."""
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith((*LIBRARIES, *GENERATED))
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the frame, or the nearest of its callers, that runs user code."""
-    while frame is not None and _origin(frame) != USER:
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -47,8 +47,7 @@ class Unembed(nn.Module):
 
     def extra_repr(self) -> str:
         """Say in `print(model)` whose matrix predicts."""
-        bias = "" if self.bias is None else ", and a bias of its own"
-        return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight{bias}"
+        return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight"
 
 
 def require_gpt(model: object) -> GPT:
@@ -76,58 +75,47 @@ def predicts_through_wte(model: GPT) -> bool:
     return model.head is None or bool(unembeds(model))
 
 
-def unembeds(model: GPT) -> list[str]:
-    """Return the names of the modules in the head that predict with `model.wte`."""
-    return [
-        name
-        for name, module in _modules(model.head)
-        if isinstance(module, Unembed) and module.wte is model.wte
-    ]
+def unembeds(model: GPT) -> dict[str, Unembed]:
+    """Return the modules in the head that predict with `model.wte`, by name."""
+    parts = dict(model.named_modules())
+    return {n: m for n, m in parts.items() if isinstance(m, Unembed) and m.wte is model.wte}
 
 
 def second_names(model: GPT) -> list[str]:
     """Return the names of parameters in the head that are `wte.weight` under a second name."""
-    if model.head is None:
-        return []
     key = storage_key(model.wte.weight)
-    parameters = model.head.named_parameters("head", remove_duplicate=False)
-    return [name for name, parameter in parameters if storage_key(parameter) == key]
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [name for name, p in parameters if name != "wte.weight" and storage_key(p) == key]
 
 
 def head_layers(model: GPT) -> dict[str, nn.Linear]:
     """Return the linear layers D -> V in the head, by their names in the model."""
-    return {
-        name: module
-        for name, module in _modules(model.head)
-        if isinstance(module, nn.Linear) and module.weight.shape == model.wte.weight.shape
-    }
+    shape, head = model.wte.weight.shape, model.head or nn.Identity()
+    parts = dict(head.named_modules(prefix="head"))
+    return {n: m for n, m in parts.items() if isinstance(m, nn.Linear) and m.weight.shape == shape}
 
 
 @torch.no_grad()
-def count_logits(model: GPT, head: nn.Module) -> int:
-    """Call a head with zeros (1, D) and (1, 1, D), as `GPT.loss` and `GPT.logits` do; return V.
+def require_logits(model: GPT, head: nn.Module) -> None:
+    """Call a head with zeros (1, D) and (1, 1, D), as `GPT.loss` and `GPT.logits` do.
 
     Raises `UserError` if the head cannot read them or does not return one logit per token.
     """
-    weight, n_logits = model.wte.weight, 0
-    for shape in ((1, weight.shape[1]), (1, 1, weight.shape[1])):
+    size, width = model.wte.weight.shape
+    for shape in ((1, width), (1, 1, width)):
+        h, wanted = model.wte.weight.new_zeros(shape), (*shape[:-1], size)
         try:
             with inference(head):
-                out = head(weight.new_zeros(shape))
-        except Exception as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                f"{describe(head)} cannot read h {shape} of {weight.dtype} on {weight.device}: "
-                f"{why}"
-            ) from error
-        if not isinstance(out, Tensor) or out.shape[:-1] != shape[:-1]:
+                out = head(h)
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            problem = f"got {got}; resize the vocabulary before a head is put in"
+        except Exception as error:
+            got, problem = None, (str(error) or type(error).__name__).splitlines()[0]
+        if got != wanted:
             raise UserError(
-                f"{describe(head)} turns h {shape} into {got}; a head must return one score a "
-                f"token, {(*shape[:-1], weight.shape[0])}"
+                f"{describe(head)} must turn h {shape} of {h.dtype} on {h.device} into logits "
+                f"{wanted}: {problem}"
             )
-        n_logits = out.shape[-1]
-    return n_logits
 
 
 @contextmanager
@@ -163,7 +151,3 @@ def storage_key(tensor: Tensor) -> Hashable:
     except (NotImplementedError, RuntimeError):  # sharded and wrapped tensors have no storage
         pass
     return id(tensor)
-
-
-def _modules(head: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-    return iter(()) if head is None else head.named_modules(prefix="head")

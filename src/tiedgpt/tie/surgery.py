@@ -11,7 +11,7 @@ object throughout.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Literal, get_args
 
@@ -22,12 +22,12 @@ from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import (
     Unembed,
-    count_logits,
     describe,
     head_layers,
     is_tied,
     predicts_through_wte,
     require_gpt,
+    require_logits,
     second_names,
     storage_key,
     unembeds,
@@ -48,9 +48,9 @@ class Change:
 
     parameters_before: int
     parameters_after: int
-    came_in: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    came_in: dict[str, tuple[int, ...]]
     """Shapes of new parameters, by name."""
-    went_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    went_out: dict[str, tuple[int, ...]]
     """Shapes of parameters that are gone, by their old names."""
 
     @classmethod
@@ -66,14 +66,11 @@ class Change:
             {n: tuple(p.shape) for n, p in before.items() if storage_key(p) not in new},
         )
 
-    def lines(self) -> list[str]:
-        """Return the change in words."""
-        text = [f"parameters: {self.parameters_before:,}, as before"]
-        if self.parameters_before != self.parameters_after:
-            text = [f"parameters: {self.parameters_before:,} -> {self.parameters_after:,}"]
+    def __str__(self) -> str:
+        lines = [f"parameters: {self.parameters_before:,} -> {self.parameters_after:,}"]
         for what, shapes in (("came in: ", self.came_in), ("went out:", self.went_out)):
-            text += [f"  {what} {name} {shape}, {prod(shape):,}" for name, shape in shapes.items()]
-        return text
+            lines += [f"  {what} {name} {shape}, {prod(shape):,}" for name, shape in shapes.items()]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -84,52 +81,27 @@ class TieReport:
     """Name of the matrix that reads; it is the one that stays."""
     outputs: tuple[str, ...]
     """Names of the matrix that predicted."""
-    shape: tuple[int, ...]
-    """(V, D)."""
-    keep: str
-    """Whose values were kept: `input`, `output` or `mean`."""
     apart: Comparison | None
     """How far apart the two were; None on the meta device, where there are no values."""
     change: Change
-    notes: tuple[str, ...] = ()
+    text: str
 
     def __str__(self) -> str:
-        outputs = ", ".join(self.outputs)
-        kept = {"input": f"those of {self.input}", "output": f"those of {outputs}"}
-        compared = "were not compared: on the meta device they have no values"
-        if self.apart is not None:
-            compared = f"were compared: they {self.apart}"
-        if self.apart is not None and not self.apart.equal:
-            compared += f"; the values kept are {kept.get(self.keep, 'the mean of both')}"
-        lines = [
-            f"tied: {self.input} {self.shape} reads and predicts; it replaces {outputs}",
-            f"the two {compared}",
-        ]
-        return "\n".join([*lines, *self.change.lines(), *self.notes])
+        return self.text
 
 
 @dataclass(frozen=True)
 class HeadReport:
     """The head as it is now."""
 
-    head: str
-    """The head in a few words."""
-    n_outputs: int
-    """The number of logits: V."""
     tied: bool
     """Whether W predicts."""
     change: Change
-    how_to_tie: str = ""
-    """The call that makes W predict again, if it does not."""
-    notes: tuple[str, ...] = ()
+    text: str
+    """The head in words, the change, and the call that ties it if it is untied."""
 
     def __str__(self) -> str:
-        state = "NOT tied: wte.weight only reads, the head predicts with a matrix of its own"
-        if self.tied:
-            state = "tied: wte.weight reads and predicts"
-        lines = [f"head: {self.head}, scores {self.n_outputs:,} tokens", state]
-        lines += self.change.lines()
-        return "\n".join([*lines, *([self.how_to_tie] if self.how_to_tie else []), *self.notes])
+        return self.text
 
 
 def tie(
@@ -156,8 +128,8 @@ def tie(
     for name, part in model.named_modules():
         if isinstance(part, GPT) and part is not model:
             raise UserError(f"the GPT is {name!r} inside {type(model).__name__}: tie that one")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     before = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     reads, predicts, apart = _two_matrices(model, parameters, input_name, output_name)
     matrix, other = parameters[reads], parameters[predicts]
     outputs = tuple(name for name, parameter in parameters.items() if parameter is other)
@@ -170,9 +142,17 @@ def tie(
         else:
             setattr(model.get_submodule(owner), last, matrix)
     notes += _claim_tied(model)
-    change = Change.since(before, model)
-    shape = tuple(matrix.shape)
-    return TieReport(reads, outputs, shape, keep, apart, change, (*notes, NEW_OPTIMIZER))
+    change, replaced = Change.since(before, model), ", ".join(outputs)
+    lines = [
+        f"tied: {reads} {tuple(matrix.shape)} reads and predicts; it replaces {replaced}",
+        "the two were not compared: on the meta device they have no values",
+    ]
+    if apart is not None:
+        kept = {"input": f"those of {reads}", "output": f"those of {replaced}"}
+        lines[1] = f"the two {apart}"
+        lines[1] += "" if apart.equal else f"; kept are {kept.get(keep, 'the means')}"
+    text = "\n".join([*lines, str(change), *notes, NEW_OPTIMIZER])
+    return TieReport(reads, outputs, apart, change, text)
 
 
 def untie(model: GPT) -> HeadReport:
@@ -190,15 +170,11 @@ def untie(model: GPT) -> HeadReport:
             "linear layer; give that module a parameter of its own"
         )
     before = dict(model.named_parameters())
-    names = unembeds(model)
+    for name, unembed in unembeds(model).items():
+        model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
     if model.head is None:
         model.head = _copy_of(model.wte.weight)
-    for name in names:
-        unembed = model.get_submodule(name)
-        assert isinstance(unembed, Unembed)
-        model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
-    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
-    return _head_report(model, Change.since(before, model))
+    return _head_report(model, before)
 
 
 def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
@@ -211,27 +187,19 @@ def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
     """
     model = require_gpt(model)
     if module is not None:
-        if not isinstance(module, nn.Module):
+        if not isinstance(module, nn.Module) or module in (model, model.wte):
             raise UserError(
-                "a head is a torch.nn.Module, or None to let wte predict; got "
+                "a head must be a torch.nn.Module of its own, or None to let wte predict; got "
                 f"{type(module).__name__}"
             )
-        if module is model or module is model.wte:
-            raise UserError("the model's own parts are no head; with None instead, wte predicts")
-        size, n_logits = model.wte.weight.shape[0], count_logits(model, module)
-        if n_logits != size:
-            raise UserError(
-                f"{describe(module)} scores {n_logits:,} tokens and the vocabulary has {size:,}: "
-                f"use a head of {size:,}, or resize_vocab(model, {n_logits}) first"
-            )
+        require_logits(model, module)
     before = dict(model.named_parameters())
     model.head = module
     shared = second_names(model)
     for name in head_layers(model):
         if f"{name}.weight" in shared:
             _predict_with_wte(model, name)
-    model.config = dataclasses.replace(model.config, tie_word_embeddings=is_tied(model))
-    return _head_report(model, Change.since(before, model))
+    return _head_report(model, before)
 
 
 # tie, step by step
@@ -244,15 +212,11 @@ def _two_matrices(
     output_name: str | None,
 ) -> tuple[str, str, Comparison | None]:
     """Return the names of the two matrices to tie, and how far apart they are."""
-    checkpoint = module_checkpoint(model)
-    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     gpt = require_gpt(model) if isinstance(model, GPT) else None
     if gpt is not None and predicts_through_wte(gpt):
-        raise UserError("the model is tied already: wte.weight reads and predicts")
+        raise UserError("tied already: wte.weight reads and predicts")
+    roles = find_roles(module_checkpoint(model), input_name=input_name, output_name=output_name)
     reads, predicts = roles.input, roles.output or next(iter(roles.aliases), None)
-    if reads is not None and predicts is not None:
-        if parameters[reads.name] is parameters[predicts.name]:
-            raise UserError(f"tied already: {predicts.name} is the same Parameter as {reads.name}")
     if gpt is not None and gpt.head is not None:
         if reads is None or reads.name != "wte.weight":
             raise UserError(f"input_name must be 'wte' in a tiedgpt.GPT, got {input_name!r}")
@@ -264,21 +228,18 @@ def _two_matrices(
             )
     if reads is None or predicts is None:
         raise UserError(
-            f"{checkpoint.source} has one matrix over the vocabulary, {roles.matrix.name} "
+            f"{type(model).__name__} has one matrix over the vocabulary, {roles.matrix.name} "
             f"{roles.matrix.shape}, and no second one: there is nothing to tie"
         )
     a, b = parameters[reads.name], parameters[predicts.name]
-    for what, one, other in (
-        ("shape", reads.shape, predicts.shape),
-        ("dtype", a.dtype, b.dtype),
-        ("device", a.device, b.device),
-    ):
-        if one != other:
-            hint = "resize or replace one of them" if what == "shape" else "convert one of them"
-            raise UserError(
-                f"{reads.name} {reads.shape} and {predicts.name} {predicts.shape} must have the "
-                f"same {what}, got {one} and {other}: {hint}, then tie"
-            )
+    if a is b:
+        raise UserError(f"tied already: {predicts.name} is the same Parameter as {reads.name}")
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        raise UserError(
+            f"{reads.name} {reads.shape} ({reads.dtype}, {a.device}) and {predicts.name} "
+            f"{predicts.shape} ({predicts.dtype}, {b.device}) must have the same shape, dtype and "
+            "device: resize, convert or replace one of them, then tie"
+        )
     return reads.name, predicts.name, compare(reads, predicts)
 
 
@@ -296,20 +257,18 @@ def _keep_values(matrix: nn.Parameter, other: Tensor, keep: Keep) -> None:
 def _predict_with_wte(model: GPT, name: str) -> None:
     """Let W predict in the place of a linear layer of the head."""
     layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
     if plain_matrix(layer) is not None and layer is model.head:
         model.head = None
     else:
-        bias = layer.bias
-        assert bias is None or isinstance(bias, nn.Parameter)
-        model.set_submodule(name, Unembed(model.wte, bias))
+        model.set_submodule(name, Unembed(model.wte, layer.bias))
 
 
 def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linear:
     """Return a Linear with a copy of a matrix (V, D)."""
     linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(matrix.detach().clone(), matrix.requires_grad)
-    if bias is not None:
-        linear.bias = bias
+    linear.bias = bias  # type: ignore[assignment]
     return linear
 
 
@@ -327,39 +286,42 @@ def _claim_tied(model: nn.Module) -> list[str]:
 
 def _notes_on_the_rest(model: nn.Module, predicts: str) -> list[str]:
     """Tell of a bias, which stays, and of a larger head, which files have no place for."""
-    notes = []
     owner = predicts.rpartition(".")[0]
-    if isinstance(getattr(model.get_submodule(owner), "bias", None), nn.Parameter):
-        notes.append(f"{owner}.bias stays: logits = h W^T + b")
+    layer = model.get_submodule(owner)
     head = model.head if isinstance(model, GPT) else output_module(model)[1]
-    if head is None or model.get_submodule(owner) is head:
-        return notes
-    refuses = f"save_pretrained refuses a tie under the name {predicts}: put a plain Linear that "
-    refuses += "holds the Parameter back as the head before saving"
-    if isinstance(model, GPT):
-        refuses = f"{owner} keeps its place in the head and predicts with W; transformers' files "
-        refuses += "have no place for such a head"
-    return [*notes, refuses]
-
-
-# What is said of a head
-
-
-def _head_report(model: GPT, change: Change) -> HeadReport:
-    notes = [NEW_OPTIMIZER]
-    if second := second_names(model):
+    notes = []
+    if isinstance(getattr(layer, "bias", None), nn.Parameter):
+        notes.append(f"{owner}.bias stays: logits = h W^T + b")
+    if isinstance(model, GPT) and layer is not head:
+        notes.append(f"{owner} predicts with W; transformers' files have no place for such a head")
+    elif head is not None and layer is not head:
         notes.append(
+            f"save_pretrained refuses a tie under the name {predicts}: put a plain Linear that "
+            "holds the Parameter back as the head before saving"
+        )
+    return notes
+
+
+def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> HeadReport:
+    """Make the config say whether the head is tied, and describe the head."""
+    tied, change = is_tied(model), Change.since(before, model)
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
+    head = "none: wte predicts" if model.head is None else describe(model.head)
+    lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens"]
+    lines.append(
+        "tied: wte.weight reads and predicts"
+        if tied
+        else "NOT tied: wte.weight only reads, the head predicts with a matrix of its own"
+    )
+    lines += [str(change), NEW_OPTIMIZER]
+    if not tied:
+        lines.append(_how_to_tie(model))
+    if second := second_names(model):
+        lines.append(
             f"{second[0]} is wte.weight under a second name: replacing one of them (to_empty, "
             "load_state_dict(assign=True)) unties them; guard(model) notices"
         )
-    return HeadReport(
-        head="none: wte predicts" if model.head is None else describe(model.head),
-        n_outputs=model.wte.weight.shape[0],
-        tied=is_tied(model),
-        change=change,
-        how_to_tie="" if is_tied(model) else _how_to_tie(model),
-        notes=tuple(notes),
-    )
+    return HeadReport(tied, change, "\n".join(lines))
 
 
 def _how_to_tie(model: GPT) -> str:
@@ -371,8 +333,7 @@ def _how_to_tie(model: GPT) -> str:
             "can be wte.weight; replace_head(model, None) lets wte predict instead"
         )
     call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
-    rest = "" if layers == ["head"] else ", the rest of the head stays"
     return (
-        f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight{rest}; "
+        f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight; "
         'keep="output" keeps the values of the head'
     )
