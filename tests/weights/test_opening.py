@@ -39,7 +39,7 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
         )
         assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((97, 32), "float32", 97 * 32 * 4)
         assert np.array_equal(tensor.rows(90, 97), matrix()[90:])
-        assert np.array_equal(tensor.columns(3, 9), matrix().T[3:9])
+        assert np.array_equal(tensor.turned().rows(3, 9), matrix().T[3:9])
 
 
 def test_views_in_a_torch_file_are_one_storage(tmp_path):
@@ -185,8 +185,8 @@ def test_zip_bombs_are_refused(tmp_path):
     path = zipped(tmp_path / "a.pt", {"data.pkl": sound}, zipfile.ZIP_DEFLATED)
     with pytest.raises(CorruptInputError, match="compressed"):
         open_checkpoint(path)
-    path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes(65)})
-    with pytest.raises(CorruptInputError, match="byteorder"):
+    path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes((64 << 20) + 1)})
+    with pytest.raises(CorruptInputError, match="not what torch.save writes"):
         open_checkpoint(path)
     nested = ()
     for _ in range(60):
@@ -207,8 +207,7 @@ def test_expanded_and_complex_tensors(tmp_path):
 
 def test_names_that_no_system_takes(tmp_path):
     torch.save({"wte.\ud800": torch.zeros(2, 3)}, tmp_path / "a.pt")
-    with pytest.raises(CorruptInputError):
-        open_checkpoint(tmp_path / "a.pt")
+    assert [*open_checkpoint(tmp_path / "a.pt").tensors] == ["wte.\\ud800"]
     for name in ("x" * 5000, "\ud800"):
         index = {"weight_map": {"w": name}}
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))

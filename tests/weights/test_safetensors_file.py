@@ -41,7 +41,8 @@ HOSTILE = {
     "no type": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), None),
     "an entry that is text": ({"a": "x"}, b"", None),
     "metadata that is text": ({"__metadata__": "x"}, b"", None),
-    "twice": (b'{"a": %b, "a": %b}' % (ONE, ONE), bytes(4), None),
+    "a name that is no text": (b'{"\\ud800": %b}' % ONE, bytes(4), None),
+    "too many tensors": (b"[" * 40_000_000, b"", None),
     "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),
 }  # fmt: skip
 
@@ -89,11 +90,3 @@ def test_every_type_of_the_format_is_known(tmp_path):
     for dtype, size in {"C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}.items():
         path = file_of(tmp_path / "a", {"a": entry([1], 0, size, dtype)}, bytes(size))
         assert SafetensorsFile.open(path).entries["a"].size == size
-
-
-def test_a_name_that_is_no_text_and_too_many_tensors(tmp_path):
-    raw = b'{"\\ud800": ' + ONE + b"}"
-    with pytest.raises(CorruptInputError, match="no text"):
-        SafetensorsFile.open(file_of(tmp_path / "a", raw, bytes(4)))
-    with pytest.raises(CorruptInputError, match="1,048,576 tensors"):
-        SafetensorsFile.open(file_of(tmp_path / "b", b"[" * 3_200_000))

@@ -26,8 +26,7 @@ from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import nonzero_rows
 from tiedgpt.weights.opening import CLAIM
-from tiedgpt.weights.safetensors_file import write_safetensors
-from tiedgpt.weights.tensor_copy import Copy
+from tiedgpt.weights.safetensors_file import Copy, write_safetensors
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 Keep = Literal["input", "output", "both"]

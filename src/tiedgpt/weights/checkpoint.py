@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 
-BY_FORMAT = {
+MODULES = {
     "GGUF": "gguf",
     "ONNX": "onnx",
     "llm.c": "llmc",
@@ -34,6 +34,7 @@ BY_FORMAT = {
     "packed": "packed",
     "TensorFlow": "openai_gpt2",
     "numpy": "openai_gpt1",
+    "module": "huggingface",
 }
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
 IN_SHARED_CONTAINERS = ("huggingface", "mingpt", "nanogpt", "state_dict")
@@ -71,18 +72,20 @@ class Checkpoint:
     @property
     def vocabulary(self) -> int | None:
         """The number of tokens, where the config tells it."""
-        return self._told("vocab_size")
+        return self._size("vocab_size")
 
     @property
     def width(self) -> int | None:
         """The width of the model, where the config tells it."""
-        told = (self._told(key) for key in ("n_embd", "hidden_size", "d_model"))
-        return next((width for width in told if width is not None), None)
+        return self._size("n_embd", "hidden_size", "d_model")
 
-    def _told(self, key: str) -> int | None:
+    def _size(self, *keys: str) -> int | None:
         inner = self.config.get("text_config")
-        value = self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
-        return value if type(value) is int and value > 0 else None
+        for config in (self.config, inner if isinstance(inner, dict) else {}):
+            for value in map(config.get, keys):
+                if type(value) is int and value > 0:
+                    return value
+        return None
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class LazyTensor:
             )
 
     def read(self) -> Tensor:
-        """Return it in memory of its own; what is quantized as float32.
+        """Return it in memory of its own, in our layout; what is quantized as float32.
 
         Raises `UserError` for a type that is not read here.
         """
@@ -130,8 +133,6 @@ class LazyTensor:
         """Return a tensor of any of torch's types as it is stored, in memory of its own."""
         import torch
 
-        if not self.stored.count:
-            return torch.empty(self.stored.shape, dtype=getattr(torch, self.stored.dtype))
         native = self.stored.native(0, self.stored.matrix_shape[0])
         native = native if native.flags.owndata else native.copy()  # of memory that is mapped
         flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
@@ -164,17 +165,16 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     its config.json. Raises `UserError` where it is another kind of model, `CorruptInputError` where
     its tensors contradict each other.
     """
-    name = BY_FORMAT.get(checkpoint.format)
+
+    def module(name: str) -> Any:
+        return import_module(f"tiedgpt.weights.{name}")
+
+    name = MODULES.get(checkpoint.format)
     if name is None:
-        checkpoint = _without_wrappers(checkpoint)
-        recognizing = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
+        recognizing = (n for n in IN_SHARED_CONTAINERS if module(n).recognizes(checkpoint))
         name = next(recognizing, "huggingface")
-    gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
+    gpt: GPTCheckpoint = module(name).as_gpt(checkpoint)
     return gpt
-
-
-def _module(name: str) -> Any:
-    return import_module(f"tiedgpt.weights.{name}")
 
 
 def unwrapped(name: str) -> str:
@@ -182,49 +182,51 @@ def unwrapped(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with its tensors under the names of the module that was wrapped."""
+def plain(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it with the names of the module that was wrapped; an adapter is a `UserError`."""
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        bare = unwrapped(name)
+        if "lora_A" in name or ".lora_" in name:
+            raise UserError(
+                f"{checkpoint.source} holds an adapter ({printable(name)[:80]}): merge it into its "
+                "model first, then look"
+            )
+        bare = unwrapped(name) if checkpoint.format in ("safetensors", "torch", "module") else name
         if bare in tensors:
             raise CorruptInputError(
                 f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"
             )
-        tensors[bare] = tensor
+        tensors[bare] = replace(tensor, name=bare)
     return replace(checkpoint, tensors=tensors)
 
 
 def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of `GPT(config)` by our names, without torch."""
     width, inner = config.n_embd, config.inner_dim
-    block = {
-        "ln_1.weight": (width,),
-        "ln_1.bias": (width,),
-        "attn.c_attn.weight": (3 * width, width),
-        "attn.c_attn.bias": (3 * width,),
-        "attn.c_proj.weight": (width, width),
-        "attn.c_proj.bias": (width,),
-        "ln_2.weight": (width,),
-        "ln_2.bias": (width,),
-        "mlp.c_fc.weight": (inner, width),
-        "mlp.c_fc.bias": (inner,),
-        "mlp.c_proj.weight": (width, inner),
-        "mlp.c_proj.bias": (width,),
-    }
-    all_shapes: dict[str, tuple[int, ...]] = {
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+    shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, width),
         "wpe.weight": (config.n_positions, width),
     }
     for layer in range(config.n_layer):
-        all_shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+        block = f"h.{layer}"
+        shapes |= norm(f"{block}.ln_1") | linear(f"{block}.attn.c_attn", 3 * width, width)
+        shapes |= linear(f"{block}.attn.c_proj", width, width) | norm(f"{block}.ln_2")
+        shapes |= linear(f"{block}.mlp.c_fc", inner, width)
+        shapes |= linear(f"{block}.mlp.c_proj", width, inner)
     if config.norm == "pre":
-        all_shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+        shapes |= norm("ln_f")
     if not config.tie_word_embeddings:
-        all_shapes[HEAD] = (config.vocab_size, width)
+        shapes[HEAD] = (config.vocab_size, width)
     if not config.bias:
-        all_shapes = {n: shape for n, shape in all_shapes.items() if not n.endswith(".bias")}
-    return all_shapes
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
+    return shapes
 
 
 def with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:

@@ -52,13 +52,11 @@ class Comparison:
         """Say how far apart they are: `differ in 3 of 97 rows (largest difference 1, ...)`."""
         if self.equal:
             return f"are equal in all {self.rows_compared:,} rows"
-        numbers = []
-        if self.largest is not None:
-            numbers.append(f"largest difference {self.largest:.3g}")
-        if self.cosine is not None:
-            numbers.append(f"cosine {self.cosine:.4f}")
+        largest = "" if self.largest is None else f"largest difference {self.largest:.3g}"
+        cosine = "" if self.cosine is None else f"cosine {self.cosine:.4f}"
+        numbers = ", ".join(filter(None, (largest, cosine)))
         text = f"differ in {self.differing_rows:,} of {self.rows_compared:,} rows"
-        return f"{text} ({', '.join(numbers)})" if numbers else text
+        return f"{text} ({numbers})" if numbers else text
 
 
 @dataclass(frozen=True)
@@ -67,125 +65,62 @@ class Statistics:
 
     mean: float
     std: float
-    kurtosis: float
-    """3 for a normal distribution, 1.8 for a uniform one; trained matrices have heavier tails."""
-    row_norm_spread: float
-    """Standard deviation of the rows' norms divided by their mean."""
-    n_elements: int
-    width: int
-
-    @property
-    def initialization(self) -> str | None:
-        """The initialization that the numbers look like, in words, or None."""
-        if not math.isfinite(self.std) or self.std == 0:
-            return None
-        if abs(self.mean) > 5 * self.std / math.sqrt(self.n_elements) + 0.01 * self.std:
-            return None
-        if self.row_norm_spread > 2.5 / math.sqrt(2 * self.width):
-            return None
-        slack = 0.1 + 15 / math.sqrt(self.n_elements)
-        bound = 1 / math.sqrt(self.width)
-        if abs(self.kurtosis - 3) < slack:
-            for std in (0.02, 0.01, 1.0, bound):
-                if abs(self.std / std - 1) < 0.05 + 3 / math.sqrt(self.n_elements):
-                    return f"N(0, {std:.2g})"
-        if abs(self.kurtosis - 1.8) < slack and abs(self.std * math.sqrt(3) / bound - 1) < 0.05:
-            return f"uniform in +-{bound:.2g}, torch's Linear"
-        return None
+    initialization: str | None
+    """The initialization that the numbers look like, in words."""
 
 
 def compare(a: StoredTensor, b: StoredTensor, *, transposed: bool = False) -> Comparison | None:
     """Compare a (V, D) with b (V', D), or with b (D, V') if `transposed`, over the common rows.
 
-    Returns None if the two cannot be compared: types that are not decoded, or no data (meta).
+    Types that are not decoded are compared by their bytes. Returns None if the two cannot be
+    compared: types that differ and are not decoded, or no data (meta).
     """
+    b = b.turned() if transposed else b
     if a.is_decodable and b.is_decodable:
-        return _compare_numbers(a, b, transposed=transposed)
-    if a.dtype == b.dtype and a.read and b.read and not transposed and a.shape[1] == b.shape[1]:
-        return _compare_bytes(a, b)
-    return None
-
-
-def statistics(tensor: StoredTensor, *, transposed: bool = False) -> Statistics | None:
-    """Measure a matrix on up to four million of its elements; None if they cannot be decoded."""
-    if not tensor.is_decodable:
+        return _compare_numbers(a, b)
+    if a.dtype != b.dtype or not a.read or not b.read or a.shape[1] != b.shape[1]:
         return None
-    rows, width = tensor.shape[::-1] if transposed else tensor.shape
-    n_rows = max(1, min(rows, SAMPLE // width))
-    pieces = min(8, n_rows)
-    starts = [(rows - n_rows // pieces) * i // max(1, pieces - 1) for i in range(pieces)]
-    sums, norms, n = np.zeros(4), [], 0
-    for start in starts:
-        x = _rows(tensor, start, start + n_rows // pieces, transposed).astype(np.float64)
-        with np.errstate(all="ignore"):
-            sums += [float((x**power).sum()) for power in (1, 2, 3, 4)]
-            norms.append(np.sqrt((x * x).sum(axis=1)))
-        n += x.size
-    m1, m2, m3, m4 = (float(value) / n for value in sums)
-    if not all(map(math.isfinite, (m1, m2, m3, m4))):
-        return None
-    variance = max(0.0, m2 - m1 * m1)
-    fourth = m4 - 4 * m1 * m3 + 6 * m1 * m1 * m2 - 3 * m1**4
-    lengths = np.concatenate(norms)
-    return Statistics(
-        mean=m1,
-        std=math.sqrt(variance),
-        kurtosis=fourth / variance**2 if variance else 0.0,
-        row_norm_spread=float(lengths.std() / lengths.mean()) if lengths.any() else 0.0,
-        n_elements=n,
-        width=width,
-    )
+    n_rows = min(a.shape[0], b.shape[0])
+    differing, first_rows = 0, list[int]()
+    for start, stop in _bounds(0, n_rows, a.shape[1]):
+        apart = a.native(start, stop) != b.native(start, stop)
+        rows = np.flatnonzero(apart.any(axis=1))
+        differing += rows.size
+        first_rows += (start + rows[: N_FIRST_ROWS - len(first_rows)]).tolist()
+    largest, cosine = (None, None) if differing else (0.0, 1.0)
+    return Comparison(n_rows, differing, tuple(first_rows), largest, cosine, 0, False)
 
 
-def nonzero_rows(tensor: StoredTensor, start: int, stop: int, *, transposed: bool = False) -> int:
-    """Count the rows in [start, stop) that hold anything but zeros."""
-    count = 0
-    for first, end in _bounds(start, stop, tensor.shape[0] if transposed else tensor.shape[1]):
-        count += int((_rows(tensor, first, end, transposed) != 0).any(axis=1).sum())
-    return count
-
-
-def _rows(tensor: StoredTensor, start: int, stop: int, transposed: bool) -> Block:
-    return tensor.columns(start, stop) if transposed else tensor.rows(start, stop)
-
-
-def _bounds(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    step = max(1, BLOCK_ITEMS // max(1, width))
-    for first in range(start, stop, step):
-        yield first, min(stop, first + step)
-
-
-def _compare_numbers(a: StoredTensor, b: StoredTensor, *, transposed: bool) -> Comparison:
-    n_rows = min(a.shape[0], b.shape[1] if transposed else b.shape[0])
-    first_rows: list[int] = []
-    differing = not_finite = 0
+def _compare_numbers(a: StoredTensor, b: StoredTensor) -> Comparison:
+    n_rows = min(a.shape[0], b.shape[0])
+    differing, first_rows = 0, list[int]()
+    not_finite = 0
     largest = dot = norm_a = norm_b = 0.0
     errors = [ROUNDING_ERROR[t.dtype] for t in (a, b) if t.dtype in ROUNDING_ERROR]
     rounding = a.dtype != b.dtype and bool(errors)
     for start, stop in _bounds(0, n_rows, a.shape[1]):
         x = a.rows(start, stop)  # in two statements: each frees the block before it
-        y = _rows(b, start, stop, transposed)
+        y = b.rows(start, stop)
         with np.errstate(all="ignore"):
             apart = x != y
             if not apart.any():  # so neither holds a NaN
                 square = _dot(x, x)
                 dot, norm_a, norm_b = dot + square, norm_a + square, norm_b + square
-                not_finite += 0 if math.isfinite(square) else _not_finite_rows(x)
+                not_finite += 0 if math.isfinite(square) else _not_finite_rows(x, x)
                 continue
             apart &= ~(np.isnan(x) & np.isnan(y))
-            rows = apart.any(axis=1)
-            differing += int(rows.sum())
-            first_rows += _first(rows, start, len(first_rows))
+            rows = np.flatnonzero(apart.any(axis=1))
+            differing += rows.size
+            first_rows += (start + rows[: N_FIRST_ROWS - len(first_rows)]).tolist()
             dot, norm_a, norm_b = dot + _dot(x, y), norm_a + _dot(x, x), norm_b + _dot(y, y)
-            if not (math.isfinite(norm_a) and math.isfinite(norm_b)):
+            if not math.isfinite(norm_a + norm_b):
                 not_finite += _not_finite_rows(x, y)
             gap = np.abs(x.astype(np.float64) - y)
-            finite = gap[np.isfinite(gap)]
-            largest = max(largest, float(finite.max()) if finite.size else 0.0)
+            largest = max(largest, float(gap.max(where=np.isfinite(gap), initial=0)))
             if rounding:
                 size = np.maximum(np.abs(x), np.abs(y))
                 rounding = bool((gap <= size * max(errors) + 1e-7).all())
-    length = math.sqrt(norm_a) * math.sqrt(norm_b) if norm_a >= 0 and norm_b >= 0 else math.nan
+    length = math.sqrt(norm_a) * math.sqrt(norm_b)
     has_cosine = math.isfinite(dot) and math.isfinite(length) and length > 0
     return Comparison(
         rows_compared=n_rows,
@@ -198,27 +133,71 @@ def _compare_numbers(a: StoredTensor, b: StoredTensor, *, transposed: bool) -> C
     )
 
 
-def _compare_bytes(a: StoredTensor, b: StoredTensor) -> Comparison:
-    n_rows = min(a.shape[0], b.shape[0])
-    first_rows: list[int] = []
-    differing = 0
-    for start, stop in _bounds(0, n_rows, a.shape[1]):
-        rows = (a.native(start, stop) != b.native(start, stop)).any(axis=1)
-        differing += int(rows.sum())
-        first_rows += _first(rows, start, len(first_rows))
-    largest = 0.0 if differing == 0 else None
-    cosine = 1.0 if differing == 0 else None
-    return Comparison(n_rows, differing, tuple(first_rows), largest, cosine, 0, False)
+def statistics(tensor: StoredTensor, *, transposed: bool = False) -> Statistics | None:
+    """Measure a matrix on up to four million of its elements; None if they cannot be decoded."""
+    tensor = tensor.turned() if transposed else tensor
+    if not tensor.is_decodable:
+        return None
+    rows, width = tensor.shape
+    n_rows = max(1, min(rows, SAMPLE // width))
+    pieces = min(8, n_rows)
+    sums, norms, n = np.zeros(4), [], 0
+    for piece in range(pieces):
+        start = (rows - n_rows // pieces) * piece // max(1, pieces - 1)
+        x = tensor.rows(start, start + n_rows // pieces).astype(np.float64)
+        with np.errstate(all="ignore"):
+            sums += [float((x**power).sum()) for power in (1, 2, 3, 4)]
+            norms.append(np.sqrt((x * x).sum(axis=1)))
+        n += x.size
+    m1, m2, m3, m4 = (float(value) / n for value in sums)
+    if not all(map(math.isfinite, (m1, m2, m3, m4))):
+        return None
+    variance = max(0.0, m2 - m1 * m1)
+    fourth = m4 - 4 * m1 * m3 + 6 * m1 * m1 * m2 - 3 * m1**4
+    lengths = np.concatenate(norms)
+    spread = float(lengths.std() / lengths.mean()) if lengths.any() else 0.0
+    std, kurtosis = math.sqrt(variance), fourth / variance**2 if variance else 0.0
+    return Statistics(m1, std, _initialization(m1, std, kurtosis, spread, n, width))
 
 
-def _first(rows: NDArray[np.bool_], start: int, n_known: int) -> list[int]:
-    """Return the first rows that differ, as long as fewer than N_FIRST_ROWS are known."""
-    return [start + int(row) for row in np.flatnonzero(rows)[: N_FIRST_ROWS - n_known]]
+def _initialization(
+    mean: float, std: float, kurtosis: float, row_norm_spread: float, n: int, width: int
+) -> str | None:
+    """Return the initialization that n elements in rows of `width` look like, in words.
+
+    Kurtosis is 3 for a normal distribution, 1.8 for a uniform one; trained matrices have heavier
+    tails, and rows whose norms differ more.
+    """
+    if std == 0 or abs(mean) > 5 * std / math.sqrt(n) + 0.01 * std:
+        return None
+    if row_norm_spread > 2.5 / math.sqrt(2 * width):
+        return None
+    slack = 0.1 + 15 / math.sqrt(n)
+    bound = 1 / math.sqrt(width)
+    if abs(kurtosis - 3) < slack:
+        for known in (0.02, 0.01, 1.0, bound):
+            if abs(std / known - 1) < 0.05 + 3 / math.sqrt(n):
+                return f"N(0, {known:.2g})"
+    if abs(kurtosis - 1.8) < slack and abs(std * math.sqrt(3) / bound - 1) < 0.05:
+        return f"uniform in +-{bound:.2g}, torch's Linear"
+    return None
 
 
-def _not_finite_rows(*blocks: Block) -> int:
-    finite = np.logical_and.reduce([np.isfinite(block) for block in blocks])
-    return int((~finite).any(axis=1).sum())
+def nonzero_rows(tensor: StoredTensor, start: int, stop: int, *, transposed: bool = False) -> int:
+    """Count the rows in [start, stop) that hold anything but zeros."""
+    tensor = tensor.turned() if transposed else tensor
+    blocks = (tensor.rows(*bounds) for bounds in _bounds(start, stop, tensor.shape[1]))
+    return sum(int((block != 0).any(axis=1).sum()) for block in blocks)
+
+
+def _bounds(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    step = max(1, BLOCK_ITEMS // max(1, width))
+    for first in range(start, stop, step):
+        yield first, min(stop, first + step)
+
+
+def _not_finite_rows(x: Block, y: Block) -> int:
+    return int((~(np.isfinite(x) & np.isfinite(y))).any(axis=1).sum())
 
 
 def _dot(x: Block, y: Block) -> float:

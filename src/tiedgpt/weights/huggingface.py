@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.core.config import ACTIVATIONS, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor, plain
 from tiedgpt.weights.tensors import by_storage, printable
 
 if TYPE_CHECKING:
@@ -169,7 +169,8 @@ def read_module(module: nn.Module) -> Checkpoint:
     groups = [{t.name for t in group} for group in by_storage(tensors.values())]
     if any(len(group) > 1 and "lm_head.weight" in group for group in groups):
         config["tie_word_embeddings"] = True
-    return Checkpoint(f"the {type(module).__name__} in memory", "module", tensors, config=config)
+    name = f"the {type(module).__name__} in memory"
+    return plain(Checkpoint(name, "module", tensors, config=config))
 
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:

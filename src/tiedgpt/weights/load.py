@@ -30,7 +30,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, LazyTensor, as_gpt, shapes
 from tiedgpt.weights.head_policy import choose_matrices
 from tiedgpt.weights.huggingface import FIELDS, drop_foreign_ids, read_module
-from tiedgpt.weights.opening import open_checkpoint, refuse_adapter
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import by_storage, printable
 
 Source = str | os.PathLike[str] | nn.Module
@@ -90,7 +90,7 @@ def load(
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
     if isinstance(source, nn.Module):
-        checkpoint = refuse_adapter(read_module(source))
+        checkpoint = read_module(source)
     else:
         checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
     path = Path(checkpoint.source)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.checkpoint import Checkpoint, plain
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensors import StoredTensor, printable
 
@@ -63,9 +63,9 @@ def open_checkpoint(
     """
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     if not path.is_dir():
-        return _with_claim(_open_file(path), path.parent / "config.json")
-    weights = _weights_in(path)
-    return _with_claim(replace(_open_file(weights), source=path), path / "config.json")
+        return _with_claim(plain(_open_file(path)), path.parent / "config.json")
+    checkpoint = plain(_open_file(_weights_in(path)))
+    return _with_claim(replace(checkpoint, source=path), path / "config.json")
 
 
 def _weights_in(directory: Path) -> Path:
@@ -120,22 +120,12 @@ def _open_file(path: Path) -> Checkpoint:
     for name in FORMATS:
         module: Any = import_module(f"tiedgpt.weights.{name}")
         if module.detect(path, head):
-            return refuse_adapter(module.read(path))
+            checkpoint: Checkpoint = module.read(path)
+            return checkpoint
     raise CorruptInputError(
         f"{path} is of no known checkpoint format: safetensors, torch.save, GGUF, ONNX, Keras's "
         ".h5, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files are read"
     )
-
-
-def refuse_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint; `UserError` for an adapter, which must be merged into its model."""
-    for name in checkpoint.tensors:
-        if "lora_A" in name or ".lora_" in name:
-            raise UserError(
-                f"{checkpoint.source} holds an adapter ({printable(name)[:80]}): merge it into its "
-                "model first, then look"
-            )
-    return checkpoint
 
 
 def _open_index(path: Path) -> Checkpoint:

@@ -39,32 +39,26 @@ def read_plain_pickle(file: Path) -> Any:
     Raises `CorruptInputError` for anything else that a pickle can hold, before any of it is made.
     """
     try:
-        size = file.stat().st_size
-        if size > LARGEST:
-            raise CorruptInputError(
-                f"{file}: {size:,} bytes are too many for a vocabulary; check the file"
-            )
-        content = file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST + 1)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from None
     try:
+        if len(content) > LARGEST:
+            raise ValueError(f"more than {LARGEST:,} bytes are too many for a vocabulary")
         for number, (instruction, argument, _) in enumerate(pickletools.genops(content)):
             if instruction.name not in ALLOWED:
-                raise CorruptInputError(
-                    f"{file}: a pickle of more than dicts, strings and whole numbers "
-                    f"({instruction.name}), which is never run; check where it comes from"
+                raise ValueError(
+                    f"it holds more than dicts, strings and whole numbers ({instruction.name}), "
+                    "which is never run"
                 )
-            if number == MOST:
+            # The unpickler makes room for as many values as a store's index says.
+            if number > MOST or (instruction.name in STORES and (argument or 0) > MOST):
                 raise ValueError("too many instructions for a vocabulary")
-            if (
-                instruction.name in STORES and (argument or 0) > MOST
-            ):  # the unpickler makes that much room
-                raise ValueError(f"{argument} is more than it stores")
         return _DataOnly(io.BytesIO(content)).load()
-    except CorruptInputError:
-        raise
     except Exception as error:  # whatever is wrong with its bytes or their order
         why = " ".join(str(error).split())[:100]
         raise CorruptInputError(
-            f"{file}: no pickle, or a damaged one ({why}); get it again from where it came from"
+            f"{file}: no pickle of a vocabulary, or a damaged one: {why}; get it again from where "
+            "it came from"
         ) from None

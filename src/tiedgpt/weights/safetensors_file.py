@@ -1,41 +1,40 @@
-"""The safetensors format: a checked header, tensors read one at a time, written as a stream.
+"""The safetensors format: the library checks a header, tensors are read and written one by one.
 
 Layout (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON header of
-`name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. The header is checked
-against the file's size before memory is taken for anything. Reading it needs no torch.
+`name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. Tensors are read by
+place, since the library's numpy reader has no bfloat16. Reading a header needs no torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
-from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import BLOCK_BYTES, Native, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-MAX_HEADER = 100_000_000
-MAX_TENSORS = 1 << 20
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
-    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-}  # fmt: skip
+MAX_HEADER = 32 << 20
+"""Bytes; GPT-3 of 175 billion parameters has a header of 120,000."""
 TORCH_NAMES = {
     "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16",
     "BF16": "bfloat16", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
+NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 PACKED_FORMAT = "tiedgpt-packed"
 """`metadata["format"]` of a file that is packed for our CPU kernels; it has a reader of its own."""
 
@@ -77,120 +76,49 @@ class SafetensorsFile:
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
         """Read and check the header; `CorruptInputError` where it is wrong or the file cut off."""
-        raw, file_size = _raw_header(path)
-        brackets = raw.count(b"{") + raw.count(b"[")
-        if brackets > 3 * MAX_TENSORS + 2 or raw.count(b",") > 16 * MAX_TENSORS:
-            raise CorruptInputError(f"{path}: its header claims more than {MAX_TENSORS:,} tensors")
         try:
-            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise CorruptInputError(f"{path}: its header is not JSON: {error}") from None
-        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
-        if not isinstance(metadata, dict):
-            raise CorruptInputError(f"{path}: its header or its metadata is not an object")
-        at = data_start = 8 + len(raw)
-        entries = {name: _entry(path, name, value, data_start) for name, value in header.items()}
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
-            if entry.start != at:
-                raise CorruptInputError(
-                    f"{path}: {name!r} overlaps another tensor or leaves a hole"
-                )
-            at += entry.size
-        if at != file_size:
-            raise CorruptInputError(
-                f"{path} is {'cut off' if file_size < at else 'too long'}: its header describes "
-                f"{at:,} bytes, the file has {file_size:,}"
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > MAX_HEADER:
+                    raise CorruptInputError(
+                        f"{path} is no safetensors file: a header of {length:,} bytes"
+                    )
+                with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
+                    header = json.loads(file.read(length))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        except (SafetensorError, RecursionError, ValueError) as error:
+            if isinstance(error, CorruptInputError):
+                raise
+            raise CorruptInputError(f"{path} is damaged or no safetensors file: {error}") from None
+        metadata = header.pop("__metadata__", None) or {}
+        entries = {}
+        for name, value in header.items():
+            start, end = value["data_offsets"]
+            entries[name] = Entry(
+                value["dtype"], tuple(value["shape"]), 8 + length + start, end - start
             )
         return cls(path, entries, metadata)
 
     def stored(self, name: str) -> StoredTensor:
         """Return a tensor that is read when it is asked for its numbers."""
         entry = self.entries[name]
+        bits = re.search(r"\d+", entry.dtype)
+        width = int(bits[0]) // 8 if bits else 1
         columns = entry.shape[-1] if entry.shape else 1
+        reader = plain_reader(self.path, entry.start, columns, width) if width else None
         return StoredTensor(
             name,
             entry.shape,
             TORCH_NAMES.get(entry.dtype, entry.dtype.lower()),
             entry.size,
             Storage(str(self.path), entry.start, entry.start + entry.size),
-            plain_reader(self.path, entry.start, columns, ITEM_BYTES[entry.dtype]),
+            reader,
         )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
-        entry = self.entries[name]
-        if entry.dtype not in TORCH_NAMES:
-            raise UserError(f"{self.path}: {name} is {entry.dtype}, which is not read here")
         return LazyTensor(self.stored(name)).bits()
-
-
-def _raw_header(path: Path) -> tuple[bytes, int]:
-    """Return the header's bytes and the file's size."""
-    try:
-        with path.open("rb") as file:
-            file_size = path.stat().st_size
-            head = file.read(8)
-            if len(head) < 8:
-                raise CorruptInputError(f"{path} is too short to be safetensors")
-            (length,) = struct.unpack("<Q", head)
-            if length > MAX_HEADER or 8 + length > file_size:
-                raise CorruptInputError(
-                    f"{path} is not safetensors, or is cut off: its header claims {length:,} bytes "
-                    f"of a file of {file_size:,}"
-                )
-            return file.read(length), file_size
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a header that names a tensor twice."""
-    if len(pairs) != len({name for name, _ in pairs}):
-        raise ValueError("a name stands twice")
-    return dict(pairs)
-
-
-def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
-    def whole(number: object) -> bool:
-        return type(number) is int and 0 <= number < 2**63
-
-    try:
-        name.encode()
-        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
-        sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= 64
-        sound = sound and all(map(whole, [*shape, start, end]))
-    except UnicodeEncodeError:
-        raise CorruptInputError(f"{path}: the name {name[:80]!r} is no text") from None
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise CorruptInputError(f"{path}: the header's entry for {name!r} is malformed")
-    if dtype not in ITEM_BYTES:
-        raise CorruptInputError(f"{path}: {name!r} has the unknown type {dtype!r}")
-    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise CorruptInputError(
-            f"{path}: {name!r} of shape {shape} in {dtype} cannot fill {end - start:,} bytes"
-        )
-    return Entry(dtype, tuple(shape), data_start + start, end - start)
-
-
-class Writable(Protocol):
-    """A tensor to be written: its size is known beforehand, its bytes come in blocks."""
-
-    @property
-    def format_name(self) -> str:
-        """The format's name of its type."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes it takes in the file."""
-
-    def blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield its bytes in order, as arrays of any type."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +136,7 @@ class Stored:
     @property
     def format_name(self) -> str:
         """The format's name of its type."""
-        bare = str(self.written_as or self.tensor.dtype).removeprefix("torch.")
-        for name, torch_name in TORCH_NAMES.items():
-            if torch_name == bare:
-                return name
-        raise UserError(f"tensors of torch.{bare} are not written to safetensors here")
+        return _format_name(str(self.written_as or self.tensor.dtype).removeprefix("torch."))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -224,21 +148,62 @@ class Stored:
         """The bytes it takes in the file."""
         return self.tensor.numel() * (self.written_as or self.tensor.dtype).itemsize
 
-    def blocks(self) -> Iterator[NDArray[Any]]:
+    def blocks(self) -> Iterator[Native]:
         """Yield its bytes, all at once."""
         import torch
 
-        own = self.tensor.detach().cpu()
-        tensor = own.to(self.written_as or own.dtype)
-        if tensor.dtype == torch.float16 and bool((tensor.isinf() & ~own.isinf()).any()):
-            raise UserError("there are numbers beyond float16's 65,504: give another precision")
+        from tiedgpt.weights.plain_model import converted
+
+        tensor = converted("the model", self.tensor, self.written_as or self.tensor.dtype)
         tensor = (tensor.T if self.transposed else tensor).contiguous()
         yield tensor.flatten().view(torch.uint8).numpy()
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A stored tensor to be copied, or only its first `rows` rows; its bytes are never decoded."""
+
+    tensor: StoredTensor
+    rows: int | None = None
+
+    @property
+    def format_name(self) -> str:
+        """The format's name of its type; `UserError` if it has none."""
+        return _format_name(self.tensor.dtype, self.tensor.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the new file."""
+        return self.tensor.shape if self.rows is None else (self.rows, *self.tensor.shape[1:])
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes it takes in the new file."""
+        if self.rows is None or not self.tensor.count:
+            return self.tensor.n_bytes
+        return self.tensor.n_bytes // self.tensor.shape[0] * self.rows
+
+    def blocks(self) -> Iterator[Native]:
+        """Yield the bytes in order, a few megabytes at a time."""
+        tensor, (rows, _) = self.tensor, self.tensor.matrix_shape
+        if len(self.shape) == 1:
+            yield tensor.native(0, 1, 0, self.shape[0])
+            return
+        end = math.prod(self.shape[:-1])
+        step = max(1, BLOCK_BYTES * rows // max(1, tensor.n_bytes))
+        for start in range(0, end, step):
+            yield tensor.native(start, min(end, start + step))
+
+
+def _format_name(torch_name: str, what: str = "a tensor") -> str:
+    if torch_name not in NAMES:
+        raise UserError(f"{what} is {torch_name}, which is not written to safetensors here")
+    return NAMES[torch_name]
+
+
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, Writable],
+    tensors: Mapping[str, Stored | Copy],
     metadata: Mapping[str, str],
     *,
     alignment: int = 8,
@@ -247,22 +212,19 @@ def write_safetensors(
 
     The `safetensors` library takes every tensor as bytes before it writes the first, which doubles
     the memory of a model whose matrices are transposed or rounded, and cannot copy from another
-    file. So the header is written here. The first tensor begins at a multiple of `alignment` bytes,
-    a multiple of 8. `path` is written in place: give a temporary one (`files.replacing`).
+    file. The first tensor begins at a multiple of `alignment` bytes, a multiple of 8. `path` is
+    written in place: give a temporary one (`files.replacing`).
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": tensor.format_name,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.n_bytes],
-        }
-        at += tensor.n_bytes
+        end = at + tensor.n_bytes
+        entry = {"dtype": tensor.format_name, "shape": tensor.shape, "data_offsets": [at, end]}
+        header[name], at = entry, end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % alignment)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.write(len(raw).to_bytes(8, "little") + raw)
         for tensor in tensors.values():
             for block in tensor.blocks():
                 file.write(np.ascontiguousarray(block).data)

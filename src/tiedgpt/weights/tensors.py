@@ -8,7 +8,7 @@ floats on request, so that copying is exact and numpy needs no bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,11 @@ class StoredTensor:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape as rows of the last axis."""
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
+
     def is_view_of(self, other: StoredTensor) -> bool:
         """Whether the two are all of the same numbers, straight or as (D, V) of a (V, D)."""
         if self.storage != other.storage or self.dtype != other.dtype:
@@ -86,17 +91,14 @@ class StoredTensor:
 
     def turned(self) -> StoredTensor:
         """Return the transpose of a matrix, without reading it."""
-        whole, (rows, columns) = self.read, self.shape
-        strides = self.strides or (columns, 1)
+        rows, columns = self.shape
 
         def read(first: int, end: int, left: int, right: int) -> Native:
-            assert whole is not None
-            return np.ascontiguousarray(whole(left, right, first, end).T)
+            return np.ascontiguousarray(self.native(left, right, first, end).T)
 
-        by_element = self.n_bytes % max(1, self.count) == 0 and self.dtype not in PANEL_TYPES
         return replace(
-            self, shape=(columns, rows), strides=strides[::-1],
-            read=read if whole and by_element else None,
+            self, shape=(columns, rows), strides=(self.strides or (columns, 1))[::-1],
+            read=None if self.read is None or self.dtype in QUANTIZED else read,
         )  # fmt: skip
 
     def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
@@ -106,27 +108,16 @@ class StoredTensor:
 
     def row_range(self, start: int, stop: int) -> StoredTensor:
         """Return rows [start, stop) of a tensor of rows, as one of its own."""
-        whole, rows = self.read, self.matrix_shape[0]
-        assert 0 <= start < stop <= rows and self.strides is None
-        width = self.n_bytes // rows
-        lies = self.storage
-        storage = Storage(lies.place, lies.start + start * width, lies.start + stop * width)
+        width = self.n_bytes // self.matrix_shape[0]
+        place, begin = self.storage.place, self.storage.start
 
         def read(first: int, end: int, left: int, right: int) -> Native:
-            assert whole is not None
-            return whole(start + first, start + end, left, right)
+            return self.native(start + first, start + end, left, right)
 
         return replace(
             self, shape=(stop - start, self.shape[-1]), n_bytes=(stop - start) * width,
-            storage=storage, read=read if whole else None,
+            storage=Storage(place, begin + start * width, begin + stop * width), read=read,
         )  # fmt: skip
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """The shape as rows of the last axis."""
-        if not self.shape:
-            return 1, 1
-        return math.prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def is_decodable(self) -> bool:
@@ -137,23 +128,11 @@ class StoredTensor:
         """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
         return decode(self.native(start, stop), self.dtype)
 
-    def columns(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
-        """Return columns [start, stop), each as a row: the same block of the transpose."""
-        rows = self.matrix_shape[0]
-        return decode(np.ascontiguousarray(self.native(0, rows, start, stop).T), self.dtype)
-
     def native(self, start: int, stop: int, left: int = 0, right: int | None = None) -> Native:
         """Return a block as the unsigned integers (or quantized bytes) that are stored."""
         if self.read is None:
             raise UserError(f"{self.name} has no data to read (it lies on the meta device)")
         return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield bounds of blocks of rows of a few megabytes each."""
-        rows, _ = self.matrix_shape
-        step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
-        for start in range(0, rows, step):
-            yield start, min(rows, start + step)
 
 
 def printable(name: str) -> str:
@@ -163,19 +142,16 @@ def printable(name: str) -> str:
 
 def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
     """Return stored integers as the floats that they stand for."""
-    with np.errstate(all="ignore"):
-        if dtype == "bfloat16":
-            return (native.astype(np.uint32) << 16).view(np.float32)
-        if dtype == "float16":
-            return native.view("<f2").astype(np.float32)
-        if dtype in QUANTIZED:
-            gguf = require_package("gguf", f"decoding {dtype}")
+    if dtype in QUANTIZED:
+        gguf = require_package("gguf", f"decoding {dtype}")
+        with np.errstate(all="ignore"):
             return gguf.quants.dequantize(native, gguf.GGMLQuantizationType[dtype])
-        if dtype in FLOATS:
-            return native.view(f"<f{FLOATS[dtype]}")
-        if dtype in PANEL_TYPES:
-            return native.view("<f4")
-    raise UserError(f"tensors of {dtype} are not decoded here")
+    if dtype == "bfloat16":
+        return (native.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float16":
+        with np.errstate(all="ignore"):
+            return native.view("<f2").astype(np.float32)
+    return native.view("<f4" if dtype in PANEL_TYPES else f"<f{FLOATS[dtype]}")
 
 
 def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
@@ -185,28 +161,16 @@ def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
     """
 
     def read(first: int, end: int, left: int, right: int) -> Native:
-        if left == 0 and right == columns:
-            runs = [(first * columns, (end - first) * columns)]
-        else:
-            runs = [(row * columns + left, right - left) for row in range(first, end)]
         block = np.empty((end - first, right - left), f"<u{width}")
-        flat, at = block.reshape(-1).view(np.uint8).data, 0
-        with path.open("rb", buffering=0) as file:
-            for offset, length in runs:
-                file.seek(start + offset * width)
-                at = _fill(file, flat, at, at + length * width, path)
+        runs = [block] if (left, right) == (0, columns) else block
+        with path.open("rb") as file:
+            for row, run in enumerate(runs, first):
+                file.seek(start + (row * columns + left) * width)
+                if file.readinto(run.data) != run.nbytes:
+                    raise CorruptInputError(f"{path} was cut off while it was read")
         return block
 
     return read
-
-
-def _fill(file: Any, buffer: memoryview, at: int, end: int, path: Path) -> int:
-    while at < end:
-        n_read = file.readinto(buffer[at:end])
-        if not n_read:
-            raise CorruptInputError(f"{path} was cut off while it was read")
-        at += n_read
-    return end
 
 
 def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
@@ -218,22 +182,21 @@ def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
 def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Group tensors that have bytes in common, in the order of each group's first tensor."""
     order = list(tensors)
-    group_of: dict[int, list[StoredTensor]] = {}
-    last: list[StoredTensor] = []
-    place: Hashable = None
-    stop = -1
-    for tensor in sorted(order, key=lambda t: (str(t.storage.place), t.storage.start)):
-        storage = tensor.storage
-        if not (last and storage.place == place and storage.start < min(stop, storage.stop)):
-            last, place, stop = [], storage.place, storage.stop
-        last.append(tensor)
-        stop = max(stop, storage.stop)
-        group_of[id(tensor)] = last
-    rank = {id(tensor): at for at, tensor in enumerate(order)}
-    groups = {id(group): group for group in group_of.values()}
-    for group in groups.values():
-        group.sort(key=lambda tensor: rank[id(tensor)])
-    return sorted(groups.values(), key=lambda group: rank[id(group[0])])
+    groups: list[list[int]] = []
+    place, stop = None, -1
+    for i, tensor in sorted(enumerate(order), key=lambda pair: _first_byte(pair[1])):
+        lies = tensor.storage
+        if groups and place == lies.place and lies.start < min(stop, lies.stop):
+            groups[-1].append(i)
+            stop = max(stop, lies.stop)
+        else:
+            groups.append([i])
+            place, stop = lies.place, lies.stop
+    return [[order[i] for i in group] for group in sorted(map(sorted, groups))]
+
+
+def _first_byte(tensor: StoredTensor) -> tuple[str, int]:
+    return str(tensor.storage.place), tensor.storage.start
 
 
 def joined(name: str, parts: list[StoredTensor]) -> StoredTensor | None:
