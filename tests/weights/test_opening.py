@@ -186,7 +186,7 @@ def test_zip_bombs_are_refused(tmp_path):
     with pytest.raises(CorruptInputError, match="compressed"):
         open_checkpoint(path)
     path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes((64 << 20) + 1)})
-    with pytest.raises(CorruptInputError, match="not what torch.save writes"):
+    with pytest.raises(CorruptInputError, match="not what torch"):
         open_checkpoint(path)
     nested = ()
     for _ in range(60):
