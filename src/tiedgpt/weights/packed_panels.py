@@ -30,11 +30,9 @@ GROUP_SIZE = 32
 CHUNK = 64
 """Panels that are packed or unpacked at a time."""
 DTYPES: dict[Precision, tuple[Any, Any]] = {
-    "fp32": (np.float32, np.float32),
-    "bf16": (np.uint16, np.float32),
-    "int8": (np.uint8, np.float32),
-    "int4": (np.uint8, np.uint16),
-}
+    "fp32": (np.float32, np.float32), "bf16": (np.uint16, np.float32),
+    "int8": (np.uint8, np.float32), "int4": (np.uint8, np.uint16),
+}  # fmt: skip
 """Of weights and scales."""
 
 
@@ -51,11 +49,9 @@ class Panels:
     @property
     def precision(self) -> Precision:
         """The precision of the weights."""
-        if self.weights.dtype == np.float32:
-            return "fp32"
-        if self.weights.dtype == np.uint16:
-            return "bf16"
-        return "int4" if self.scales.ndim == 3 else "int8"
+        if self.weights.dtype == np.uint8:
+            return "int4" if self.scales.ndim == 3 else "int8"
+        return "fp32" if self.weights.dtype == np.float32 else "bf16"
 
 
 def padded(n: int) -> int:
@@ -93,32 +89,31 @@ def pack(matrix: NDArray[Any], precision: Precision) -> Panels:
             weights[at] = _interleaved(block, 1)[..., 0]
         elif precision == "bf16":
             weights[at] = _interleaved(to_bf16(block), 2)
-        elif precision == "int8":
-            weights[at], scales[at] = _pack_int8(block)
         else:
-            weights[at], scales[at] = _pack_int4(block)
+            quantize = _int8 if precision == "int8" else _int4
+            whole, scales[at] = quantize(block)
+            weights[at] = _interleaved(whole, 4)
     return Panels(weights, scales, rows, width)
 
 
-def _pack_int8(block: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Quantize rows (64 p, K); return their panels and one scale per row, (p, 64)."""
+def _int8(block: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Quantize rows (64 p, K); return them and one scale per row, (p, 64)."""
     largest = np.abs(block).max(axis=1, keepdims=True)
     usable = largest > 127 * np.finfo(np.float32).tiny  # other rows round to zeros
     scale = np.where(usable, largest / 127, 1).astype(np.float32)
     whole = np.rint(block / scale).astype(np.int16) + 128
-    return _interleaved(whole.astype(np.uint8), 4), scale.reshape(-1, PANEL)
+    return whole.astype(np.uint8), scale.reshape(-1, PANEL)
 
 
-def _pack_int4(block: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Quantize rows (64 p, K); return their panels and the bits of the groups' bf16 scales."""
+def _int4(block: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Quantize rows (64 p, K); return two numbers per byte and the bits of the groups' scales."""
     groups = block.reshape(len(block), -1, GROUP_SIZE)
     bits = to_bf16(_int4_scales(groups))
-    scale = from_bf16(bits)[..., None]
-    whole = np.clip(np.rint(groups / scale), -8, 7).astype(np.int8) + 8
+    whole = np.clip(np.rint(groups / from_bf16(bits)[..., None]), -8, 7).astype(np.int8) + 8
     eights = whole.astype(np.uint8).reshape(len(block), -1, 2, 4)
     both = eights[:, :, 0] | (eights[:, :, 1] << 4)
-    panels = _interleaved(both.reshape(len(block), -1), 4)
-    return panels, bits.reshape(-1, PANEL, groups.shape[1]).transpose(0, 2, 1)
+    scales = bits.reshape(-1, PANEL, groups.shape[1]).transpose(0, 2, 1)
+    return both.reshape(len(block), -1), scales
 
 
 def _int4_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import MLP, Attention, Block
@@ -24,12 +24,11 @@ from tiedgpt.weights.packed import (
     FILE,
     FORMAT,
     PADDING,
-    STACKS,
     VERSION,
     PackedModel,
-    is_packed,
     layout,
     open_packed,
+    place_of,
 )
 from tiedgpt.weights.packed_panels import Precision, pack
 from tiedgpt.weights.safetensors_file import Stored, write_safetensors
@@ -61,42 +60,23 @@ def pack_gpt(model: GPT, precision: Precision) -> PackedModel:
             "a model with adapters, other modules or another head than its config's is not packed: "
             "merge the adapters, or compute it with torch"
         )
-    config, parameters = model.config, dict(model.named_parameters())
     arrays = {
-        name: np.zeros(shape, dtype) for name, (shape, dtype) in layout(config, precision).items()
+        name: np.zeros(shape, dtype)
+        for name, (shape, dtype) in layout(model.config, precision).items()
     }
-
-    def fill_matrix(stack: str, name: str, *layer: int) -> None:
+    for name, parameter in model.named_parameters():
+        values: NDArray[np.float32] = parameter.detach().to("cpu", torch.float32).numpy()
+        key, index = place_of(name)
+        if not key.endswith(".weights"):
+            arrays[key][index][..., : values.shape[-1]] = values
+            continue
         try:
-            panels = pack(_float32(parameters[name]), precision)
+            panels = pack(values, precision)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        arrays[f"{stack}.weights"][layer or ...] = panels.weights
-        arrays[f"{stack}.scales"][layer or ...] = panels.scales
-
-    def fill_vectors(into: NDArray[Any], name: str) -> None:
-        if name in parameters:  # biases may be missing
-            into[..., : parameters[name].shape[-1]] = _float32(parameters[name])
-
-    fill_matrix("wte", "wte.weight")
-    if not config.tie_word_embeddings:
-        fill_matrix("head", "head.weight")
-    fill_vectors(arrays["wpe"], "wpe.weight")
-    for layer in range(config.n_layer):
-        for stack, name in STACKS.items():
-            fill_matrix(stack, f"h.{layer}.{name}.weight", layer)
-            fill_vectors(arrays[f"{stack}.bias"][layer], f"h.{layer}.{name}.bias")
-        for number, norm in enumerate(("ln_1", "ln_2")):
-            for kind, last in enumerate(("weight", "bias")):
-                fill_vectors(arrays["norms"][layer, number, kind], f"h.{layer}.{norm}.{last}")
-    fill_vectors(arrays["ln_f"][0], "ln_f.weight")
-    fill_vectors(arrays["ln_f"][1], "ln_f.bias")
-    return PackedModel(config, precision, arrays)
-
-
-def _float32(parameter: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = parameter.detach().to("cpu", torch.float32).numpy()
-    return array
+        arrays[key][index] = panels.weights
+        arrays[key.replace("weights", "scales")][index] = panels.scales
+    return PackedModel(model.config, precision, arrays)
 
 
 def save_packed(
@@ -110,7 +90,7 @@ def save_packed(
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; give a directory to save the model in")
-    if (directory / "config.json").exists() and not is_packed(directory):
+    if (directory / "config.json").exists() and not (directory / FILE).exists():
         raise UserError(f"{directory} holds another model: give a directory of its own")
     require_room(directory, model.nbytes)
     with replacing(directory / FILE) as temporary:
@@ -151,20 +131,13 @@ def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
 
 
 def _card(model: PackedModel) -> str:
-    """Return a short model card."""
-    config = model.config
     return f"""---
 library_name: tiedgpt
 pipeline_tag: text-generation
 tags: [{PACKED.name}]
 ---
-# A GPT, packed in {model.precision}
+# A GPT of {model.config.parameter_count():,} parameters, packed in {model.precision}
 
-{config.parameter_count():,} parameters in {model.nbytes / 1e6:,.1f} MB, laid out for tiedgpt's CPU
-kernels: {config.n_layer} blocks of width {config.n_embd}, {config.n_positions} positions.
-
-    tiedgpt generate DIRECTORY --prompt "..."
-
-or `tiedgpt.infer.Engine(DIRECTORY)`. transformers has no class that computes it;
-`GPT.from_pretrained(DIRECTORY)` unpacks it to float32.
+For tiedgpt's CPU kernels: `tiedgpt generate DIRECTORY --prompt "..."`, or
+`tiedgpt.infer.Engine(DIRECTORY)`. `GPT.from_pretrained(DIRECTORY)` unpacks it to float32.
 """
