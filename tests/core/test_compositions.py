@@ -9,10 +9,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -379,6 +381,23 @@ def test_an_offloaded_matrix_is_refused_and_never_read(model):
     for call in (lambda: offloaded(A[0]), lambda: offloaded.loss(*A)):
         with pytest.raises(UserError, match="offloaded"):
             call()
+
+
+def test_the_loss_called_through_ddps_forward(model):
+    """As frameworks do it that mark a method as a forward: it runs in place of `forward`, once."""
+    theirs = gradients(model, plain(model)(*A))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+
+        def marked(*batch):
+            del model.forward
+            return model.loss(*batch)
+
+        model.forward = marked
+        assert_equal(gradients(model, wrapped(*A)), theirs)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_dropout_with_a_fixed_seed_drops_the_same(model):

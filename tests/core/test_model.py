@@ -157,6 +157,14 @@ def test_ids_that_cannot_be_read_are_refused(tiny, wrong, says):
         tiny(wrong)
 
 
+def test_a_cache_of_another_dtype_is_refused_by_name(tiny, ids):
+    cache = KVCache.allocate(tiny.config, batch_size=3)
+    with pytest.raises(UserError, match=r"allocate it with dtype=torch\.bfloat16"):
+        tiny.bfloat16()(ids, cache)
+    fitting = KVCache.allocate(tiny.config, batch_size=3, dtype=torch.bfloat16)
+    assert tiny(ids, fitting).shape == (3, 24, 97)
+
+
 def test_a_full_cache_is_an_error_and_not_a_wrong_answer(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
     tiny(ids[:, :10], cache)
