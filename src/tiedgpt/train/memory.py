@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 50 << 20
 """Of logits, as `core/loss.py` has it."""
 
-KEPT = {"fp32": (32, 8), "bf16": (28, 4)}
+KEPT = {"fp32": (32, 12), "bf16": (28, 6)}
 """Bytes that a block keeps of a position for its gradient: a unit of width, a unit of the MLP."""
 DROPPED = (16, 18)
 """More with dropout: bytes a unit of width, and bytes a pair of positions in a head."""
+WEIGHTS = 2
+"""Bytes of an attention weight that bf16 training keeps on a CPU, of up to so many positions:"""
+WEIGHTS_UP_TO, WEIGHTS_BLOCK = 512, 128
 STATE = 4
 """Bytes a unit of width of the residual stream, which is what a recomputed block keeps."""
 LATER = 90_000_000
@@ -131,6 +134,8 @@ def needed(
         position += masks * config.n_embd
         if config.attn_pdrop and device == "cpu":
             position += pairs * config.n_head * row_tokens
+    elif device == "cpu" and not wide and row_tokens <= WEIGHTS_UP_TO:
+        position += WEIGHTS * config.n_head * (row_tokens + WEIGHTS_BLOCK) // 2
     blocks = position * config.n_layer
     if recompute == "blocks":
         blocks = STATE * config.n_embd * config.n_layer + position + of_inner * config.inner_dim
