@@ -204,7 +204,7 @@ def test_a_graph_that_ends_in_another_product_is_not_tied(tmp_path):
 def test_a_name_of_megabytes_is_refused(tmp_path):
     tensor = numpy_helper.from_array(matrix(), "x" * 70_000)
     (tmp_path / "a.onnx").write_bytes(graph_of(tensor).SerializeToString())
-    with pytest.raises(CorruptInputError, match="70,000 characters"):
+    with pytest.raises(CorruptInputError, match=r"a\.onnx .* has a name"):
         read(tmp_path / "a.onnx")
 
 
@@ -213,7 +213,7 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path):
     (tmp_path / "secret").write_bytes(bytes(64))
     (tmp_path / "in" / "data.bin").symlink_to(tmp_path / "secret")
     (tmp_path / "in" / "x.onnx").write_bytes(external())
-    with pytest.raises(CorruptInputError, match=r"'w' is in data\.bin, a link out"):
+    with pytest.raises(CorruptInputError, match=r"x\.onnx names the file 'data\.bin', a link out"):
         read(tmp_path / "in" / "x.onnx")
 
 
@@ -222,7 +222,7 @@ def test_a_shape_of_megabytes_is_refused(tmp_path):
     tensor = b"\x2a" + b"\x84\x80\x40" + shape
     graph = b"\x3a" + b"\x88\x80\x40" + tensor
     (tmp_path / "x.onnx").write_bytes(graph)
-    with pytest.raises(CorruptInputError, match="has 1,048,576 axes"):
+    with pytest.raises(CorruptInputError, match=r"x\.onnx .* or a shape"):
         read(tmp_path / "x.onnx")
 
 

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import leads_out
+from tiedgpt.files import beside
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import Native, Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
 
-FORMAT = "ONNX"
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""
 CONSTANT = "constant."
@@ -38,8 +35,6 @@ FIELDS_THAT_FOLLOW = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
 """Tags of a ModelProto's other fields, one of which follows its ir_version."""
 SAME_MATRIX = ("Transpose", "Identity", "Cast", "DequantizeLinear", "Reshape", "Unsqueeze")
 PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "FusedMatMul", "MatMulNBits")
-PACKED = ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
-"""Types of less than a byte, which are listed and not read from other files."""
 LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 
@@ -54,13 +49,13 @@ def read(path: Path) -> Checkpoint:
     onnx = require_package("onnx", "reading ONNX files")
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise CorruptInputError(f"{path} is no ONNX file: those have less than 2 GiB")
+            raise ValueError("those have less than 2 GiB")
         model = onnx.ModelProto.FromString(path.read_bytes())
         if not model.HasField("graph"):
-            raise CorruptInputError(f"{path} is no ONNX file: it holds no graph")
+            raise ValueError("it holds no graph")
         graph = _Graph(onnx, path)
         graph.walk(model.graph, is_outermost=True)
-        config = _our_config(path, model)
+        config = _our_config(model)
     except TiedGPTError:
         raise
     except OSError as error:
@@ -68,18 +63,17 @@ def read(path: Path) -> Checkpoint:
     except Exception as error:  # protobuf's DecodeError; ValueError, KeyError, ... of numpy_helper
         why = printable(str(error))[:200]
         raise CorruptInputError(f"{path} is damaged or no ONNX file: {why}") from None
-    claim = config.get("tie_word_embeddings")
-    source = "an ONNX graph does not say whether the head is tied"
-    if isinstance(claim, bool):
+    claim, source = None, "an ONNX graph does not say whether the head is tied"
+    if isinstance(config.get("tie_word_embeddings"), bool):
+        claim = config["tie_word_embeddings"]
         source = f"its metadata say tie_word_embeddings: {str(claim).lower()}"
     return Checkpoint(
-        path, FORMAT, graph.tensors,
+        path, "ONNX", graph.tensors,
         config={**config, METADATA_KEY: config} if config else {},
-        files=(path, *graph.other_files),
-        claim=claim if isinstance(claim, bool) else None, claim_source=source,
-        reads=tuple(dict.fromkeys(graph.reads)),
-        predicts=() if graph.last is None else (graph.last,),
-        products=tuple(dict.fromkeys(graph.products)),
+        files=(path, *dict.fromkeys(graph.other_files)), claim=claim, claim_source=source,
+        reads=tuple(dict.fromkeys(graph.reads)), predicts=tuple(graph.products[-1:]),
+        products=tuple(name for name in dict.fromkeys(graph.products)
+                       if len(graph.tensors[name].shape) == 2),
     )  # fmt: skip
 
 
@@ -91,10 +85,9 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             f"{source} is ONNX that tiedgpt did not write: `tie` looks into it, and it "
             "is not loaded as a model; load the checkpoint that it was exported from"
         )
-    known = GPTConfig.__dataclass_fields__
-    if unknown := sorted(printable(name) for name in fields.keys() - known.keys()):
+    if unknown := sorted(fields.keys() - GPTConfig.__dataclass_fields__.keys()):
         raise UserError(
-            f"{source} says {unknown[0][:80]}, which this version of tiedgpt does not "
+            f"{source} says {printable(unknown[0])[:80]}, which this version of tiedgpt does not "
             "know: it was written by a later one"
         )
     if not isinstance(tied := fields.get("tie_word_embeddings"), bool):
@@ -114,138 +107,95 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint(layout="tiedgpt ONNX", fields=fields, tensors=tensors)
 
 
-def _our_config(path: Path, model: Any) -> dict[str, Any]:
+def _our_config(model: Any) -> dict[str, Any]:
     """Return the config in the metadata of our own files; {} of others."""
-    values = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
-    if not values:
-        return {}
+    texts = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
     try:
-        config = json.loads(values[0])
+        configs = [json.loads(text) for text in texts]
     except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict) or len(values) > 1:
-        raise CorruptInputError(f"{path}: its metadata under {METADATA_KEY!r} are no config")
-    return config
+        configs = [None]
+    if not all(isinstance(config, dict) for config in configs) or len(configs) > 1:
+        raise ValueError(f"its metadata under {METADATA_KEY!r} are no config")
+    return configs[0] if configs else {}
 
 
-@dataclass
 class _Graph:
-    """What a walk over a graph collects."""
+    """A walk over a graph: its tensors, and which of them its nodes look up and multiply."""
 
-    onnx: Any
-    path: Path
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    other_files: dict[Path, None] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    """A node's output -> the initializer that it is a transposed, cast or plain copy of."""
-    reads: list[str] = field(default_factory=list)
-    products: list[str] = field(default_factory=list)
-    last: str | None = None
-    """The initializer in the last product, whatever its shape."""
+    def __init__(self, onnx: Any, path: Path) -> None:
+        self.onnx, self.path = onnx, path
+        self.tensors: dict[str, StoredTensor] = {}
+        self.aliases: dict[str, str] = {}  # a node's output -> the tensor of which it is a copy
+        self.other_files: list[Path] = []
+        self.reads: list[str] = []
+        self.products: list[str] = []  # of any shape
 
     def walk(self, graph: Any, *, is_outermost: bool = False) -> None:
         """Collect the initializers, then the nodes that use them, in the graph's order."""
         for tensor in graph.initializer:
-            if tensor.name in self.tensors and is_outermost:
-                raise CorruptInputError(
-                    f"{self.path}: the initializer {tensor.name[:80]!r} occurs twice"
-                )
+            if is_outermost and tensor.name in self.tensors:
+                raise ValueError(f"the initializer {tensor.name[:80]!r} occurs twice")
             self.add(tensor.name, tensor)
         for node in graph.node:
             for attribute in node.attribute:  # a Constant's tensor; the branches of an If
                 if attribute.HasField("t") and node.output:
                     self.add(node.output[0], attribute.t)
-                inner = [attribute.g] if attribute.HasField("g") else []
-                for each in [*inner, *attribute.graphs]:
-                    self.walk(each)
+                for inner in [attribute.g, *attribute.graphs]:
+                    self.walk(inner)
             self.use(node)
 
     def use(self, node: Any) -> None:
-        """Note what a node does with an initializer."""
+        """Note what a node does with stored tensors."""
         inputs = [self.aliases.get(name, name) for name in node.input]
         stored = [name for name in inputs if name in self.tensors]
         matrices = [name for name in stored if len(self.tensors[name].shape) == 2]
-        if not stored:
-            return
-        if node.op_type in SAME_MATRIX and node.output:
+        if stored and node.op_type in SAME_MATRIX and node.output:
             self.aliases[node.output[0]] = stored[0]
-        elif node.op_type in LOOKUPS and matrices and inputs[0] == matrices[0]:
+        elif matrices and node.op_type in LOOKUPS and inputs[0] == matrices[0]:
             self.reads.append(matrices[0])
-        elif node.op_type in PRODUCTS:
-            self.last = matrices[0] if matrices and node.op_type != "MatMulNBits" else stored[0]
-            if len(self.tensors[self.last].shape) == 2:
-                self.products.append(self.last)
+        elif stored and node.op_type in PRODUCTS:
+            packed = node.op_type == "MatMulNBits" or not matrices
+            self.products.append(stored[0] if packed else matrices[0])
 
     def add(self, name: str, tensor: Any) -> None:
         """List a tensor, unless there is one of its name."""
-        if len(name.encode()) > MAX_NAME:
-            raise CorruptInputError(f"{self.path}: a name of {len(name):,} characters is too long")
-        if len(tensor.dims) > MAX_AXES:
-            raise CorruptInputError(f"{self.path}: {name[:80]!r} has {len(tensor.dims):,} axes")
-        if name in self.tensors:
-            return
-        if tensor.external_data:
-            self.tensors[name] = self.external(name, tensor)
-        else:
-            array = self.onnx.numpy_helper.to_array(tensor)
-            self.tensors[name] = _in_memory(name, str(self.path), array)
+        if not isinstance(name, str) or len(name) > MAX_NAME or len(tensor.dims) > MAX_AXES:
+            raise ValueError(f"{name[:80]!r} has a name or a shape that nobody writes")
+        if name not in self.tensors:
+            made = self.external if tensor.external_data else self.in_memory
+            self.tensors[name] = made(name, tensor)
+
+    def in_memory(self, name: str, tensor: Any) -> StoredTensor:
+        """Return a tensor whose data were parsed with the graph."""
+        array = self.onnx.numpy_helper.to_array(tensor)
+        width, columns = array.dtype.itemsize, array.shape[-1] if array.shape else 1
+        reader = None
+        if not array.dtype.hasobject and width in (1, 2, 4, 8):  # not texts
+            native = np.ascontiguousarray(array).view(f"<u{width}")
+            native = native.reshape(math.prod(array.shape[:-1]), columns)
+
+            def reader(first: int, end: int, left: int, right: int) -> Native:
+                return native[first:end, left:right]
+
+        storage = Storage((str(self.path), name), 0, array.nbytes)
+        return StoredTensor(name, array.shape, str(array.dtype), array.nbytes, storage, reader)
 
     def external(self, name: str, tensor: Any) -> StoredTensor:
         """Return a tensor in a file beside the graph; the file must hold all of it."""
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        file = beside(self.path, place.get("location", ""))
+        self.other_files.append(file)
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape, columns = tuple(tensor.dims), tensor.dims[-1] if tensor.dims else 1
         size = math.prod(shape) * dtype.itemsize
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        file = _beside(self.path, name, entries.get("location", ""))
-        try:
-            start, length = int(entries.get("offset", 0)), int(entries.get("length", size))
-        except ValueError:
-            raise CorruptInputError(
-                f"{self.path}: {name[:80]!r} has an offset or length that is no number"
-            ) from None
-        packed = str(dtype) in PACKED
-        if min(shape, default=0) < 0 or start < 0 or (length != size and not packed):
-            raise CorruptInputError(
-                f"{self.path}: {name[:80]!r} of shape {shape} in {dtype} cannot be {length:,} "
-                f"bytes from byte {start:,}"
+        start, length = int(place.get("offset", 0)), int(place.get("length", size))
+        is_plain = length == size  # not so where several numbers are packed into a byte
+        wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and not is_plain)
+        if wrong or start + length > file.stat().st_size:
+            raise ValueError(
+                f"{name[:80]!r} of shape {shape} in {dtype} cannot be {length:,} bytes from byte "
+                f"{start:,} of {file.name}"
             )
-        if start + length > file.stat().st_size:
-            raise CorruptInputError(
-                f"{self.path}: {name[:80]!r} ends at byte {start + length:,}, after the end of "
-                f"{file.name}"
-            )
-        self.other_files[file] = None
         storage = Storage(str(file), start, start + length)
-        reader = None if packed else plain_reader(file, start, columns, dtype.itemsize)
+        reader = plain_reader(file, start, columns, dtype.itemsize) if is_plain else None
         return StoredTensor(name, shape, str(dtype), length, storage, reader)
-
-
-def _in_memory(name: str, place: str, array: NDArray[Any]) -> StoredTensor:
-    """Return a tensor whose data were parsed with the graph."""
-    storage = Storage((place, name), 0, array.nbytes)
-    width = array.dtype.itemsize
-    if array.dtype.hasobject or width not in (1, 2, 4, 8):  # strings
-        return StoredTensor(name, array.shape, str(array.dtype), array.nbytes, storage, None)
-    columns = array.shape[-1] if array.shape else 1
-    rows = math.prod(array.shape[:-1])
-    native = np.ascontiguousarray(array).view(f"<u{width}").reshape(rows, columns)
-
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        return native[first:end, left:right]
-
-    return StoredTensor(name, array.shape, str(array.dtype), array.nbytes, storage, read)
-
-
-def _beside(path: Path, name: str, location: str) -> Path:
-    """Return the file in the graph's directory that a tensor names; no other may be read."""
-    parts, shown = PurePosixPath(location), printable(location[:80])
-    if not parts.parts or parts.is_absolute() or ".." in parts.parts or "\0" in location:
-        raise CorruptInputError(
-            f"{path}: {name[:80]!r} points to {shown!r}, which leads out of the directory"
-        )
-    file = path.parent / parts
-    if not file.is_file():
-        raise CorruptInputError(f"{path}: {name[:80]!r} is in {shown}, which is not beside it")
-    if leads_out(path.parent, file):
-        raise CorruptInputError(f"{path}: {name[:80]!r} is in {shown}, a link out of the directory")
-    return file
