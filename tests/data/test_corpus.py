@@ -64,10 +64,13 @@ def test_stdin_is_read_once_and_kept(monkeypatch):
     assert [d.name for d in corpus] == ["<stdin>"]
 
 
-def test_a_named_pipe_is_read_once_and_kept(tmp_path):
-    pipe = tmp_path / "pipe"
+@pytest.mark.parametrize(
+    ("name", "content"), [("pipe", "through a pipe"), ("a.jsonl", '{"text": "through a pipe"}\n')]
+)
+def test_a_named_pipe_is_read_once_and_kept(tmp_path, name, content):
+    pipe = tmp_path / name
     os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_text("through a pipe"))
+    writer = threading.Thread(target=lambda: pipe.write_text(content))
     writer.start()
     corpus = documents([str(pipe)])
     assert [d.text for d in corpus] == [d.text for d in corpus] == ["through a pipe"]
@@ -90,16 +93,11 @@ def test_blank_documents_are_dropped(write):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"caf\xe9 au lait", r"a\.txt is not UTF-8: byte 0xe9 at offset 3; convert it with `iconv"),
-        (b"\xef\xbb\xbfcaf\xe9", r"byte 0xe9 at offset 6"),
-        (b"text\0more", r"a\.txt looks binary \(a NUL at byte 4\)"),
-        ("text".encode("utf-16"), r"a\.txt is UTF-16, not UTF-8: convert it with"),
-    ],
+    "content",
+    [b"caf\xe9 au lait", b"\xef\xbb\xbfcaf\xe9", b"text\0more", "text".encode("utf-16")],
 )
-def test_bytes_that_are_no_utf8_text_are_refused_with_their_place(write, content, message):
-    with pytest.raises(CorruptInputError, match=message) as caught:
+def test_bytes_that_are_no_utf8_text_are_refused_with_the_remedy(write, content):
+    with pytest.raises(CorruptInputError, match=r"a\.txt is not text in UTF-8.*iconv") as caught:
         texts(write("a.txt", content))
     assert "\n" not in str(caught.value)
 
@@ -107,13 +105,13 @@ def test_bytes_that_are_no_utf8_text_are_refused_with_their_place(write, content
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{broken", "not a JSON object on one line"),
-        (b"[" * 100_000, "not a JSON object on one line"),
-        (b'"text"', "no string in the field 'text'; it holds str"),
-        (b'{"body": "x"}', "no string in the field 'text'; it holds 'body'"),
+        (b"{broken", "not a JSON object"),
+        (b"[" * 100_000, "not a JSON object"),
+        (b'"text"', "not a JSON object .*str"),
+        (b'{"body": "x"}', "no string in the field 'text', only 'body'"),
         (b'{"text": 3}', "no string in the field 'text'"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair at character 0"),
-        (b'{"text": "\xff"}', r"not UTF-8 \(byte 10 of the line\)"),
+        (b'{"text": "\\ud800"}', "not a JSON object .*surrogates not allowed"),
+        (b'{"text": "\xff"}', "not a JSON object .*position 10"),
     ],
 )
 def test_a_bad_jsonl_line_is_refused_with_its_number(write, line, message):
@@ -126,19 +124,19 @@ def test_a_binary_file_is_refused_when_named_even_where_its_folder_skips_it(writ
     path = write("f/a.bin", b"\0")
     write("f/a.txt", "text")
     assert texts(str(tmp_path / "f")) == ["text"]
-    with pytest.raises(CorruptInputError, match="looks binary"):
+    with pytest.raises(CorruptInputError, match="not text"):
         texts(str(tmp_path / "f"), path)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("missing.txt", r"missing\.txt does not exist"),
-        ("no*.txt", r"the glob .*no\*\.txt matches no text file"),
-        ("empty", "the folder .*empty has no text files"),
+        ("missing.txt", r"no file matches .*missing\.txt"),
+        ("no*.txt", r"no file matches .*no\*\.txt"),
+        ("empty", "the folder .*empty' has no text files"),
         ("blank.txt", r"no text in .*blank\.txt: every document is empty"),
-        ("file.txt/below", "does not exist"),
-        ("nul\0byte", "is not a file name"),
+        ("file.txt/below", "no file matches"),
+        ("nul\0byte", "no file matches"),
     ],
 )
 def test_a_source_without_text_is_a_one_line_error_that_names_it(write, tmp_path, source, message):
@@ -172,17 +170,6 @@ def test_an_unreadable_file_is_named(write):
         texts(path)
 
 
-def test_a_jsonl_pipe_is_read_once_and_kept(tmp_path):
-    pipe = tmp_path / "lines.jsonl"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=('{"text": "one"}\n{"text": "two"}\n',))
-    writer.start()
-    corpus = documents([str(pipe)])
-    assert [document.text for document in corpus] == ["one", "two"]
-    writer.join()
-    assert [document.text for document in corpus] == ["one", "two"]
-
-
 def test_runs_inside_a_folder_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "runs" / "one").mkdir(parents=True)
@@ -197,5 +184,5 @@ def test_a_file_of_another_encoding_is_an_error_where_named_and_left_out_where_f
     corpus = documents([str(tmp_path)])
     assert [document.text for document in corpus] == ["text"]
     assert [os.path.basename(path) for path in corpus.skipped] == ["b.txt"]
-    with pytest.raises(CorruptInputError, match="not UTF-8"):
+    with pytest.raises(CorruptInputError, match="not text in UTF-8"):
         list(documents([str(tmp_path / "b.txt")]))

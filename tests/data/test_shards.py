@@ -76,7 +76,7 @@ def test_a_shard_holds_as_many_tokens_as_its_header_can_say(tmp_path, tokens_per
 
 def test_a_shard_is_never_overwritten(tmp_path):
     (path,) = shard(tmp_path, [1])
-    with pytest.raises(UserError, match=r"train_000000\.bin exists"):
+    with pytest.raises(UserError, match=r"cannot write .*train_000000\.bin: File exists"):
         shard(tmp_path, [2])
     assert Shards([path]).read(0, 1).tolist() == [1]
     assert list(tmp_path.iterdir()) == [path]
@@ -124,31 +124,26 @@ def test_a_failure_of_the_caller_is_not_taken_for_one_of_the_disk(tmp_path):
 
 
 def test_a_directory_that_is_missing_is_an_error(tmp_path):
-    with pytest.raises(
-        UserError, match=r"cannot write .*train_000000\.bin: .*missing is not a dir"
-    ):
+    with pytest.raises(UserError, match=r"cannot write .*train_000000\.bin: No such file"):
         shard(tmp_path / "missing", [1])
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda data: b"", "is not a token shard: expected magic 20240520, version 1, got 0"),
-        (lambda data: data[:500], "its header says 3 tokens .1,030 bytes., the file has 500 bytes"),
-        (lambda data: data[:-1], r"is damaged: .* \(1,030 bytes\), the file has 1,029 bytes"),
-        (lambda data: data + b"\0\0", "is damaged: .* the file has 1,032 bytes"),
-        (lambda data: b"\x93NUMPY" + data[6:], "is not a token shard: expected magic"),
-        (
-            lambda data: data[:4] + b"\x07" + data[5:],
-            "expected magic 20240520, version 1, got 20240520, 7",
-        ),
-        (lambda data: data[:8] + b"\xff\xff\xff\xff" + data[12:], "is damaged"),
+        lambda data: b"",
+        lambda data: data[:500],
+        lambda data: data[:-1],
+        lambda data: data + b"\0\0",
+        lambda data: b"\x93NUMPY" + data[6:],
+        lambda data: data[:4] + b"\x07" + data[5:],
+        lambda data: data[:8] + b"\xff\xff\xff\xff" + data[12:],
     ],
 )
-def test_a_damaged_shard_is_refused_when_it_is_opened(tmp_path, damage, message):
+def test_a_damaged_shard_is_refused_when_it_is_opened(tmp_path, damage):
     (path,) = shard(tmp_path, [1, 2, 3])
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CorruptInputError, match=message):
+    with pytest.raises(CorruptInputError, match=r"train_000000\.bin is damaged or is no token"):
         Shards([path])
 
 

@@ -86,7 +86,7 @@ def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language
         ("classify", {"text": " ", "label": "x"}, "'text' is empty"),
         ("classify", {"text": "a"}, "label None"),
         ("classify", {"text": "a", "label": True}, "label True"),
-        ("classify", {"text": "a\ud800", "label": "x"}, "surrogate"),
+        ("classify", {"text": "a\ud800", "label": "x"}, "surrogates not allowed"),
         ("tag", {"tokens": ["a", "b"], "labels": ["x"]}, "2 tokens and 1 labels"),
         ("tag", {"tokens": [], "labels": []}, "no list in the field 'tokens'"),
         ("tag", {"tokens": ["a", 3], "labels": ["x", "y"]}, "3 in 'tokens'"),
@@ -123,9 +123,9 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
     ("text", "kind", "says"),
     [
         ("{", CorruptInputError, "x.jsonl:1: not a JSON object"),
-        ("[1]", CorruptInputError, "x.jsonl:1: a JSON list"),
+        ("[1]", CorruptInputError, "x.jsonl:1: not a JSON object (got a JSON list)"),
         ("[" * 100_000, CorruptInputError, "x.jsonl:1"),
-        (b"\xff\xfe", CorruptInputError, "x.jsonl:1: not UTF-8"),
+        (b"\xff\xfe", CorruptInputError, "x.jsonl:1: not a JSON object"),
         ("\n \n", UserError, "has no lines"),
         ('{"text": "a", "label": "x"}\n' * 9, UserError, "none is left to train on"),
         (

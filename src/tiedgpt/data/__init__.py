@@ -1,6 +1,6 @@
 """Text to token batches: corpora, splits, token shards and the order of batches."""
 
-from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
+from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, json_lines
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.order import IGNORED, Batch, Batches, Tokens, in_order, permutation
 from tiedgpt.data.python_docs import python_documentation
@@ -24,6 +24,7 @@ __all__ = [
     "documents",
     "encode_corpus",
     "in_order",
+    "json_lines",
     "open_encoded",
     "permutation",
     "plan_split",

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter
-from tiedgpt.data.split import Side, Split
+from tiedgpt.data.split import SIDES, Split
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 
@@ -67,10 +67,34 @@ def encode_corpus(
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists already: remove it or name another directory")
+    counts = dict.fromkeys(SIDES, Counts())
+    eos = tokenizer.eos_token_id
+    end = np.array([] if eos is None else [eos], dtype=np.uint32)
+    size = {"vocab_size": len(tokenizer), "tokens_per_shard": tokens_per_shard}
+    done = 0
     with replacing(directory) as temporary:
         temporary.mkdir()
-        counts = _encode(split, tokenizer, temporary, tokens_per_shard, progress)
-        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in counts})
+        with ExitStack() as stack:
+            writers = {
+                side: stack.enter_context(ShardWriter(temporary, side, **size)) for side in SIDES
+            }
+            for side, document in split:
+                writer = writers[side]
+                writer.write(tokenizer.encode_array(document.text))
+                writer.write(end)
+                counts[side] = Counts(
+                    documents=counts[side].documents + 1,
+                    characters=counts[side].characters + len(document.text),
+                    utf8_bytes=counts[side].utf8_bytes + len(document.text.encode()),
+                    tokens=writer.n_tokens,
+                )
+                done += len(document.text)
+                if progress is not None:
+                    progress(done, split.characters)
+        for side in SIDES:
+            if not counts[side].tokens:
+                raise UserError(f"the {side} side of the split has no tokens: give more text")
+        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
     return EncodedCorpus(directory, **counts)
 
 
@@ -89,42 +113,3 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
         raise UserError(f"{directory} holds no encoded text ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptInputError(f"{path} is damaged: encode the text again") from error
-
-
-def _encode(
-    split: Split,
-    tokenizer: Tokenizer,
-    directory: Path,
-    tokens_per_shard: int,
-    progress: Callable[[int, int], None] | None,
-) -> dict[Side, Counts]:
-    """Write the shards of both sides, holding one document at a time."""
-    sides: tuple[Side, ...] = get_args(Side)
-    counts = dict.fromkeys(sides, Counts())
-    has_end = tokenizer.eos_token_id is not None
-    end = np.array([tokenizer.eos_token_id] if has_end else [], dtype=np.uint32)
-    done = 0
-    with ExitStack() as stack:
-        writers = {}
-        for side in sides:
-            writer = ShardWriter(
-                directory, side, vocab_size=len(tokenizer), tokens_per_shard=tokens_per_shard
-            )
-            writers[side] = stack.enter_context(writer)
-        for side, document in split:
-            writers[side].write(tokenizer.encode_array(document.text))
-            writers[side].write(end)
-            before = counts[side]
-            counts[side] = Counts(
-                documents=before.documents + 1,
-                characters=before.characters + len(document.text),
-                utf8_bytes=before.utf8_bytes + len(document.text.encode()),
-                tokens=writers[side].n_tokens,
-            )
-            done += len(document.text)
-            if progress is not None:
-                progress(done, split.characters)
-    for side in sides:
-        if not counts[side].tokens:
-            raise UserError(f"the {side} side of the split has no tokens: give more text")
-    return counts

@@ -6,6 +6,7 @@ aligned to the end of the stream; targets that the window before it has, too, ar
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,18 +45,8 @@ class Batches:
         self.tokens = tokens
         self.batch_size = batch_size
         self.n_positions = n_positions
-        self.seed = seed
-        self.n_windows = _count_windows(len(tokens), n_positions)
-        self._orders: dict[int, NDArray[np.int64]] = {}
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of steps after which every target was seen, the last step rounded up."""
-        return -(-self.n_windows // self.batch_size)
-
-    def epoch(self, step: int) -> int:
-        """Return the epoch, from 0, in which a step begins. Its batch may reach into the next."""
-        return step * self.batch_size // self.n_windows
+        self.n_windows = n = _count_windows(len(tokens), n_positions)
+        self._order = lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
 
     def batch(self, step: int) -> Batch:
         """Return inputs and targets of a step >= 0, both int64 (B, T)."""
@@ -68,13 +59,6 @@ class Batches:
             epoch, index = divmod(row, self.n_windows)
             windows.append(int(self._order(epoch)[index]))
         return _read(self.tokens, windows, self.n_positions)
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's permutation of the windows, (n_windows,). Two epochs are kept."""
-        if epoch not in self._orders:
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = permutation(self.n_windows, seed=self.seed, epoch=epoch)
-        return self._orders[epoch]
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -104,15 +88,12 @@ def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[B
 
 def _read(tokens: Tokens, windows: Sequence[int], n_positions: int) -> Batch:
     """Return inputs and targets of windows, given by number, both (len(windows), T)."""
-    rows = np.empty((len(windows), n_positions + 1), dtype=np.int64)
-    last_start = len(tokens) - 1 - n_positions
-    for row, window in zip(rows, windows, strict=True):
-        start = min(window * n_positions, last_start)
-        row[:] = tokens.read(start, start + n_positions + 1)
-    ids, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-    for target, window in zip(targets, windows, strict=True):
-        overlap = max(0, window * n_positions - last_start)
-        target[:overlap] = IGNORED
+    ids, targets = np.empty((2, len(windows), n_positions), np.int64)
+    for row, window in enumerate(windows):
+        start = min(window * n_positions, len(tokens) - 1 - n_positions)
+        read = tokens.read(start, start + n_positions + 1)
+        ids[row], targets[row] = read[:-1], read[1:]
+        targets[row, : window * n_positions - start] = IGNORED  # the window before has these, too
     return ids, targets
 
 

@@ -1,12 +1,9 @@
 """The default corpus: the documentation inside the user's own Python.
 
-`python_documentation()` returns the language reference (`pydoc_data.topics`) and the docstrings of
-the standard library, one document per topic or module, laid out as `help()` prints them. Library
-sources are parsed with `ast`, never imported; only a fixed list of built-in modules is imported.
-The text depends on the Python installation alone: no network, no clock, no hash seed.
-
-Markup, tables, licences and rare characters are removed: a tiny GPT would spend its capacity on
-them. Sentences, signatures and examples stay as they are.
+The language reference (`pydoc_data.topics`) and the docstrings of the standard library, laid out as
+`help()` prints them. Library sources are parsed, never imported; only a fixed list of built-in
+modules is imported. The text depends on the Python installation alone. Markup, tables, licences and
+rare characters are removed: a tiny GPT would spend its capacity on them.
 """
 
 import ast
@@ -17,9 +14,10 @@ import re
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tiedgpt.data.corpus import Document
 from tiedgpt.errors import UserError
@@ -38,19 +36,8 @@ BUILTIN_MODULES = (
 MIN_CHARACTERS = 200
 """A module with less documentation is left out."""
 
-PUNCTUATION = str.maketrans(
-    {
-        "“": '"',
-        "”": '"',
-        "‘": "'",
-        "’": "'",
-        "–": "-",
-        "—": "--",
-        "…": "...",
-        "\xa0": " ",
-        "→": "->",
-    }
-)
+ASCII = [*"\"\"''-", "--", "...", "->", " "]
+PUNCTUATION = dict(zip(map(ord, "“”‘’–—…→\xa0"), ASCII, strict=True))
 MARKUP = [
     (re.compile(r"``([^`]+)``"), r'"\1"'),
     (re.compile(r":(?:\w+:)?\w+:`[~!]?([^`<\n]+?)(?: <[^>\n]*>)?`"), r'"\1"'),
@@ -69,9 +56,12 @@ LEGAL = re.compile(
     re.I | re.M,
 )
 RULER = re.compile(r"^\s*([^\w\s])\1{3,}\s*$")
-TABLE_STARTS = ("+--", "+==", "|  ")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Entry = tuple[str, str | None, Iterable[Any]]
+"""Heading, docstring and the entries of members."""
+Module = tuple[str, str, str | None, Iterable[Entry]]
+"""Kind, name, docstring and entries."""
 
 
 @cache
@@ -87,13 +77,17 @@ def python_documentation() -> tuple[Document, ...]:
     seen: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old syntax and old modules of the library warn
-        documents = (*_topics(), *_builtin_modules(seen), *_library_modules(seen))
+        documents = list(_topics())
+        for kind, name, doc, entries in (*_builtin_modules(), *_library_modules()):
+            text = _laid_out(f"Help on {kind} {name}:", name, doc, entries, seen)
+            if len(text) >= MIN_CHARACTERS:
+                documents.append(Document(f"python {kind} {name}", text))
     if not documents:
         raise UserError(
             "this Python has no documentation of its own (no pydoc_data, no library sources); "
             "name text files to train on instead"
         )
-    return documents
+    return tuple(documents)
 
 
 def _topics() -> Iterator[Document]:
@@ -113,8 +107,18 @@ def _topics() -> Iterator[Document]:
         yield Document(f"python topic {name}", texts[name] + "\n")
 
 
-def _library_modules(seen: set[str]) -> Iterator[Document]:
-    """Yield one document per module of the standard library, sorted by module name."""
+def _builtin_modules() -> Iterator[Module]:
+    """Yield the modules written in C that this platform has."""
+    for name in BUILTIN_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        yield "built-in module", name.lstrip("_"), inspect.getdoc(module), _live_entries(module)
+
+
+def _library_modules() -> Iterator[Module]:
+    """Yield the modules of the standard library, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     modules = {}
     for directory, folders, files in os.walk(root):  # prunes site-packages, which may be huge
@@ -129,19 +133,15 @@ def _library_modules(seen: set[str]) -> Iterator[Document]:
             tree = ast.parse(modules[name].read_bytes())
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue
-        entries = _source_entries(tree, seen)
-        yield from _module("module", name, ast.get_docstring(tree), entries, seen)
+        yield "module", name, ast.get_docstring(tree), _source_entries(tree)
 
 
-def _source_entries(scope: ast.Module | ast.ClassDef, seen: set[str]) -> Iterator[str]:
-    """Yield an entry for each public class and function of a parsed module or class."""
+def _source_entries(scope: ast.Module | ast.ClassDef) -> Iterator[Entry]:
+    """Yield the public classes and functions of a parsed module or class."""
     for node in scope.body:
-        if not isinstance(node, Definition):
-            continue
-        if node.name.startswith("_") and not re.fullmatch("__.*__", node.name):
-            continue
-        inner = list(_source_entries(node, seen)) if isinstance(node, ast.ClassDef) else []
-        yield from _entry(_source_heading(node), ast.get_docstring(node), inner, seen)
+        if isinstance(node, Definition) and re.match("[^_]|__.*__$", node.name):
+            inner = _source_entries(node) if isinstance(node, ast.ClassDef) else ()
+            yield _source_heading(node), ast.get_docstring(node), inner
 
 
 def _source_heading(node: Definition) -> str:
@@ -160,69 +160,51 @@ def _source_heading(node: Definition) -> str:
     )
 
 
-def _builtin_modules(seen: set[str]) -> Iterator[Document]:
-    """Yield one document per module written in C that this platform has."""
-    for name in BUILTIN_MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        entries = _live_entries(module, _is_builtin, seen)
-        yield from _module("built-in module", name.lstrip("_"), module.__doc__, entries, seen)
-
-
-def _is_builtin(value: object) -> bool:
-    return inspect.isbuiltin(value) or inspect.isclass(value)
-
-
-def _live_entries(owner: object, wanted: Callable[[object], bool], seen: set[str]) -> Iterator[str]:
-    """Yield an entry for each documented member of a live module or class, sorted by name."""
+def _live_entries(owner: object) -> Iterator[Entry]:
+    """Yield the documented classes and functions of a live module, or methods of a class."""
     for name, value in sorted(vars(owner).items()):
         doc = getattr(value, "__doc__", None)
-        if name.startswith("_") or not isinstance(doc, str) or not wanted(value):
-            continue
-        inner = []
-        if inspect.isclass(value) and value is not owner:
-            inner = list(_live_entries(value, inspect.isroutine, seen))
-        yield from _entry(_live_heading(name, value, doc), inspect.cleandoc(doc), inner, seen)
+        is_class = inspect.isclass(value) and not inspect.isclass(owner)
+        wanted = is_class or inspect.isroutine(value)
+        if wanted and isinstance(doc, str) and not name.startswith("_"):
+            inner = _live_entries(value) if is_class else ()
+            yield _live_heading(name, value, doc), inspect.cleandoc(doc), inner
 
 
 def _live_heading(name: str, value: object, doc: str) -> str:
     """Return the heading of a C object, or "" when its docstring begins with one."""
     if inspect.isclass(value):
         return f"class {name}"
-    if doc.startswith(name + "(") or re.match(r"\w+\." + re.escape(name) + r"\(", doc):
+    if re.match(r"(\w+\.)?" + re.escape(name) + r"\(", doc):
         return ""
-    signature = getattr(value, "__text_signature__", None) or ("(...)" if callable(value) else "")
+    signature = getattr(value, "__text_signature__", None) or "(...)"
     return name + re.sub(r"\$(?:module|type)(?:, /)?(?:, )?", "", signature).replace("$", "")
 
 
-def _module(
-    kind: str, name: str, doc: str | None, entries: Iterator[str], seen: set[str]
-) -> Iterator[Document]:
-    """Yield a module's document, or nothing when it is short."""
-    synopsis, _, description = _fresh(doc and inspect.cleandoc(doc), seen).partition("\n")
-    parts = [f"Help on {kind} {name}:"]
+def _laid_out(
+    title: str, name: str, doc: str | None, entries: Iterable[Entry], seen: set[str]
+) -> str:
+    """Return a module's documentation as `help()` prints it."""
+    synopsis, _, description = _fresh(doc, seen).partition("\n")
     if description and not description.startswith("\n"):  # the first line is not a synopsis
         synopsis, description = "", f"{synopsis}\n{description}"
-    parts.append("NAME\n" + _indent(f"{name} - {synopsis}" if synopsis else name))
+    parts = [title, "NAME\n" + _indent(f"{name} - {synopsis}" if synopsis else name)]
     if description.strip():
         parts.append("DESCRIPTION\n" + _indent(description.strip("\n")))
-    parts += entries
-    text = "\n\n".join(parts) + "\n"
-    if len(text) >= MIN_CHARACTERS:
-        yield Document(f"python {kind} {name}", text)
+    return "\n\n".join([*parts, *_entries(entries, seen)]) + "\n"
 
 
-def _entry(heading: str, doc: str | None, inner: list[str], seen: set[str]) -> Iterator[str]:
-    """Yield a heading with its docstring and members, or nothing when the docstring came before."""
-    doc = _fresh(doc, seen)
-    if not doc and not inner:
-        return
-    if not heading:
-        heading, _, doc = doc.partition("\n")
-    head = f"{heading}\n{_indent(doc.strip(chr(10)))}" if doc.strip() else heading
-    yield "\n\n".join([head, *map(_indent, inner)])
+def _entries(entries: Iterable[Entry], seen: set[str]) -> Iterator[str]:
+    """Yield headings with docstrings and members, leaving out docstrings that came before."""
+    for heading, doc, inner in entries:
+        members = [_indent(member) for member in _entries(inner, seen)]
+        doc = _fresh(doc, seen)
+        if doc or members:
+            if not heading:
+                heading, _, doc = doc.partition("\n")
+            if doc.strip():
+                heading += "\n" + _indent(doc.strip("\n"))
+            yield "\n\n".join([heading, *members])
 
 
 def _fresh(doc: str | None, seen: set[str]) -> str:
@@ -240,15 +222,12 @@ def _indent(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return the paragraphs of a text that are prose or code, with one blank line between them.
-
-    Dropped are paragraphs that are not ASCII, tables, rulers, licences and credits.
-    """
+    """Return the ASCII prose and code of a text, without tables, rulers, licences and credits."""
     text = text.translate(PUNCTUATION).expandtabs()
     for pattern, replacement in MARKUP:
         text = pattern.sub(replacement, text)
-    paragraphs = (_without_ruler(p) for p in re.split(r"\n[ \n]*\n", text.strip("\n")))
-    return "\n\n".join(paragraph for paragraph in paragraphs if _is_worth_reading(paragraph))
+    paragraphs = map(_without_ruler, re.split(r"\n[ \n]*\n", text.strip("\n")))
+    return "\n\n".join(filter(_is_worth_reading, paragraphs))
 
 
 def _without_ruler(paragraph: str) -> str:
@@ -261,15 +240,10 @@ def _without_ruler(paragraph: str) -> str:
 
 def _is_worth_reading(paragraph: str) -> bool:
     """Return whether a paragraph is ASCII prose or code, not a table or a legal notice."""
-    if not paragraph.strip() or not paragraph.isascii() or LEGAL.search(paragraph):
-        return False
     lines = paragraph.split("\n")
-    if any(len(line) > 120 or line.lstrip().startswith(TABLE_STARTS) for line in lines):
-        return False
-    if not paragraph.replace("\n", "").isprintable():
-        return False
-    if ">>>" in paragraph:
-        return True
+    plain = all(line.isascii() and line.isprintable() and len(line) <= 120 for line in lines)
+    table = any(line.lstrip().startswith(("+--", "+==", "|  ")) for line in lines)
     shown = "".join("".join(line.split()) for line in lines if not RULER.match(line))
-    letters = sum(map(str.isalpha, shown))
-    return letters >= 0.5 * len(shown)
+    if not shown or not plain or table or LEGAL.search(paragraph):
+        return False
+    return ">>>" in paragraph or sum(map(str.isalpha, shown)) >= 0.5 * len(shown)

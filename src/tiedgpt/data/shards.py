@@ -7,18 +7,17 @@ as one long sequence of uint16.
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import replacing, writing
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import remove, writing
 
 MAGIC = 20240520
 VERSION = 1
@@ -39,7 +38,7 @@ def header(n_tokens: int) -> bytes:
 class ShardWriter:
     """Write ids into `{prefix}_000000.bin`, `{prefix}_000001.bin`, ... of a directory.
 
-    Use it in a `with` block. A shard gets its name when it is complete and on the disk; an
+    Use it in a `with` block. A shard is on the disk when the next one begins or the block ends; an
     exception in the block removes the shard that was being written.
 
     Raises:
@@ -68,24 +67,20 @@ class ShardWriter:
         self.tokens_per_shard = tokens_per_shard
         self.paths: list[Path] = []
         self.n_tokens = 0
-        self._shard = ExitStack()  # finishes the shard that is being written, or removes it
         self._file: BinaryIO | None = None
-        self._room = 0  # tokens that still fit into that shard
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
-        with suppress(_Abandoned, TiedGPTError), self._shard:
-            raise _Abandoned
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.close()
+                remove(self.paths.pop())
 
     def write(self, ids: NDArray[Any]) -> None:
         """Append ids (n,) of any integer dtype. A shard is finished as soon as it is full."""
@@ -95,42 +90,31 @@ class ShardWriter:
             )
         tokens = ids.astype("<u2", copy=False)
         while tokens.size:
+            part = tokens[: self.tokens_per_shard - self.n_tokens % self.tokens_per_shard]
             if self._file is None:
-                self.paths.append(self.directory / f"{self.prefix}_{len(self.paths):06d}.bin")
-                self._file = self._shard.enter_context(_new_shard(self.paths[-1]))
-                self._room = self.tokens_per_shard
-            part = tokens[: self._room]
+                path = self.directory / f"{self.prefix}_{len(self.paths):06d}.bin"
+                with writing(path):
+                    self._file = open(path, "xb")
+                self.paths.append(path)
+                self._file.write(header(0))
             with writing(self.paths[-1]):
                 self._file.write(part.tobytes())
             self.n_tokens += part.size
-            self._room -= part.size
             tokens = tokens[part.size :]
-            if not self._room:
+            if self.n_tokens % self.tokens_per_shard == 0:
                 self.close()
 
     def close(self) -> None:
         """Finish the shard that is being written, if there is one."""
-        self._shard.close()
-        self._file = None
-
-
-class _Abandoned(Exception):
-    """Raised inside `_new_shard` to remove the unfinished file."""
-
-
-@contextmanager
-def _new_shard(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to append tokens to; it becomes the shard `path` when the block ends well."""
-    if path.exists():
-        raise UserError(f"{path} exists: remove it or write to another directory")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: {path.parent} is not a directory; create it first")
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(header(0))
-        yield file
-        n_tokens = (file.tell() - HEADER_BYTES) // 2
-        file.seek(0)
-        file.write(header(n_tokens))
+        if self._file is not None:
+            with writing(self.paths[-1]):
+                before = (len(self.paths) - 1) * self.tokens_per_shard
+                self._file.seek(0)
+                self._file.write(header(self.n_tokens - before))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+            self._file = None
 
 
 class Shards:
@@ -172,40 +156,28 @@ class Shards:
         parts = [np.empty(0, dtype=np.uint16)]
         shard = bisect_right(self._starts, start) - 1
         while start < stop:
-            first, end = self._starts[shard : shard + 2]
-            if start < end:
-                self._require_unchanged(shard)
-                parts.append(self._tokens[shard][start - first : stop - first])
-                start = end
+            if _state(self.paths[shard]) != self._states[shard]:
+                raise CorruptInputError(
+                    f"{self.paths[shard]} changed while training: leave the file alone, or encode "
+                    "the text again and resume"
+                )
+            first = self._starts[shard]
+            parts.append(self._tokens[shard][start - first : stop - first])
+            start += len(parts[-1])
             shard += 1
         return np.concatenate(parts)
-
-    def _require_unchanged(self, shard: int) -> None:
-        if _state(self.paths[shard]) != self._states[shard]:
-            raise CorruptInputError(
-                f"{self.paths[shard]} changed while training: leave the file alone, or encode the "
-                "text again and resume"
-            )
 
 
 def _map_tokens(path: Path) -> TokenArray:
     """Check a shard's header and map its tokens, (n_tokens,)."""
     try:
         size = path.stat().st_size
-        fields = np.zeros(256, dtype="<i4")
-        start = np.fromfile(path, dtype="<i4", count=256)
-        fields[: len(start)] = start
-        magic, version, n_tokens = map(int, fields[:3])
-        if magic != MAGIC or version != VERSION:
+        n_tokens = max(0, size - HEADER_BYTES) // 2
+        fields = np.fromfile(path, dtype="<i4", count=3)
+        if fields.tolist() != [MAGIC, VERSION, n_tokens] or size != HEADER_BYTES + 2 * n_tokens:
             raise CorruptInputError(
-                f"{path} is not a token shard: expected magic {MAGIC}, version {VERSION}, got "
-                f"{magic}, {version}; encode the text again"
-            )
-        expected = HEADER_BYTES + 2 * n_tokens
-        if n_tokens < 0 or size != expected:
-            raise CorruptInputError(
-                f"{path} is damaged: its header says {n_tokens:,} tokens ({expected:,} bytes), "
-                f"the file has {size:,} bytes; encode the text again"
+                f"{path} is damaged or is no token shard: its {size:,} bytes do not fit its "
+                "header; encode the text again"
             )
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(n_tokens,))
     except OSError as error:

@@ -6,6 +6,7 @@ validation set, so their losses can be compared.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ from tiedgpt.data.corpus import Corpus, Document
 from tiedgpt.errors import UserError
 
 Side = Literal["train", "val"]
+SIDES: tuple[Side, ...] = "train", "val"
 
 TARGET = 0.10
 """The share of all characters that goes to validation."""
@@ -91,31 +93,25 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _sizes(corpus: Corpus) -> dict[bytes, int]:
+def _sizes(corpus: Corpus) -> Counter[bytes]:
     """Return the number of characters of each distinct text, all its copies together."""
-    sizes: dict[bytes, int] = {}
+    sizes = Counter[bytes]()
     for document in corpus:
-        key = digest(document.text)
-        sizes[key] = sizes.get(key, 0) + len(document.text)
+        sizes[digest(document.text)] += len(document.text)
     return sizes
 
 
 def _cut(document: Document) -> Iterator[tuple[Side, Document]]:
-    """Yield the first nine tenths of a document for training, the rest for validation."""
-    at = _cut_position(document.text)
-    yield "train", Document(document.name, document.text[:at])
-    if at < len(document.text):
-        yield "val", Document(f"{document.name} (end)", document.text[at:])
+    """Yield the first nine tenths of a document for training, the rest for validation.
 
-
-def _cut_position(text: str) -> int:
-    """Return the position of the line break nearest to nine tenths, or nine tenths itself.
-
-    A line break counts if it is within a twentieth of the text's length.
+    The cut is at the line break nearest to nine tenths within a twentieth of the length, if any.
     """
+    text = document.text
     at = max(1, len(text) - max(1, len(text) // 10))
     reach = len(text) // 20
-    before = text.rfind("\n", at - reach, at) + 1
-    after = text.find("\n", at, at + reach) + 1
-    near = [place for place in (before, after) if 0 < place < len(text)]
-    return min(near, key=lambda place: abs(place - at), default=at)
+    breaks = text.rfind("\n", at - reach, at) + 1, text.find("\n", at, at + reach) + 1
+    near = [place for place in breaks if 0 < place < len(text)]
+    at = min(near, key=lambda place: abs(place - at), default=at)
+    yield "train", Document(document.name, text[:at])
+    if at < len(text):
+        yield "val", Document(f"{document.name} (end)", text[at:])

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.data import permutation
+from tiedgpt.data import json_lines, permutation
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads import Head
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.exercises import Exercise, Malformed, Prepared
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.pretrained import Pretrained
-from tiedgpt.train.task import Arrays, Model, body_of, counts, loss_terms, on_device
-from tiedgpt.weights.save import save_tokenizer
+from tiedgpt.train.task import Arrays, Model, Task, body_of, counts, loss_terms, on_device
 
 HELD_OUT = 10
 """One example in so many is held out."""
@@ -117,36 +114,22 @@ def _label_names(
 
 def _read(exercise: Exercise, source: str) -> Iterator[Line]:
     """Yield the examples of a file."""
-    path = Path(source)
+    empty = True
     try:
-        data = path.read_bytes()
+        with open(source, "rb") as file:
+            for place, record in json_lines(file, source, exercise.fields):
+                example = exercise.parse(record)
+                yield Line(place, hashlib.sha256(repr(example).encode()).digest(), example)
+                empty = False
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}; check the name") from None
-    empty = True
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        empty = False
-        place = f"{source}:{number}"
-        try:
-            record = json.loads(raw.decode())
-            if not isinstance(record, dict):
-                raise Malformed(f"a JSON {type(record).__name__}, no object")
-            example = exercise.parse(record)
-        except UnicodeDecodeError as error:
-            raise CorruptInputError(f"{place}: not UTF-8 (byte {error.start})") from None
-        except (ValueError, RecursionError) as error:
-            raise CorruptInputError(
-                f"{place}: not a JSON object on one line ({error}); a line is {exercise.fields}"
-            ) from None
-        except Malformed as wrong:
-            raise CorruptInputError(f"{place}: {wrong}; a line is {exercise.fields}") from None
-        yield Line(place, hashlib.sha256(repr(example).encode()).digest(), example)
+    except Malformed as wrong:
+        raise CorruptInputError(f"{place}: {wrong}; a line is {exercise.fields}") from None
     if empty:
         raise UserError(f"{source} has no lines: give .jsonl, each line {exercise.fields}")
 
 
-class Labelled:
+class Labelled(Task):
     """Train a head, and the body under it; see `task.Task`."""
 
     unit = "examples"
@@ -162,16 +145,13 @@ class Labelled:
         context: int | None = None,
         start: Pretrained | None = None,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        super().__init__(config, tokenizer, context, start)
         self.exercise = exercise
         self.examples = examples
-        self.context = context or config.n_positions
-        self.start = start
         self.notes: list[str] = []
         self.train = self._prepare("to train on", examples.train)
         self.held_out = self._prepare("to validate on", examples.held_out)
-        self.epoch_rows: int | None = len(self.train)
+        self.epoch_rows = len(self.train)
         self.held_out_rows = float(len(self.held_out))
         self.row_tokens = max(
             len(row.rows) * max(map(len, row.rows)) for _, row in (*self.train, *self.held_out)
@@ -209,15 +189,10 @@ class Labelled:
         """Return a fresh head on a fresh body."""
         return self.exercise.head(GPT(self.config), self.examples.labels)
 
-    def begin(self, model: Model) -> None:
-        """Put a trained body under the fresh head, if there is one to start from."""
-        if self.start is not None:
-            self.start.put_into(body_of(model))
-
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return the batch of each step; an epoch visits every example once, in its own order."""
         n = len(self.train)
-        order = functools.lru_cache(2)(functools.partial(_order, n, plan.seed))
+        order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=plan.seed, epoch=epoch))
 
         def batch(step: int) -> Arrays:
             first = step * plan.batch_size
@@ -270,12 +245,3 @@ class Labelled:
             )
         finally:
             model.train(training)
-
-    def publish(self, model: Model, directory: Path) -> None:
-        """Write the head with its body, and the tokenizer."""
-        model.save_pretrained(directory)
-        save_tokenizer(self.tokenizer, body_of(model).config, directory)
-
-
-def _order(n: int, seed: int, epoch: int) -> Any:
-    return permutation(n, seed=seed, epoch=epoch)

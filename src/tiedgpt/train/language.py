@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -18,18 +17,17 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Arrays, Model, body_of
-from tiedgpt.weights.save import save_tokenizer
+from tiedgpt.train.task import Arrays, Model, Task, body_of
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     """Predict each next token of a text; see `task.Task`."""
 
     unit = "tokens"
-    epoch_rows: int | None = None
+    epoch_rows = None
 
     def __init__(
         self,
@@ -40,10 +38,7 @@ class LanguageModelling:
         context: int | None = None,
         start: Pretrained | None = None,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.context = context or config.n_positions
-        self.start = start
+        super().__init__(config, tokenizer, context, start)
         self.encoded = open_encoded(run.data)
         self._train, self._held_out = _open_shards(run, self.encoded)
         self._byte_lengths = _byte_lengths(tokenizer, config)
@@ -67,11 +62,6 @@ class LanguageModelling:
     def build(self) -> GPT:
         """Return a GPT with fresh weights."""
         return GPT(self.config)
-
-    def begin(self, model: Model) -> None:
-        """Go on from a model that was trained already, if there is one to start from."""
-        if self.start is not None:
-            self.start.put_into(body_of(model))
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""
@@ -108,11 +98,6 @@ class LanguageModelling:
         return engine.generate(
             start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed
         ).text
-
-    def publish(self, model: Model, directory: Path) -> None:
-        """Write the model and its tokenizer."""
-        model.save_pretrained(directory)
-        save_tokenizer(self.tokenizer, body_of(model).config, directory)
 
 
 def _byte_lengths(tokenizer: Tokenizer, config: GPTConfig) -> np.ndarray:

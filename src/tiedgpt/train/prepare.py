@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import (
     Corpus,
+    Document,
     FileCorpus,
     documents,
     encode_corpus,
@@ -52,9 +54,8 @@ class Texts:
     def digest(self) -> str:
         """Return a sha256 of everything that is read, to know a changed text by."""
         whole = hashlib.sha256()
-        for document in (*self.corpus, "", *(self.validation or ())):
-            text = document if isinstance(document, str) else document.text
-            whole.update(hashlib.sha256(text.encode()).digest())
+        for document in chain(self.corpus, [Document("", "")], self.validation or ()):
+            whole.update(hashlib.sha256(document.text.encode()).digest())
         return whole.hexdigest()
 
 

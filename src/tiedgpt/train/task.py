@@ -7,6 +7,7 @@ which -100 is not counted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,9 +21,12 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.heads import Head
+from tiedgpt.text import Tokenizer
+from tiedgpt.weights.save import save_tokenizer
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
+    from tiedgpt.train.pretrained import Pretrained
 
 Model = GPT | Head
 Arrays = tuple[NDArray[np.int64], ...]
@@ -36,11 +40,12 @@ class Score(Protocol):
         """The mean loss."""
 
 
-class Task(Protocol):
-    """A model and its data. Batches are pure functions of (seed, step), so that a run resumes."""
+class Task(ABC):
+    """A model and its data. Batches are pure functions of (seed, step), so that a run resumes.
 
-    config: GPTConfig
-    """Of the body."""
+    `config` is the body's; `start` is the trained GPT from which a run starts, if any.
+    """
+
     unit: str
     """What is counted: tokens, examples."""
     row_units: int
@@ -52,26 +57,47 @@ class Task(Protocol):
     held_out_rows: float
     """Rows that the last evaluation takes."""
 
+    def __init__(
+        self,
+        config: GPTConfig,
+        tokenizer: Tokenizer,
+        context: int | None,
+        start: Pretrained | None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.context = context or config.n_positions
+        self.start = start
+
+    @abstractmethod
     def build(self) -> Model:
         """Return the model with fresh weights, drawn from torch's global stream."""
 
     def begin(self, model: Model) -> None:
-        """Before the first step: put weights in place that were trained elsewhere."""
+        """Before the first step: put the weights of `start` into the body."""
+        if self.start is not None:
+            self.start.put_into(body_of(model))
 
+    @abstractmethod
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return the batch of each step, from 0."""
 
+    @abstractmethod
     def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
         """Score what is held out: the first batches of it, or all, as `held_out_rows` says."""
 
+    @abstractmethod
     def metrics(self, score: Any) -> dict[str, float]:
         """Return a score as it stands in metrics.jsonl."""
 
+    @abstractmethod
     def sample(self, model: Model, plan: Plan, step: int) -> str:
         """Return something that shows what the model does now; no random stream is touched."""
 
     def publish(self, model: Model, directory: Path) -> None:
-        """Write the model as others load it."""
+        """Write the model as others load it, and the tokenizer."""
+        model.save_pretrained(directory)
+        save_tokenizer(self.tokenizer, body_of(model).config, directory)
 
 
 def body_of(model: Model) -> GPT:

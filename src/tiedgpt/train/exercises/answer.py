@@ -25,11 +25,8 @@ from tiedgpt.train.exercises.exercise import (
     Places,
     Prepared,
     Right,
-    lengths_of,
-    padded,
     text_in,
 )
-from tiedgpt.train.task import Arrays
 
 
 @dataclass(frozen=True)
@@ -95,11 +92,6 @@ class Answer(Exercise):
     def head(self, gpt: GPT, labels: Sequence[str]) -> Head:
         """Return a finder of spans."""
         return SpanFinder(gpt)
-
-    def collate(self, rows: Sequence[Prepared]) -> Arrays:
-        """Return ids (B, T), lengths (B,), spans (B, 2)."""
-        ids = [row.rows[0] for row in rows]
-        return padded(ids), lengths_of(ids), np.array([row.answer for row in rows], np.int64)
 
     def judge(self, head: Head, batch: Sequence[Tensor]) -> Right:
         """Count spans found exactly, token for token."""

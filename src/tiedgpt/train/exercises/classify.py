@@ -18,11 +18,8 @@ from tiedgpt.train.exercises.exercise import (
     Prepared,
     Right,
     label_name,
-    lengths_of,
-    padded,
     text_in,
 )
-from tiedgpt.train.task import Arrays
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,6 @@ class Classify(Exercise):
     def head(self, gpt: GPT, labels: Sequence[str]) -> Head:
         """Return a sequence classifier."""
         return SequenceClassifier(gpt, labels)
-
-    def collate(self, rows: Sequence[Prepared]) -> Arrays:
-        """Return ids (B, T), lengths (B,), labels (B,)."""
-        ids = [row.rows[0] for row in rows]
-        return padded(ids), lengths_of(ids), np.array([row.answer for row in rows], np.int64)
 
     def judge(self, head: Head, batch: Sequence[Tensor]) -> Right:
         """Count labels that score highest."""

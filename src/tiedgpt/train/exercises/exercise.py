@@ -1,4 +1,4 @@
-"""What the four kinds of labelled work have in common, and padding.
+"""What the four kinds of labelled work have in common.
 
 A line of .jsonl (`parse`) becomes an example; an example and a tokenizer (`prepare`) become rows of
 ids with their answer; rows (`collate`) become a batch of a head's `losses`.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
-from tiedgpt.heads import Head
+from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.task import Arrays
 
@@ -85,9 +85,10 @@ class Exercise(ABC):
     def head(self, gpt: GPT, labels: Sequence[str]) -> Head:
         """Put the head that learns this on a body."""
 
-    @abstractmethod
     def collate(self, rows: Sequence[Prepared]) -> Arrays:
-        """Return a batch for the head's `losses`."""
+        """Return a batch for the head's `losses`: ids (B, T), lengths (B,), answers (B, ...)."""
+        ids, lengths = pad([row.rows[0] for row in rows])
+        return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
 
     @abstractmethod
     def judge(self, head: Head, batch: Sequence[Tensor]) -> Right:
@@ -98,36 +99,14 @@ class Exercise(ABC):
         """Return an example beside what the head says of it."""
 
 
-def padded(rows: Sequence[Sequence[int]], fill: int = 0) -> NDArray[np.int64]:
-    """Return rows (B, T) filled up on the right."""
-    made = np.full((len(rows), max(map(len, rows))), fill, np.int64)
-    for into, row in zip(made, rows, strict=True):
-        into[: len(row)] = row
-    return made
-
-
-def lengths_of(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return how long each row is, (B,)."""
-    return np.array([len(row) for row in rows], np.int64)
-
-
 def text_in(record: Mapping[str, Any], field: str) -> str:
     """Return a string with something in it, or say that there is none."""
     value = record.get(field)
     if not isinstance(value, str):
         raise Malformed(f"no string in the field {field!r}; it holds {_held(record)}")
-    checked(value, field)
     if not value.strip():
         raise Malformed(f"the field {field!r} is empty")
     return value
-
-
-def checked(text: str, field: str) -> None:
-    """Refuse what is no valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Malformed(f"half a surrogate pair at character {error.start} of {field!r}") from None
 
 
 def list_in(record: Mapping[str, Any], field: str) -> list[Any]:
@@ -142,9 +121,7 @@ def label_name(value: Any) -> str:
     """Return a label's name; numbers may be labels, too."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise Malformed(f"the label {value!r} is neither a name nor a whole number")
-    name = str(value)
-    checked(name, "label")
-    return name
+    return str(value)
 
 
 class Places:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tiedgpt.core.model import GPT
-from tiedgpt.heads import Head, TokenClassifier
+from tiedgpt.heads import Head, TokenClassifier, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.exercises.exercise import (
     UNANSWERED,
@@ -28,10 +28,8 @@ from tiedgpt.train.exercises.exercise import (
     Places,
     Prepared,
     Right,
-    checked,
     label_name,
     list_in,
-    padded,
     text_in,
 )
 from tiedgpt.train.task import Arrays
@@ -82,7 +80,6 @@ class Tag(Exercise):
         for word in words:
             if not isinstance(word, str) or not word.strip():
                 raise Malformed(f"{word!r} in 'tokens' is no word")
-            checked(word, "tokens")
         if len(words) != len(labels):
             raise Malformed(f"{len(words)} tokens and {len(labels)} labels: each needs one")
         return Words(tuple(words), tuple(map(label_name, labels)))
@@ -128,8 +125,9 @@ class Tag(Exercise):
 
     def collate(self, rows: Sequence[Prepared]) -> Arrays:
         """Return ids (B, T), labels (B, T)."""
-        answers = [row.answer.tolist() for row in rows]
-        return padded([row.rows[0] for row in rows]), padded(answers, UNANSWERED)
+        ids, _ = pad([row.rows[0] for row in rows])
+        labels, _ = pad([row.answer.tolist() for row in rows], pad_id=UNANSWERED)
+        return ids.numpy(), labels.numpy()
 
     def judge(self, head: Head, batch: Sequence[Tensor]) -> Right:
         """Count labels that score highest."""
