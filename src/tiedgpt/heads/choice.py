@@ -6,6 +6,7 @@ lambda = 0.5. The vocabulary's head predicts tokens while this head gives each c
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,19 +29,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 """transformers' keys that shape the logit of a choice, with the values that are supported."""
 
 
-class Summary(nn.Module):
-    """One logit from a state: dropout, then a linear layer with bias."""
-
-    def __init__(self, linear: nn.Linear, dropout: float) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.summary = linear
-
-    def forward(self, h: Tensor) -> Tensor:
-        """(..., D) -> (...)."""
-        return self.summary(self.dropout(h)).squeeze(-1)
-
-
 class MultipleChoice(Head):
     """A logit for each choice, read at its last token, beside the prediction of tokens."""
 
@@ -50,7 +38,8 @@ class MultipleChoice(Head):
 
     def __init__(self, gpt: GPT, *, dropout: float = DROPOUT) -> None:
         super().__init__(gpt)
-        self.multiple_choice_head = Summary(self.linear(1, bias=True), dropout)
+        parts = OrderedDict(dropout=nn.Dropout(dropout), summary=self.linear(1, bias=True))
+        self.multiple_choice_head = nn.Sequential(parts)
 
     def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Ids (B, C, T), lengths (B, C) -> logits (B, C).
@@ -77,14 +66,13 @@ class MultipleChoice(Head):
         """States (B * C, T, D), ids (B, C, T), lengths (B, C) -> logits (B, C)."""
         flat = None if lengths is None else lengths.flatten()
         flat = checked_lengths(ids.flatten(0, 1), flat, least=0)
-        logits = self.multiple_choice_head(last_state(h, flat))
+        logits = self.multiple_choice_head(last_state(h, flat))[:, 0]
         return logits.masked_fill(flat == 0, float("-inf")).view(ids.shape[:2])
 
     def config_keys(self) -> dict[str, Any]:
         """Return the keys by which transformers builds the same logit."""
-        supported = {key: values[0] for key, values in SUPPORTED.items()}
-        return supported | {
-            "summary_first_dropout": self.multiple_choice_head.dropout.p,
+        return {key: values[0] for key, values in SUPPORTED.items()} | {
+            "summary_first_dropout": self.multiple_choice_head.get_submodule("dropout").p,
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
         }

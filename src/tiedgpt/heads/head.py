@@ -22,23 +22,27 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
-from tiedgpt.weights.huggingface import GPT1, GPT2, TIEDGPT, ModelType, model_type_of
+from tiedgpt.weights.checkpoint import LazyTensor
+from tiedgpt.weights.huggingface import GPT1, GPT2, TIEDGPT, model_type_of
 from tiedgpt.weights.load import OTHER_HEADS, load
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.safetensors_file import Stored
-from tiedgpt.weights.save import (
-    OUR_CARD,
-    describe,
-    tensors_of,
-    write_directory,
-)
+from tiedgpt.weights.save import OUR_CARD, describe, tensors_of, write_directory
 
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
 """The classes that transformers has for GPT-1. For GPT-2 it has all."""
-INIT_STD = 0.02
 DROPOUT = 0.1
 """transformers' dropout before a head where config.json does not give one."""
+CARD = f"""---
+library_name: {{library}}
+tags: [{{tag}}]
+---
+# {{name}}
+
+{OUR_CARD}
+
+A head on the body of a GPT. Load it with `tiedgpt.heads.{{ours}}.from_pretrained(directory)`.
+"""
 
 
 class Head(nn.Module):
@@ -80,7 +84,7 @@ class Head(nn.Module):
         like = self.gpt.wte.weight
         width = self.gpt.config.n_embd
         layer = nn.Linear(width, n_outputs, bias=bias, device=like.device, dtype=like.dtype)
-        nn.init.normal_(layer.weight, std=INIT_STD)
+        nn.init.normal_(layer.weight, std=0.02)
         if bias:
             nn.init.zeros_(layer.bias)
         return layer
@@ -117,39 +121,25 @@ class Head(nn.Module):
         without this head (see `fresh`), `CorruptInputError` for one that is damaged.
         """
         checkpoint = open_checkpoint(source)
-        n_outputs = cls._count_outputs(checkpoint)
-        options = cls.options_from(checkpoint.config, n_outputs) | options
-        head = cls(_body_of(checkpoint, dtype, cls.predicts_tokens), **options)
-        parameters = dict(head.named_parameters())
-        for name in cls.own:
-            tensor, parameter = checkpoint.tensors[name], parameters[name]
-            if tensor.shape != tuple(parameter.shape):
-                raise CorruptInputError(
-                    f"{checkpoint.source}: {name} must have shape {tuple(parameter.shape)}, got "
-                    f"{tensor.shape}"
-                )
-            parameter.data.copy_(LazyTensor(tensor).read())
-        return head.eval()
-
-    @classmethod
-    def _count_outputs(cls, checkpoint: Checkpoint) -> int:
-        """Return the rows of `own[0]`; an error where a tensor of the head is missing."""
-        missing = [name for name in cls.own if name not in checkpoint.tensors]
-        if not cls.own:
-            return 0
-        if missing == list(cls.own):
+        own = {name: t for name, t in checkpoint.tensors.items() if name in cls.own}
+        if cls.own and not own:
             raise UserError(
-                f"{checkpoint.source} has no {missing[0]}, so it is no {cls.__name__}: "
+                f"{checkpoint.source} has no {cls.own[0]}, so it is no {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
-        if missing:
-            raise CorruptInputError(f"{checkpoint.source}: {missing[0]} is missing")
-        shape = checkpoint.tensors[cls.own[0]].shape
-        if len(shape) != 2 or not all(shape):
+        n_outputs = next((tensor.shape[0] for tensor in own.values() if tensor.shape), 0)
+        options = cls.options_from(checkpoint.config, n_outputs) | options
+        gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
+        head = cls(gpt, **options)
+        expected = {name: tuple(head.get_parameter(name).shape) for name in cls.own}
+        got = {name: tensor.shape for name, tensor in own.items()}
+        if got != expected:
             raise CorruptInputError(
-                f"{checkpoint.source}: {cls.own[0]} must be a matrix, got shape {shape}"
+                f"{checkpoint.source}: the head's tensors must be {expected}, got {got}"
             )
-        return shape[0]
+        state = {name: LazyTensor(tensor).read() for name, tensor in own.items()}
+        head.load_state_dict(state, strict=False)
+        return head.eval()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers' class loads as it is.
@@ -159,55 +149,39 @@ class Head(nn.Module):
         """
         gpt = self.gpt
         model_type = model_type_of(gpt.config)
-        tensors = tensors_of(gpt)
-        if not self.own:  # transformers' bare body has no prefix
-            tensors = {name.removeprefix(model_type.prefix): t for name, t in tensors.items()}
-        parameters = dict(self.named_parameters())
-        tensors |= {name: Stored(parameters[name]) for name in self.own}
-        description = describe(gpt) | self.config_keys()
-        description["architectures"] = [self._class_name(model_type)]
+        prefix = "" if self.own else model_type.prefix  # transformers' bare body has none
+        tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
+        tensors |= {name: Stored(self.get_parameter(name)) for name in self.own}
+        name = self._class_name(gpt.config)
+        description = describe(gpt) | self.config_keys() | {"architectures": [name]}
         if description.get("pad_token_id") is None:  # transformers finds the last token by it
             description["pad_token_id"] = gpt.config.eos_token_id
-        write_directory(directory, tensors, {"config.json": description}, self._card(model_type))
+        card = CARD.format(
+            library="tiedgpt" if model_type is TIEDGPT else "transformers",
+            tag=model_type.name,
+            name=name,
+            ours=type(self).__name__,
+        )
+        write_directory(directory, tensors, {"config.json": description}, card)
 
     @classmethod
     def class_in_transformers(cls, config: GPTConfig) -> str | None:
         """Return the name of the class that loads the saved directory, or None if there is none."""
         model_type = model_type_of(config)
         known = model_type is GPT2 or (model_type is GPT1 and cls.architecture in ON_GPT1)
-        return cls._class_name(model_type) if known else None
+        return cls._class_name(config) if known else None
 
     @classmethod
-    def _class_name(cls, model_type: ModelType) -> str:
+    def _class_name(cls, config: GPTConfig) -> str:
         """Return the name with the family: GPT2ForSequenceClassification."""
-        return model_type.architecture.removesuffix("LMHeadModel") + cls.architecture
-
-    def _card(self, model_type: ModelType) -> str:
-        config = self.gpt.config
-        count = sum(parameter.numel() for parameter in self.parameters())
-        return f"""---
-library_name: {"tiedgpt" if model_type is TIEDGPT else "transformers"}
-tags: [{model_type.name}]
----
-# {self._class_name(model_type)}
-
-{OUR_CARD}
-
-{count:,} parameters: a GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head}
-heads and {config.n_positions} positions, and a head on its states.
-
-Load it with `tiedgpt.heads.{type(self).__name__}.from_pretrained(directory)`.
-"""
+        return model_type_of(config).architecture.removesuffix("LMHeadModel") + cls.architecture
 
 
 def load_body(
     source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep_head: bool = False
 ) -> GPT:
     """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
-    return _body_of(open_checkpoint(source), dtype, keep_head)
-
-
-def _body_of(checkpoint: Checkpoint, dtype: torch.dtype | None, keep_head: bool) -> GPT:
+    checkpoint = open_checkpoint(source)
     # A file of a body alone has no matrix that predicts, whatever its config claims.
     is_body_alone = checkpoint.headless and "lm_head.weight" not in checkpoint.tensors
     gpt = load(
@@ -233,10 +207,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def dropout_from(config: Mapping[str, Any], *keys: str) -> float:
     """Return the first dropout that a config.json gives under one of these keys, else 0.1."""
-    for key in keys:
-        value = config.get(key)
-        if value is None:
-            continue
+    given = [(key, config[key]) for key in keys if config.get(key) is not None]
+    for key, value in given[:1]:
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise CorruptInputError(f"{key} must be a probability in [0, 1), got {value!r}")
         return float(value)

@@ -19,17 +19,17 @@ class _Classifier(Head):
     def __init__(self, gpt: GPT, labels: Sequence[str]) -> None:
         super().__init__(gpt)
         names = tuple(labels)
-        if isinstance(labels, str) or not names or not all(isinstance(name, str) for name in names):
-            raise UserError(f"labels must be a list of names, one for each label, got {labels!r}")
-        if len(set(names)) < len(names):
-            raise UserError(f"labels must have different names, got {labels!r}")
+        strings = not isinstance(labels, str) and all(isinstance(name, str) for name in names)
+        if not names or not strings or len(set(names)) < len(names):
+            raise UserError(f"labels must be a list of different names, got {labels!r}")
         self.labels = names
 
-    def label_loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean cross-entropy; `UserError` where there is only one label."""
+    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Forward's arguments and labels -> the mean cross-entropy of labels that are not -100."""
         if len(self.labels) < 2:
             raise UserError(f"one label ({self.labels[0]!r}) has no loss: give two or more labels")
-        return (cross_entropy(logits, targets),)
+        *inputs, labels = batch
+        return (cross_entropy(self(*inputs), labels),)
 
     def config_keys(self) -> dict[str, Any]:
         """Return the labels' names as transformers writes them."""
@@ -47,10 +47,10 @@ class _Classifier(Head):
                 f"problem_type={problem!r} in config.json is not supported: tiedgpt predicts one "
                 "label of several (single_label_classification)"
             )
-        names = config.get("id2label")
         numbers = [str(number) for number in range(n_outputs)]
+        names = config.get("id2label")
         if names is None:
-            return {"labels": [f"LABEL_{number}" for number in numbers]}
+            names = {number: f"LABEL_{number}" for number in numbers}
         if not isinstance(names, dict) or set(names) != set(numbers):
             raise CorruptInputError(
                 f"id2label in config.json must name labels 0 to {n_outputs - 1}, one for each row "
@@ -77,11 +77,6 @@ class SequenceClassifier(_Classifier):
         h = self.gpt.body(ids)
         return self.score(last_state(h, checked_lengths(ids, lengths)))
 
-    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Ids (B, T), lengths (B,), labels (B,) -> the mean cross-entropy of labels not -100."""
-        ids, lengths, labels = batch
-        return self.label_loss(self(ids, lengths), labels)
-
 
 class TokenClassifier(_Classifier):
     """One label for every token, which sees itself and the tokens before it."""
@@ -97,11 +92,6 @@ class TokenClassifier(_Classifier):
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (B, T) -> logits (B, T, N), one for each label."""
         return self.classifier(self.dropout(self.gpt.body(ids)))
-
-    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Ids (B, T), labels (B, T) -> the mean cross-entropy of labels not -100."""
-        ids, labels = batch
-        return self.label_loss(self(ids), labels)
 
     def config_keys(self) -> dict[str, Any]:
         """Return the labels' names and the dropout."""
