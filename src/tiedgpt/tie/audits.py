@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ from tiedgpt.weights import mingpt
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,16 +84,13 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        comparison = self.comparison and vars(self.comparison)
-        return plain(
-            vars(self)
-            | {
-                "exit_code": self.exit_code,
-                "matrices": [vars(matrix) for matrix in self.matrices],
-                "comparison": comparison,
-                "findings": [vars(finding) for finding in self.findings],
-            }
-        )
+        values = vars(self) | {
+            "exit_code": self.exit_code,
+            "matrices": [vars(matrix) for matrix in self.matrices],
+            "comparison": self.comparison and vars(self.comparison),
+            "findings": [vars(finding) for finding in self.findings],
+        }
+        return plain(values)
 
 
 def audit(
@@ -107,15 +106,20 @@ def audit(
     there are several candidates.
     """
     checkpoint = checkpoint_of(source)
-    return examine(
-        checkpoint, find_roles(checkpoint, input_name=input_name, output_name=output_name)
-    )
+    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
+    return examine(checkpoint, roles)
 
 
 def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
-        return _with_claim_of_its_format(open_checkpoint(source))
+        checkpoint = open_checkpoint(source)
+        if checkpoint.claim is None and mingpt.recognizes(checkpoint):
+            with suppress(TiedGPTError):  # tensors that are no matter of the tie may be damaged
+                if not mingpt.as_gpt(checkpoint).fields["tie_word_embeddings"]:
+                    by_design = "minGPT is untied by design"
+                    return replace(checkpoint, claim=False, claim_source=by_design)
+        return checkpoint
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
         raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")
@@ -147,57 +151,39 @@ def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
         comparison=comparison,
         transposed=roles.output_transposed,
         wasted_bytes=copy.n_bytes if copy is not None else 0,
-        findings=findings(checkpoint, roles, comparison, verdict),
+        findings=tuple(findings(checkpoint, roles, comparison, verdict)),
     )
 
 
 def _verdict(checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None) -> Verdict:
     """Hold the claim against what is there; see the table at the top of this file."""
-    claim = checkpoint.claim
-    one_layout = checkpoint.format in ONE_LAYOUT
-    misplaced = roles.input_transposed or (roles.output_transposed and one_layout)
+    claim, one_layout = checkpoint.claim, checkpoint.format in ONE_LAYOUT
     if checkpoint.derived or roles.unreadable:
         return "untied as claimed" if claim is False else "broken"
-    if misplaced:
+    if roles.input_transposed or (roles.output_transposed and one_layout):
         return "broken"
+    if roles.pair is None and checkpoint.headless:
+        return "no head"
     if roles.pair is None or roles.shared:
-        if roles.pair is None and checkpoint.headless:
-            return "no head"
         if claim is False:
             return "contradicts the claim"
         return "broken" if roles.two_parameters else "tied"
-    if not roles.fits:
-        return "broken"
     if claim is False:
-        return "untied as claimed"
+        return "untied as claimed" if roles.fits else "broken"
     if comparison is not None and comparison.equal and roles.extra_rows == 0:
         trained = any(matrix.trainable for matrix in roles.pair)
         return "broken" if checkpoint.format == "module" and trained else "tied twice"
-    return "untied as claimed" if checkpoint.format == "GGUF" and claim is None else "broken"
+    by_format = checkpoint.format == "GGUF" and claim is None and roles.fits
+    return "untied as claimed" if by_format else "broken"
 
 
 def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[Matrix, ...]:
-    def matrix(names: list[str], *does: str) -> Matrix:
-        tensor = roles.output if does == ("predicts",) else roles.matrix
-        assert tensor is not None
+    def matrix(tensor: StoredTensor, names: list[str], *does: str) -> Matrix:
         return Matrix(tuple(names), does, tensor.shape, tensor.dtype, tensor.n_bytes)
 
     names = [roles.matrix.name, *(tensor.name for tensor in roles.aliases)]
     if roles.pair is not None and not roles.shared:
-        return matrix(names, "reads"), matrix([roles.pair[1].name], "predicts")
-    if verdict == "no head" or checkpoint.derived or roles.unreadable:
-        return (matrix(names, "reads"),)
-    return (matrix(names, "reads", "predicts"),)
-
-
-def _with_claim_of_its_format(checkpoint: Checkpoint) -> Checkpoint:
-    """Let the format claim where no config does: minGPT is untied by design."""
-    if checkpoint.claim is not None or not mingpt.recognizes(checkpoint):
-        return checkpoint
-    try:
-        tied = mingpt.as_gpt(checkpoint).fields["tie_word_embeddings"]
-    except TiedGPTError:  # other tensors are damaged
-        return checkpoint
-    if tied:  # both names have one storage
-        return checkpoint
-    return replace(checkpoint, claim=False, claim_source="minGPT is untied by design")
+        reads, head = roles.pair
+        return matrix(reads, names, "reads"), matrix(head, [head.name], "predicts")
+    only_reads = verdict == "no head" or checkpoint.derived or roles.unreadable
+    return (matrix(roles.matrix, names, "reads", *(() if only_reads else ("predicts",))),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles
@@ -23,141 +23,74 @@ MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie
 
 TEXTS = {
     # one matrix
-    "one matrix": (
-        "{matrix} reads and predicts",
-        "There is one matrix of {matrix_size}, {matrix}, and no second one. Reading a token looks "
-        "up its row. Predicting a token takes the dot product of the last hidden state with the "
-        "same row: logits = h W^T. Its {parameters:,} numbers are stored, counted and trained "
-        "once.",
-    ),
-    "only a head": (
-        "the one matrix has the head's name, {matrix}",
-        "There is one matrix of {matrix_size}, {matrix}, and none under an embedding's name. In a "
-        "tied model it is the embedding too, and tiedgpt loads it so. Other readers look for the "
-        "embedding's name and may fill it with random numbers. `tiedgpt tie fix` renames it if the "
-        "other names tell the family (GPT-2 and GPT); otherwise rename it yourself.",
-    ),
-    "same storage": (
-        "{output} is {input}",
-        "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. Learning to "
-        "predict a token also changes how the token is read. A count by names counts it twice; it "
-        "is one.",
-    ),
-    "two parameters on one storage": (
-        "{output} and {input} are two Parameters on the same bytes",
-        "The bytes of the {input_size} matrix are shared, but two Parameter objects hold them "
-        "(load_state_dict(assign=True) does this). An optimizer sees two parameters, each with "
-        "half of the gradient and with moments of its own, and steps the matrix twice. A deep copy "
-        "or a move to another device makes two matrices of them. Share the object: "
-        "tiedgpt.tie.tie(model).",
-    ),
-    "shared against the claim": (
-        "two matrices are claimed, and there is one",
-        "{claim_source}, and both names hold the same {input_size} matrix: it is tied. A reader "
-        "that believes the claim looks for a second matrix. Correct the claim, or untie.",
-    ),
-    "missing": (
-        "an untied head is claimed, and there is one matrix",
-        "{claim_source}, so two matrices of {matrix_size} are expected; only {matrix} is there. "
-        "Either the claim is wrong and the one matrix does both, or the head was lost when this "
-        "was saved. It must not be made up. `tiedgpt tie fix` corrects the claim; if the head was "
-        "trained, go back to the file that still has it.",
-    ),
-    # no matrix that predicts
-    "no head": (
-        "no head: this model does not predict tokens",
-        "{matrix} ({matrix_size}) reads. By its architecture this is a bare body or a classifier. "
-        "It needs no head over the vocabulary, so there is no tie to judge.",
-    ),
-    "derived": (
-        "the head multiplies with something derived from W, or with something else",
-        "{matrix} ({matrix_size}) reads. The head {why}: it does not multiply with W itself, even "
-        "if W is part of the result. Merge or remove that first, then audit again.",
-    ),
-    "unreadable": (
-        "there is an untied head whose numbers are not read here",
-        "{matrix} ({matrix_size}) reads. By its name, {heads} predicts; it is quantized, packed, "
-        "or stored in parts. Whether it holds the embedding's numbers is not known here. Audit the "
-        "file that it was made from.",
-    ),
+    "one matrix": "{matrix} reads and predicts\n"
+    "There is one matrix of {matrix_size}, {matrix}. Reading a token looks up its row. Predicting "
+    "a token takes the dot product of the last hidden state with the same row: logits = h W^T. Its "
+    "{parameters:,} numbers are stored, counted and trained once.",
+    "one matrix: the head": "the one matrix has the head's name, {matrix}\n"
+    "There is one matrix of {matrix_size}, {matrix}. tiedgpt loads it as the embedding too; other "
+    "readers may fill the embedding with random numbers. `tiedgpt tie fix` renames it for GPT-2 "
+    "and GPT; otherwise rename it yourself.",
+    "same storage": "{output} is {input}\n"
+    "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. Learning to "
+    "predict a token also changes how it is read. A count by names counts the matrix twice.",
+    "two parameters on one storage": "{output} and {input} are two Parameters on the same bytes\n"
+    "Two Parameter objects hold one {input_size} matrix (load_state_dict(assign=True) does this). "
+    "An optimizer sees two, each with half of the gradient, and steps the matrix twice. A deep "
+    "copy or a move to another device makes two matrices. Share the object: "
+    "tiedgpt.tie.tie(model).",
+    "missing": "an untied head is claimed, and there is one matrix\n"
+    "{claim_source}, but {matrix} ({matrix_size}) has no second matrix beside it. Either the claim "
+    "is wrong and the one matrix does both (`tiedgpt tie fix` corrects the claim), or the head was "
+    "lost when this was saved: go back to the file that still has it.",
+    # no matrix that predicts, or none that is known
+    "no head": "no head: this model does not predict tokens\n"
+    "{matrix} ({matrix_size}) reads. By its architecture this is a bare body or a classifier, so "
+    "there is no tie to judge.",
+    "derived": "the head multiplies with something derived from W, or with something else\n"
+    "{matrix} ({matrix_size}) reads. The head {why}: it does not multiply with W itself. Merge or "
+    "remove that first, then audit again.",
+    "not comparable": "{matrix} and the head were not compared\n"
+    "{matrix} ({matrix_size}, {reads}) reads and {heads} predicts. How far apart they are is not "
+    "known here, because at least one of them is quantized, packed, in parts, or without data. "
+    "Audit the file that it was made from.",
     # two matrices
-    "shapes": (
-        "{output} does not fit {input}",
-        "{input} is {input_size} and {output} is {output_size}. Their widths differ, so one cannot "
-        "be the other, straight or transposed. The head belongs to another model, or predicts "
-        "something other than tokens.",
-    ),
-    "overlap": (
-        "{output} and {input} are different views of one storage",
-        "{input} ({input_size}) and {output} ({output_size}) lie in one allocation: interleaved, "
-        "shifted, or one inside the other. They are two matrices: a token's two rows are not the "
-        "same numbers.",
-    ),
-    "not compared": (
-        "{input} and {output} were not compared",
-        "{input} is {input_dtype} and {output} is {output_dtype}, of {input_size} and "
-        "{output_size}. They are two matrices. How far apart they are is not known here, because "
-        "at least one of them cannot be decoded (a quantized type, or no data). Audit the file "
-        "that it was made from.",
-    ),
-    "equal copies": (
-        "{output} is a second copy of {input}",
-        "{input} ({input_size}) and {output} ({output_size}{transposed}) are two tensors and equal "
-        "in all {rows_compared:,} rows that both have. {follows}",
-    ),
-    "drifted": (
-        "{output} differs from {input} in {differing_rows:,} of {rows_compared:,} rows",
-        "{input} ({input_size}) gives a token's vector when it is read; {output} "
-        "({output_size}{transposed}) gives the vector that its logit is computed with. They are "
-        "two matrices and differ in {differing_rows:,} of {rows_compared:,} rows, first at token "
-        "{first}. {gap}Their cosine is {angle}. {cause}",
-    ),
-    "fresh": (
-        "{name} looks freshly initialized",
-        "The numbers of {name} ({name_size}) have mean {mean:.2g} and standard deviation "
-        "{std:.3g}, rows of nearly one length, no heavy tails, and cosine {cosine:.3f} with the "
-        "other matrix: they look like {initialization}, never trained. A loader that does not find "
-        "this matrix and makes one up leaves exactly this.",
-    ),
-    "not finite": (
-        "{rows:,} rows hold numbers that are not finite",
-        "{rows:,} rows hold an infinity or NaN. In a tied matrix such a row spoils both reading "
-        "and predicting: every logit of that token is NaN.",
-    ),
+    "shapes": "{output} does not fit {input}\n"
+    "{input} is {input_size} and {output} is {output_size}. Their widths differ, so one cannot be "
+    "the other, straight or transposed. The head belongs to another model, or predicts something "
+    "other than tokens.",
+    "overlap": "{output} and {input} are different views of one storage\n"
+    "{input} ({input_size}) and {output} ({output_size}) lie in one allocation, interleaved, "
+    "shifted, or one inside the other: a token's two rows are not the same numbers.",
+    "equal copies": "{output} is a second copy of {input}\n"
+    "{input} ({input_size}) and {output} ({output_size}{transposed}) are two tensors and equal in "
+    "all {rows_compared:,} rows that both have. {follows}",
+    "drifted": "{output} differs from {input} in {differing_rows:,} of {rows_compared:,} rows\n"
+    "{input} ({input_size}) gives a token's vector when it is read; {output} "
+    "({output_size}{transposed}) gives the vector that its logit is computed with. They are two "
+    "matrices and differ first at token {first}. {gap}Their cosine is {angle}. {cause}",
+    "fresh": "{name} looks freshly initialized\n"
+    "The numbers of {name} ({name_size}) have mean {mean:.2g}, standard deviation {std:.3g}, and "
+    "cosine {cosine:.3f} with the other matrix: they look like {initialization}, never trained. A "
+    "loader that does not find this matrix and makes one up leaves exactly this.",
+    "not finite": "{rows:,} rows hold numbers that are not finite\n"
+    "{rows:,} rows hold an infinity or NaN. In a tied matrix such a row spoils both reading and "
+    "predicting.",
     # the layout of a matrix, the config, the claim
-    "transposed": (
-        "{name} is stored transposed",
-        "{name} is {name_size}: its columns, not its rows, are tokens. {follows}",
-    ),
-    "padded": (
-        "{name} has {extra_rows:,} rows more than the {rows:,} {beyond}",
-        "{name} is {name_size}: {extra_rows:,} rows beyond the {rows:,} {beyond}.{filled} "
-        "{follows}",
-    ),
-    "config": (
-        "config.json has {key!r}, which nothing reads",
-        "The key is tie_word_embeddings; {key!r} is ignored, so it changes nothing.",
-    ),
-    "nothing is claimed": (
-        "nothing is claimed, and all is sound",
-        "{claim_source}. The matrices are sound: {verdict}.",
-    ),
-    "the claim holds": (
-        "the claim holds",
-        "{claim_source}. The matrices agree with it: {verdict}.",
-    ),
-    "the claim does not hold": (
-        "the claim does not hold",
-        "{claim_source}. The matrices contradict it.",
-    ),
-    "broken": (
-        "the tie is broken",
-        "{claim_source}{by_default}. Readers treat two matrices differently: some keep both, some "
-        "silently drop one. Choose: keep the input's numbers, keep the output's, or declare them "
-        "untied ({how}).",
-    ),
+    "transposed": "{name} is stored transposed\n"
+    "{name} is {name_size}: its columns, not its rows, are tokens. {follows}",
+    "padded": "{name} has {extra_rows:,} rows more than the {rows:,} {beyond}\n"
+    "{name} is {name_size}: {extra_rows:,} rows beyond the {rows:,} {beyond}. {follows}",
+    "config": "config.json has {key!r}, which nothing reads\n"
+    "The key is tie_word_embeddings; {key!r} is ignored, so it changes nothing.",
+    "claim: holds": "{holds}\n{claim_source}. The matrices are sound: {verdict}.",
+    "claim: contradicted": "the claim does not hold\n"
+    "{claim_source}. The matrices contradict it: correct the claim, or untie.",
+    "claim: broken": "the tie is broken\n"
+    "{claim_source}{by_default}. Some readers keep two matrices, some silently drop one. Choose: "
+    "keep the input's numbers, keep the output's, or declare them untied ({how}).",
 }
-"""Title and explanation of each finding."""
+"""A title and, on a second line, an explanation; kind: what stands before a colon in the key."""
 
 COPY_DRIFTS = (
     "They agree now. The first training step moves each by its own gradient, and they drift apart. "
@@ -172,18 +105,8 @@ TWO_SIZES = (
     "One matrix cannot have two sizes: loaders refuse this. `tiedgpt tie fix` keeps as many rows "
     "as config.json's vocab_size says, lists the rows that go, and asks where nothing says it."
 )
-PADDING = (
-    "Padding speeds up a product. No text maps to these ids, yet they take part in the softmax "
-    "unless they are cut off."
-)
-SAME_ORIGIN = (
-    "They probably began as one matrix and were trained apart: an adapter that copied the head, an "
-    "optimizer with two parameters, or a conversion that lost the tie."
-)
-SOME_ROWS = (
-    "Most rows are equal. Some tokens were changed on one side, as happens when tokens are added "
-    "or retrained on a tied matrix whose two names have come apart."
-)
+TOKENS = "tokens that config.json tells of"
+PADDING = "No text maps to these ids, yet they take part in the softmax unless they are cut off."
 HOW_LIVE = 'tiedgpt.tie.tie(model, keep="input" | "output"), or set tie_word_embeddings=False'
 HOW_FILE = (
     "`tiedgpt tie fix --keep input | output | both`; on loading, "
@@ -198,15 +121,11 @@ class Finding:
     kind: str
     title: str
     explain: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON; numbers that are not finite become null."""
-        return plain(vars(self))
+    numbers: Mapping[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
+    """Return a value that JSON can hold; numbers that are not finite become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, (tuple, list)):
@@ -228,195 +147,135 @@ def megabytes(n_bytes: int) -> str:
 
 def findings(
     checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None, verdict: str
-) -> tuple[Finding, ...]:
-    """Return all there is to tell: the matrices first, the claim last."""
-    return tuple(_Report(checkpoint, roles, comparison, verdict).all())
+) -> Iterator[Finding]:
+    """Yield all there is to tell: the matrices first, the claim last."""
+    matrix, vocabulary = roles.matrix, checkpoint.vocabulary
+    if roles.pair is None or roles.shared or checkpoint.derived:
+        yield from _one_matrix(checkpoint, roles, verdict)
+    elif not roles.fits:
+        reads, predicts = roles.pair
+        yield _tell("shapes", roles, {"reads": reads.shape, "predicts": predicts.shape})
+    else:
+        yield from _two_matrices(checkpoint, roles, *roles.pair, comparison)
+    if roles.input_transposed:
+        yield _transposed(roles, checkpoint.tensors[matrix.name], TURN_IT)
+    if vocabulary is not None and matrix.shape[0] > vocabulary and roles.extra_rows >= 0:
+        extra = matrix.shape[0] - vocabulary
+        numbers = {"extra_rows": extra, "rows": vocabulary, "nonzero_rows": None}
+        yield _tell("padded", roles, numbers, name=matrix, beyond=TOKENS, follows=PADDING)
+    for key in MISSPELT:
+        if key in checkpoint.config:
+            yield _tell("config", roles, {"key": key})
+    if verdict != "no head":  # otherwise a claim about the head means nothing
+        yield _claim(checkpoint, roles, verdict)
 
 
-@dataclass(frozen=True)
-class _Report:
-    checkpoint: Checkpoint
-    roles: Roles
-    comparison: Comparison | None
-    verdict: str
+def _tell(text: str, roles: Roles, numbers: Mapping[str, Any], **words: Any) -> Finding:
+    """Fill in one of TEXTS: names and sizes of tensors, `numbers`, and `words`."""
+    words |= {"matrix": roles.matrix, "input": roles.input, "output": roles.output, **numbers}
+    words["transposed"] = ", transposed" if roles.output_transposed else ""
+    for word, value in list(words.items()):
+        if isinstance(value, StoredTensor):
+            words |= {word: value.name, f"{word}_size": size(value.shape)}
+    title, explain = (printable(part.format(**words)) for part in TEXTS[text].split("\n"))
+    return Finding(text.partition(":")[0], title, explain, numbers)
 
-    def tell(
-        self, text: str, kind: str = "", words: Mapping[str, str] | None = None, **numbers: Any
-    ) -> Finding:
-        """Fill in one of TEXTS: with names and sizes, with `words`, and with `numbers`."""
-        roles = self.roles
-        known = {
-            "claim_source": self.checkpoint.claim_source,
-            "verdict": self.verdict,
-            "transposed": ", transposed" if roles.output_transposed else "",
-            **_names(matrix=roles.matrix, input=roles.input, output=roles.output),
-            **(words or {}),
-        }
-        title, explain = (printable(part.format(**known | numbers)) for part in TEXTS[text])
-        return Finding(kind or text, title, explain, numbers)
 
-    def all(self) -> Iterator[Finding]:
-        """Yield the findings in the order in which they are read."""
-        checkpoint, roles = self.checkpoint, self.roles
-        yield from self.of_the_matrices()
-        if roles.input_transposed:
-            yield self.transposed(checkpoint.tensors[roles.matrix.name], wrong=True)
-        vocabulary, rows = checkpoint.vocabulary, roles.matrix.shape[0]
-        told_already = roles.pair is not None and roles.extra_rows < 0
-        if vocabulary is not None and rows > vocabulary and not told_already:
-            yield self.padded(roles.matrix, vocabulary, rows - vocabulary, None, PADDING)
-        for key in MISSPELT:
-            if key in checkpoint.config:
-                yield self.tell("config", key=key)
-        if self.verdict != "no head":  # otherwise a claim about the head means nothing
-            yield self.claim()
+def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Iterator[Finding]:
+    """Tell of the only matrix that is read here, or of two names of one matrix."""
+    matrix = roles.matrix
+    shape = {"shape": matrix.shape}
+    if checkpoint.derived:
+        yield _tell("derived", roles, {"why": checkpoint.derived})
+    elif roles.unreadable:
+        yield _not_compared(roles, *roles.unreadable[:4])
+    elif verdict == "no head":
+        yield _tell("no head", roles, shape)
+    elif roles.pair is None and checkpoint.claim is False:
+        yield _tell("missing", roles, shape, claim_source=checkpoint.claim_source)
+    elif roles.pair is None or not roles.aliases:
+        kind = "one matrix" if roles.input else "one matrix: the head"
+        yield _tell(kind, roles, shape | {"parameters": matrix.count})
+    else:
+        names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
+        words = {"all_names": " and ".join(names), "bytes": f"{matrix.n_bytes:,}"}
+        yield _tell("same storage", roles, shape | {"names": names}, **words)
+    if roles.pair is not None and not checkpoint.derived:
+        if roles.two_parameters:
+            yield _tell("two parameters on one storage", roles, shape)
+        if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
+            yield _transposed(roles, roles.pair[1], TURN_IT)
 
-    def of_the_matrices(self) -> Iterator[Finding]:
-        checkpoint, roles, matrix = self.checkpoint, self.roles, self.roles.matrix
-        alone: dict[str, Any] = {"shape": matrix.shape, "parameters": matrix.count}
-        untied = checkpoint.claim is False
-        if roles.input is not None and checkpoint.derived:
-            yield self.tell("derived", why=checkpoint.derived)
-        elif roles.input is not None and roles.unreadable:
-            heads = roles.unreadable[:4]
-            words = {"heads": ", ".join(f"{t.name} ({size(t.shape)}, {t.dtype})" for t in heads)}
-            names = [tensor.name for tensor in heads]
-            yield self.tell(
-                "unreadable", "not comparable", words, reads=matrix.dtype, predicts=names
-            )
-        elif self.verdict == "no head":
-            yield self.tell("no head", shape=matrix.shape)
-        elif roles.pair is None and untied:
-            yield self.tell("missing", shape=matrix.shape)
-        elif roles.pair is None or (roles.shared and not roles.aliases):
-            yield self.tell("one matrix" if roles.input else "only a head", "one matrix", **alone)
-        elif roles.shared:
-            names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
-            words = {"all_names": " and ".join(names), "bytes": f"{matrix.n_bytes:,}"}
-            yield self.tell("same storage", words=words, shape=matrix.shape, names=names)
-        elif not roles.fits:
-            reads, predicts = roles.pair
-            yield self.tell("shapes", reads=reads.shape, predicts=predicts.shape)
-        else:
-            yield from self.of_two(*roles.pair)
-        if roles.pair is not None and roles.shared and not checkpoint.derived:
-            if untied:
-                yield self.tell("shared against the claim", "claim", shape=matrix.shape)
-            if roles.two_parameters:
-                yield self.tell("two parameters on one storage", shape=matrix.shape)
-            if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
-                yield self.transposed(roles.pair[1], wrong=True)
 
-    def of_two(self, reads: StoredTensor, predicts: StoredTensor) -> Iterator[Finding]:
-        """Tell of two matrices of one width."""
-        roles, comparison = self.roles, self.comparison
-        across = roles.output_transposed
-        if reads.storage.overlaps(predicts.storage):
-            yield self.tell("overlap", reads=reads.shape, predicts=predicts.shape)
-        if comparison is None:
-            yield self.tell(
-                "not compared", "not comparable", reads=reads.dtype, predicts=predicts.dtype
-            )
-        elif comparison.equal:
-            follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
-            if self.checkpoint.format == "module":
-                follows = COPY_DRIFTS
-            elif roles.extra_rows:
-                follows = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
-            rows = comparison.rows_compared
-            yield self.tell(
-                "equal copies",
-                words={"follows": follows},
-                rows_compared=rows,
-                wasted_bytes=predicts.n_bytes,
-            )
-        else:
-            yield self.drifted(comparison)
-            yield from self.fresh(comparison, predicts, across)
-            yield from self.fresh(comparison, reads, False)
-        if comparison is not None and comparison.not_finite_rows:
-            yield self.tell("not finite", rows=comparison.not_finite_rows)
-        if across:
-            yield self.transposed(predicts, wrong=self.checkpoint.format in ONE_LAYOUT)
-        if roles.extra_rows:
-            longer, shorter = (predicts, reads) if roles.extra_rows > 0 else (reads, predicts)
-            rows, end = sorted((reads.shape[0], roles.head_shape[0]))
-            nonzero = None
-            if longer.is_decodable:
-                turned = across and longer is predicts
-                nonzero = nonzero_rows(longer, rows, end, transposed=turned)
-            follows = PADDING if self.checkpoint.claim is False else TWO_SIZES
-            yield self.padded(longer, rows, end - rows, nonzero, follows, f"rows of {shorter.name}")
+def _two_matrices(
+    checkpoint: Checkpoint,
+    roles: Roles,
+    reads: StoredTensor,
+    predicts: StoredTensor,
+    comparison: Comparison | None,
+) -> Iterator[Finding]:
+    """Tell of two matrices of one width."""
+    extra, across = abs(roles.extra_rows), roles.output_transposed
+    if reads.storage.overlaps(predicts.storage):
+        yield _tell("overlap", roles, {"reads": reads.shape, "predicts": predicts.shape})
+    if comparison is None:
+        yield _not_compared(roles, predicts)
+    elif comparison.equal:
+        follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
+        if checkpoint.format == "module":
+            follows = COPY_DRIFTS
+        elif extra:
+            follows = f"One of them has {extra:,} rows more than the other."
+        numbers = {"rows_compared": comparison.rows_compared, "wasted_bytes": predicts.n_bytes}
+        yield _tell("equal copies", roles, numbers, follows=follows)
+    else:
+        yield from _drift(roles, reads, predicts, comparison)
+    if comparison is not None and comparison.not_finite_rows:
+        yield _tell("not finite", roles, {"rows": comparison.not_finite_rows})
+    if across:
+        one_layout = checkpoint.format in ONE_LAYOUT
+        yield _transposed(roles, predicts, TURN_IT if one_layout else STORED_SO)
+    if extra:
+        longer, shorter = (predicts, reads) if roles.extra_rows > 0 else (reads, predicts)
+        rows, nonzero = min(reads.shape[0], roles.head_shape[0]), None
+        follows = PADDING if checkpoint.claim is False else TWO_SIZES
+        if longer.is_decodable:
+            turned = across and longer is predicts
+            nonzero = nonzero_rows(longer, rows, rows + extra, transposed=turned)
+            follows = f"{nonzero:,} of them hold numbers other than zero. {follows}"
+        beyond = TOKENS if rows == checkpoint.vocabulary else f"rows of {shorter.name}"
+        counts = {"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero}
+        yield _tell("padded", roles, counts, name=longer, beyond=beyond, follows=follows)
 
-    def drifted(self, comparison: Comparison) -> Finding:
-        c = comparison
-        gap = ""
-        if c.largest is not None:
-            gap = f"The largest difference of two finite numbers is {c.largest:.3g}. "
-            if c.largest == 0:
-                gap = "Where they differ, one of the two numbers is infinite or none at all. "
-        words = {
-            "first": ", ".join(map(str, c.first_rows)),
-            "gap": gap,
-            "angle": "unknown" if c.cosine is None else f"{c.cosine:.4f}",
-            "cause": _likely_cause(c),
-        }
-        numbers = {key: value for key, value in vars(c).items() if key != "not_finite_rows"}
-        return self.tell("drifted", words=words, **numbers)
 
-    def fresh(
-        self, comparison: Comparison, matrix: StoredTensor, transposed: bool
-    ) -> Iterator[Finding]:
-        """Tell if one of two unrelated matrices looks like an initialization."""
-        cosine = comparison.cosine
-        n_items = comparison.rows_compared * self.roles.matrix.shape[1]
-        if cosine is None or abs(cosine) > 0.02 + 5 / n_items**0.5:
-            return
-        measured = statistics(matrix, transposed=transposed)
+def _drift(
+    roles: Roles, reads: StoredTensor, predicts: StoredTensor, comparison: Comparison
+) -> Iterator[Finding]:
+    """Tell how far apart two matrices are, and which of them looks like an initialization."""
+    cosine, gap = comparison.cosine, ""
+    if comparison.largest == 0:
+        gap = "Where they differ, one of the two numbers is infinite or none at all. "
+    elif comparison.largest is not None:
+        gap = f"The largest difference of two finite numbers is {comparison.largest:.3g}. "
+    yield _tell(
+        "drifted",
+        roles,
+        vars(comparison),
+        first=", ".join(map(str, comparison.first_rows)),
+        gap=gap,
+        angle="unknown" if cosine is None else f"{cosine:.4f}",
+        cause=_likely_cause(comparison),
+    )
+    n_items = comparison.rows_compared * reads.shape[1]
+    if cosine is None or abs(cosine) > 0.02 + 5 / n_items**0.5:  # they are related
+        return
+    for matrix in (predicts, reads):
+        turned = roles.output_transposed and matrix is predicts
+        measured = statistics(matrix, transposed=turned)
         if measured is not None and measured.initialization is not None:
-            words = {**_names(name=matrix), "initialization": measured.initialization}
-            yield self.tell("fresh", "", words, mean=measured.mean, std=measured.std, cosine=cosine)
-
-    def padded(
-        self,
-        longer: StoredTensor,
-        rows: int,
-        extra: int,
-        nonzero: int | None,
-        follows: str,
-        beyond: str = "",
-    ) -> Finding:
-        """Tell of rows beyond those of the other matrix, or beyond the config's vocabulary."""
-        if not beyond or rows == self.checkpoint.vocabulary:
-            beyond = "tokens that config.json tells of"
-        filled = "" if nonzero is None else f" {nonzero:,} of them hold numbers other than zero."
-        words = {**_names(name=longer), "beyond": beyond, "filled": filled, "follows": follows}
-        return self.tell("padded", "", words, extra_rows=extra, rows=rows, nonzero_rows=nonzero)
-
-    def transposed(self, matrix: StoredTensor, *, wrong: bool) -> Finding:
-        words = {**_names(name=matrix), "follows": TURN_IT if wrong else STORED_SO}
-        return self.tell("transposed", words=words, shape=matrix.shape)
-
-    def claim(self) -> Finding:
-        claim = self.checkpoint.claim
-        if self.verdict in SOUND:
-            return self.tell(
-                "nothing is claimed" if claim is None else "the claim holds", "claim", claim=claim
-            )
-        if claim is False:
-            return self.tell("the claim does not hold", "claim", claim=claim)
-        by_default = "" if claim else ", and a GPT is tied unless something says otherwise"
-        how = HOW_LIVE if self.checkpoint.format == "module" else HOW_FILE
-        return self.tell("broken", "claim", {"by_default": by_default, "how": how}, claim=claim)
-
-
-def _names(**tensors: StoredTensor | None) -> dict[str, str]:
-    words: dict[str, str] = {}
-    for word, tensor in tensors.items():
-        if tensor is not None:
-            words |= {word: tensor.name, f"{word}_size": size(tensor.shape)}
-            words[f"{word}_dtype"] = tensor.dtype
-    return words
+            numbers = {"mean": measured.mean, "std": measured.std, "cosine": cosine}
+            looks = measured.initialization
+            yield _tell("fresh", roles, numbers, name=matrix, initialization=looks)
 
 
 def _likely_cause(comparison: Comparison) -> str:
@@ -425,9 +284,32 @@ def _likely_cause(comparison: Comparison) -> str:
     if comparison.cosine is None:
         return "One of them is zero or holds numbers that are not finite."
     if comparison.differing_rows < comparison.rows_compared / 2:
-        return SOME_ROWS
+        return "Most rows are equal: tokens were added or retrained after the tie came apart."
     if comparison.cosine > 0.9:
-        return SAME_ORIGIN
+        return (
+            "They probably began as one matrix and were trained apart: an adapter that copied the "
+            "head, an optimizer with two parameters, or a conversion that lost the tie."
+        )
     if comparison.cosine > 0.2:
         return "They are related but far apart: the head was probably trained as its own matrix."
     return "They have nothing in common: the head was probably replaced or never loaded."
+
+
+def _transposed(roles: Roles, matrix: StoredTensor, follows: str) -> Finding:
+    return _tell("transposed", roles, {"shape": matrix.shape}, name=matrix, follows=follows)
+
+
+def _not_compared(roles: Roles, *heads: StoredTensor) -> Finding:
+    listed = ", ".join(f"{head.name} ({size(head.shape)}, {head.dtype})" for head in heads)
+    numbers = {"reads": roles.matrix.dtype, "predicts": [head.dtype for head in heads]}
+    return _tell("not comparable", roles, numbers, heads=listed)
+
+
+def _claim(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
+    text = "claim: contradicted" if checkpoint.claim is False else "claim: broken"
+    words = {"claim_source": checkpoint.claim_source, "verdict": verdict}
+    words["holds"] = "nothing is claimed" if checkpoint.claim is None else "the claim holds"
+    words["by_default"] = "" if checkpoint.claim else ", and a GPT is tied unless it says otherwise"
+    words["how"] = HOW_LIVE if checkpoint.format == "module" else HOW_FILE
+    numbers = {"claim": checkpoint.claim}
+    return _tell("claim: holds" if verdict in SOUND else text, roles, numbers, **words)

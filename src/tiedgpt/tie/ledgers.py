@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.tie.audits import checkpoint_of
 from tiedgpt.tie.findings import megabytes, plain, size
-from tiedgpt.tie.roles import MAY_READ, READS, Roles, find_roles, is_position, name_rank
+from tiedgpt.tie.roles import Roles, find_roles, is_position, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
@@ -260,7 +260,7 @@ def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
         return {name: checkpoint.tensors[name].count for name in checkpoint.products}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
-        looked_up = is_position(name) or name_rank(name, READS, MAY_READ) == 2
+        looked_up = is_position(name) or name_rank(name, "input") == 2
         costs[name] = tensor.count if len(tensor.shape) >= 2 and not looked_up else 0
     for matrix in (roles.input, *roles.aliases):
         if matrix is not None:

@@ -93,7 +93,7 @@ def output_module(module: nn.Module) -> tuple[str, nn.Module | None]:
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         single = all(child == "parametrizations" for child, _ in part.named_children())
-        possible = name_rank(name, PREDICTS, MAY_PREDICT) and last in MAY_PREDICT
+        possible = name_rank(name, "output") and last in MAY_PREDICT
         if last in PREDICTS or (possible and (single or _is_adapted(part))):
             return name, part
     return "", None

@@ -2,15 +2,14 @@
 
     find_roles(checkpoint) -> Roles
 
-The checkpoint of a file gives names and shapes. An ONNX graph and a module in memory
-(`modules.py`) also say which matrices are looked up (`checkpoint.reads`) and which ones multiply
-(`checkpoint.predicts`). In doubt, `UserError` lists the candidates; nothing is guessed.
+A file gives names and shapes. An ONNX graph and a module in memory (`modules.py`) also say which
+matrices are looked up (`checkpoint.reads`) and which ones multiply (`checkpoint.predicts`). In
+doubt, `UserError` lists the candidates; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiedgpt.errors import UserError
@@ -29,10 +28,6 @@ PREDICTS = frozenset(
 )
 """Names that only an output head has."""
 MAY_PREDICT = frozenset("head output decoder out predictions logits wcls".split())
-PACKED = frozenset(
-    "weight qweight weight_packed weight_v weight_g original0 original1 weight_quantized".split()
-)
-"""Names of a weight, and of the tensors that a packed or computed weight consists of."""
 WRAPPING = frozenset(
     "weight embedding kernel w W_E W_U modules_to_save original_module default base_layer "
     "parametrizations original original0 linear proj module _orig_mod weight_quantized "
@@ -69,9 +64,9 @@ class Roles:
     @property
     def matrix(self) -> StoredTensor:
         """The input, or the output where there is no input."""
-        found = self.input if self.input is not None else self.output
-        assert found is not None
-        return found
+        matrix = self.input or self.output
+        assert matrix is not None
+        return matrix
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor] | None:
@@ -81,16 +76,12 @@ class Roles:
     @property
     def shared(self) -> bool:
         """Whether both are there and are the same numbers in the same place."""
-        return self.pair is not None and (
-            self.input is self.output or self.pair[0].is_view_of(self.pair[1])
-        )
+        return self.pair is not None and self.pair[0].is_view_of(self.pair[1])
 
     @property
     def two_parameters(self) -> bool:
         """Whether an optimizer would find two Parameters."""
-        if self.pair is None:
-            return False
-        reads, predicts = self.pair
+        reads, predicts = self.pair or (self.matrix, self.matrix)
         return reads.owner != predicts.owner and (reads.trainable or predicts.trainable)
 
     @property
@@ -102,12 +93,12 @@ class Roles:
     @property
     def fits(self) -> bool:
         """Whether the input and the output have the same width D."""
-        return self.input is not None and self.head_shape[1] == self.input.shape[1]
+        return self.pair is not None and self.head_shape[1] == self.pair[0].shape[1]
 
     @property
     def extra_rows(self) -> int:
         """Rows that the output has more (or, if negative, fewer) than the input."""
-        return self.head_shape[0] - self.input.shape[0] if self.input and self.fits else 0
+        return self.head_shape[0] - self.matrix.shape[0] if self.fits else 0
 
 
 def find_roles(
@@ -118,30 +109,28 @@ def find_roles(
     `input_name` and `output_name` name a tensor or the module that holds it. Raises `UserError`
     with the candidates where there are none or several.
     """
-    matrices = [tensor for tensor in checkpoint.tensors.values() if _is_matrix(tensor)]
-    reads = _given(checkpoint, input_name, "input") or _find_input(checkpoint, matrices)
-    predicts = _given(checkpoint, output_name, "output")
+    shaped = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
+    matrices = [t for t in shaped if t.count and t.shape[1] <= MAX_WIDTH]
+    reads = _named(checkpoint, matrices, "input", input_name) or _find_input(checkpoint, matrices)
+    predicts = _named(checkpoint, matrices, "output", output_name)
     predicts = predicts or _find_output(checkpoint, matrices, reads)
+    if reads is None and predicts is None:
+        raise UserError(
+            f"{checkpoint.source} has no matrix whose name suggests an embedding or a head, so "
+            f"there is nothing to tie; its largest: {_likeliest(matrices, 'input')}; name them "
+            "with --input and --output (input_name=, output_name=)"
+        )
     if reads is None:
-        if predicts is None:
-            raise UserError(
-                f"{checkpoint.source} has no matrix whose name suggests an embedding or a head, so "
-                f"there is nothing to tie; its largest: {_listed(_likeliest(matrices, 'input'))}; "
-                "name them with --input and --output (input_name=, output_name=)"
-            )
         return Roles(None, predicts)
-    if predicts is reads and checkpoint.format != "ONNX" and output_name is None:
-        predicts = None
     turned = checkpoint.format in ONE_LAYOUT and bool(lies_transposed(checkpoint, reads))
-    if turned:
-        predicts = None if predicts is reads else predicts
-        reads = reads.turned()
+    if predicts is reads and (turned or (checkpoint.format != "ONNX" and output_name is None)):
+        predicts = None
+    reads = reads.turned() if turned else reads
     unreadable: list[StoredTensor] = []
-    if output_name is None:
-        if predicts is None:
-            unreadable = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
-        elif predicts.dtype not in FLOATS and not _is_similar(predicts, reads):
-            unreadable, predicts = [predicts], None
+    if predicts is None:
+        unreadable = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
+    elif output_name is None and predicts.dtype not in FLOATS and not _is_similar(predicts, reads):
+        unreadable, predicts = [predicts], None
     return Roles(
         reads,
         predicts,
@@ -157,26 +146,24 @@ def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None
     """Whether an embedding is (D, V) by the config's V and D; None if they do not tell."""
     rows, columns = matrix.shape
     vocabulary, width = checkpoint.vocabulary, checkpoint.width
-    if rows == columns:
-        return None
     straight = rows == vocabulary or columns == width
     across = columns == vocabulary or rows == width
     return None if straight == across else across
 
 
-def name_rank(name: str, sure: frozenset[str], maybe: frozenset[str]) -> int:
-    """Return 2 if a name certainly contains one of the words, 1 if it may, else 0."""
+def name_rank(name: str, role: str) -> int:
+    """Return 2 if a name certainly is an "input"'s or "output"'s, 1 if it may be, else 0."""
+    sure, maybe = (READS, MAY_READ) if role == "input" else (PREDICTS, MAY_PREDICT)
     parts = re.split(r"[./]", name)
-    best = 0
-    for at in range(len(parts) - 1, -1, -1):
-        part = parts[at]
+    rank = 0
+    for at, part in reversed(list(enumerate(parts))):
         if part in sure:
             return 2
         if part in maybe and not any(before.isdigit() for before in parts[:at]):
-            best = 1  # inside a numbered block, `output` and the like are no head
+            rank = 1  # inside a numbered block, `output` and the like are no head
         elif part not in WRAPPING and not part.isdigit():
             break
-    return best
+    return rank
 
 
 def is_position(name: str) -> bool:
@@ -184,135 +171,84 @@ def is_position(name: str) -> bool:
     return POSITIONS.search(name) is not None
 
 
-def _is_matrix(tensor: StoredTensor) -> bool:
-    return len(tensor.shape) == 2 and tensor.count > 0 and tensor.shape[1] <= MAX_WIDTH
-
-
-def _given(checkpoint: Checkpoint, name: str | None, role: str) -> StoredTensor | None:
+def _named(
+    checkpoint: Checkpoint, matrices: list[StoredTensor], role: str, name: str | None
+) -> StoredTensor | None:
     """Return the matrix that the caller named: a tensor, or the only one inside a module."""
     if name is None:
         return None
-    option = f"--{role} ({role}_name=)"
-    tensors = checkpoint.tensors
-    for full in (name, f"{name}.weight"):
-        if full in tensors:
-            if not _is_matrix(tensors[full]):
-                raise UserError(
-                    f"{option} must be a matrix (V, D): {full} has shape {tensors[full].shape}"
-                )
-            return tensors[full]
-    inside = [t for t in tensors.values() if t.name.startswith(f"{name}.") and _is_matrix(t)]
-    if inside:
-        return _only(checkpoint, role, inside)
-    matrices = [t for t in tensors.values() if len(t.shape) == 2]
-    raise UserError(
-        f"{option} {name!r} is not among the {len(tensors)} tensors; the likeliest matrices are "
-        f"{_listed(_likeliest(matrices, role))}"
-    )
+    exact = [t for t in matrices if t.name in (name, f"{name}.weight")]
+    inside = [t for t in matrices if t.name.startswith(f"{name}.")]
+    named = _only(checkpoint, role, exact[:1] or inside)
+    if named is None:
+        raise UserError(
+            f"--{role} ({role}_name=) {name!r} is not among the matrices of {checkpoint.source}; "
+            f"the likeliest are {_likeliest(matrices, role)}"
+        )
+    return named
 
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     """By a certain name, else by what is looked up, else by a possible name."""
-    ranks = {t.name: name_rank(t.name, READS, MAY_READ) for t in matrices}
     looked_up = [t for t in matrices if t.name in checkpoint.reads and not is_position(t.name)]
-    products = [t for t in matrices if t.name in checkpoint.predicts]
-    fitting = [t for t in looked_up if any(_same_shape(t, product) for product in products)]
-    for candidates in (
-        [t for t in matrices if ranks[t.name] == 2],
-        fitting or looked_up,
-        [t for t in matrices if ranks[t.name] == 1],
-    ):
-        if candidates:
-            return _only(checkpoint, "input", _in_use(candidates))
-    return None
+    products = [sorted(t.shape) for t in matrices if t.name in checkpoint.predicts]
+    fitting = [t for t in looked_up if sorted(t.shape) in products]
+    certain, possible = (_ranked(matrices, "input", rank) for rank in (2, 1))
+    return _only(checkpoint, "input", certain or fitting or looked_up or possible)
 
 
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
     """By the graph, else by a certain name, else by a possible name, else by the product."""
+    candidates, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
+    if reads is None:
+        return _only(checkpoint, "output", candidates or possible)
     products = [t for t in matrices if t.name in checkpoint.predicts]
-    if checkpoint.format == "ONNX" and reads is not None:  # the graph knows better than names
-        covering = [t for t in products if t is reads or _n_rows(t, reads) >= reads.shape[0]]
+    if checkpoint.format == "ONNX":  # the graph knows better than names
+        covering = [t for t in products if _n_rows(t, reads) >= reads.shape[0]]
         if covering:
             return covering[-1]
-    ranks = {t.name: name_rank(t.name, PREDICTS, MAY_PREDICT) for t in matrices}
-    named = [t for t in matrices if ranks[t.name] == 2]
-    if reads is None:
-        named = named or [t for t in matrices if ranks[t.name] == 1]
-        return _only(checkpoint, "output", _in_use(named)) if named else None
-    named = named or [t for t in matrices if ranks[t.name] == 1 and _is_similar(t, reads)]
-    if not named and checkpoint.format == "module":
-        named = [t for t in products if t is not reads and _same_shape(t, reads)]
-    if len(named) > 1:
-        named = (
-            [t for t in named if _same_shape(t, reads)]
-            or [t for t in named if _is_similar(t, reads)]
-            or named
-        )
-    if named:
-        return _only(checkpoint, "output", _in_use(named))
-    if not checkpoint.derived:
-        _refuse_a_nameless_twin(checkpoint, matrices, reads)
-        _refuse_another_product(checkpoint, reads)
-    return None
-
-
-def _refuse_another_product(checkpoint: Checkpoint, reads: StoredTensor) -> None:
-    """Ask if a graph's last product is with another tensor and W multiplies nowhere."""
-    if checkpoint.format != "ONNX" or not checkpoint.predicts:
-        return
-    if reads.name not in (checkpoint.products or ()):
-        last = checkpoint.tensors[checkpoint.predicts[-1]]
-        raise UserError(
-            f"{checkpoint.source}: {reads.name} multiplies nowhere in the graph. Its last product "
-            f"is with {_listed([last])} (quantized, one of several pieces, or no head): name the "
-            "matrix that predicts with --output (output_name=)"
-        )
-
-
-def _refuse_a_nameless_twin(
-    checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor
-) -> None:
-    """Ask about a matrix of the embedding's shape if its name does not tell what it does."""
-    twins = [
-        t
-        for t in matrices
-        if _same_shape(t, reads)
-        and not t.is_view_of(reads)
-        and not is_position(t.name)
-        and not _may_hide_a_head(t, reads)
-        and not _is_numbered(t)
-        and name_rank(t.name, READS, MAY_READ) < 2
-    ]
+    twins = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
+    candidates = candidates or [t for t in possible if _is_similar(t, reads)]
+    if not candidates and checkpoint.format == "module":
+        candidates = [t for t in twins if t in products]
+    if candidates or checkpoint.derived:
+        same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
+        similar = [t for t in candidates if _is_similar(t, reads)]
+        return _only(checkpoint, "output", same or similar or candidates)
+    twins = [t for t in twins if not (_is_numbered(t) or is_position(t.name))]
+    twins = [t for t in twins if not (t.is_view_of(reads) or _may_hide_a_head(t, reads))]
+    twins = [t for t in twins if name_rank(t.name, "input") < 2]
     if twins:
-        raise UserError(
-            f"{checkpoint.source}: {_listed(twins)} has the shape of {reads.name} and a name that "
-            "does not tell whether it predicts: name the matrix that predicts with --output "
-            f"(output_name=), {reads.name} if there is no other"
-        )
+        doubt = f"{_listed(twins)} has the shape of {reads.name} and a name that does not tell "
+        doubt += "whether it predicts"
+    elif checkpoint.predicts and reads.name not in (checkpoint.products or (reads.name,)):
+        last = checkpoint.tensors[checkpoint.predicts[-1]]
+        doubt = f"{reads.name} multiplies nowhere in the graph. Its last product is with "
+        doubt += f"{_listed([last])} (quantized, one of several pieces, or no head)"
+    else:
+        return None
+    raise UserError(
+        f"{checkpoint.source}: {doubt}: name the matrix that predicts with --output "
+        f"(output_name=), {reads.name} if there is no other"
+    )
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
     """Whether a tensor's name says that it predicts, although it is no plain matrix (V, D)."""
-    parts = re.split(r"[./]", tensor.name)
-    at = max((i for i, part in enumerate(parts) if part in PREDICTS), default=-1)
-    if at < 0 and len(parts) > 1 and not any(part.isdigit() for part in parts):
-        at = next((i for i in (len(parts) - 2, len(parts) - 1) if parts[i] in MAY_PREDICT), -1)
-        if at >= 0 and not (at == len(parts) - 1 or parts[-1] in PACKED):
-            return False
-    if at < 0 or "bias" in parts[-1] or tensor.count < reads.shape[0] or tensor.name == reads.name:
+    parts = ["", *re.split(r"[./]", tensor.name)]
+    module, own = parts[-2:]
+    is_weight = "weight" in own or "original" in own
+    possible = own in MAY_PREDICT or (module in MAY_PREDICT and is_weight)
+    if PREDICTS.isdisjoint(parts) and (not possible or _is_numbered(tensor)):
         return False
-    if tensor.storage.overlaps(reads.storage):
+    if "bias" in own or tensor.count < reads.shape[0] or tensor.storage.overlaps(reads.storage):
         return False
     if len(tensor.shape) == 1:
         return tensor.count not in reads.shape
     plain = len(tensor.shape) == 2 and tensor.dtype in FLOATS
     return not plain or reads.shape[0] in tensor.shape
-
-
-def _same_shape(tensor: StoredTensor, reads: StoredTensor) -> bool:
-    return reads.shape in (tensor.shape, tensor.shape[::-1])
 
 
 def _n_rows(tensor: StoredTensor, reads: StoredTensor) -> int:
@@ -330,35 +266,34 @@ def _is_numbered(tensor: StoredTensor) -> bool:
     return any(part.isdigit() for part in re.split(r"[./]", tensor.name))
 
 
-def _in_use(candidates: list[StoredTensor]) -> list[StoredTensor]:
-    """Prefer what a wrapper uses to what it keeps, whole models to layers, a shared table."""
-    used = [t for t in candidates if "original_module" not in t.name] or candidates
-    used = [t for t in used if not _is_numbered(t)] or used
-    return [t for t in used if "shared" in t.name.split(".")] or used
+def _ranked(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
+    return [t for t in matrices if name_rank(t.name, role) == rank]
 
 
-def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> StoredTensor:
-    """Return the one candidate; several names of one storage are one."""
-    apart: list[StoredTensor] = []
-    for tensor in candidates:
-        if not any(tensor.is_view_of(other) for other in apart):
-            apart.append(tensor)
-        if len(apart) > 9:
-            break
-    if len(apart) > 1:
+def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> StoredTensor | None:
+    """Return the one candidate; several names of one storage are one. None if there is none."""
+
+    def preference(tensor: StoredTensor) -> tuple[bool, ...]:
+        kept_by_a_wrapper = "original_module" in tensor.name
+        return kept_by_a_wrapper, _is_numbered(tensor), "shared" not in tensor.name.split(".")
+
+    best = min(map(preference, candidates), default=None)
+    preferred = [t for t in candidates if preference(t) == best]
+    others = [t for t in preferred if not t.is_view_of(preferred[0])]
+    if others:
         raise UserError(
-            f"{checkpoint.source}: several matrices could be the {role}: {_listed(apart)}; "
-            f"name one with --{role} ({role}_name=)"
+            f"{checkpoint.source}: several matrices could be the {role}: "
+            f"{_listed([preferred[0], *others])}; name one with --{role} ({role}_name=)"
         )
-    return candidates[0]
+    return preferred[0] if preferred else None
 
 
-def _likeliest(matrices: Iterable[StoredTensor], role: str) -> list[StoredTensor]:
-    """Return a few matrices, by their names and then by their sizes."""
-    words = (READS, MAY_READ) if role == "input" else (PREDICTS, MAY_PREDICT)
-    return sorted(matrices, key=lambda t: (-name_rank(t.name, *words), -t.count))[:6]
+def _likeliest(matrices: list[StoredTensor], role: str) -> str:
+    """List a few matrices, by their names and then by their sizes."""
+    ordered = sorted(matrices, key=lambda t: (-name_rank(t.name, role), -t.count))
+    return _listed(ordered[:6]) or "none"
 
 
-def _listed(tensors: Iterable[StoredTensor]) -> str:
-    listed = [f"{printable(tensor.name[:80])} {tensor.shape}" for tensor in tensors]
-    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") if listed else "none"
+def _listed(tensors: list[StoredTensor]) -> str:
+    listed = [f"{printable(tensor.name[:80])} {tensor.shape}" for tensor in tensors[:8]]
+    return ", ".join(listed + ["..."] * (len(tensors) > 8))
