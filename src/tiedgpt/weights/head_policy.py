@@ -51,7 +51,15 @@ def choose_matrices(
         if matrix is not None and (len(matrix.shape) != 2 or not all(matrix.shape)):
             raise CorruptInputError(f"{path}: {name} must be a matrix (V, D), got {matrix.shape}")
     if embedding is None or head is None:
-        return _one_matrix(path, claim, embedding, head, resolve)
+        if resolve == "untie":
+            raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
+        if claim is False and resolve != "tie":
+            raise CorruptInputError(
+                f"{path} claims that the head is not tied, and "
+                f"{'lm_head.weight' if head is None else 'wte.weight'} is missing; "
+                'resolve="tie" lets the one matrix read and predict'
+            )
+        return Matrices(embedding or head, None)
     if embedding.shape != head.shape:
         untied = claim is False or resolve == "untie"
         raise CorruptInputError(
@@ -60,36 +68,10 @@ def choose_matrices(
         )
     if resolve == "tie":
         raise UserError(f'{path} holds two matrices: choose "keep-input" or "keep-output"')
-    if resolve == "keep-input":
-        return Matrices(embedding, None)
-    if resolve == "keep-output":
-        return Matrices(head, None)
+    if resolve in ("keep-input", "keep-output"):
+        return Matrices(embedding if resolve == "keep-input" else head, None)
     if claim is False or resolve == "untie":
         return Matrices(embedding, head)
-    return _tied_if_equal(path, claim, embedding, head)
-
-
-def _one_matrix(
-    path: Path,
-    claim: bool | None,
-    embedding: LazyTensor | None,
-    head: LazyTensor | None,
-    resolve: str | None,
-) -> Matrices:
-    if resolve == "untie":
-        raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
-    if claim is False and resolve != "tie":
-        missing = "lm_head.weight" if head is None else "wte.weight"
-        raise CorruptInputError(
-            f"{path} claims that the head is not tied, and {missing} is missing; "
-            'resolve="tie" lets the one matrix read and predict'
-        )
-    return Matrices(head if embedding is None else embedding, None)
-
-
-def _tied_if_equal(
-    path: Path, claim: bool | None, embedding: LazyTensor, head: LazyTensor
-) -> Matrices:
     if embedding.stored.is_view_of(head.stored) and embedding.transposed == head.transposed:
         return Matrices(embedding, None)
     embedding.require_readable()

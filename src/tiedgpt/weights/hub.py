@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from tiedgpt.errors import UserError
 
@@ -25,7 +24,7 @@ WEIGHTS = (
 """Files of weights in a hub repository; of these groups the first that it has is fetched."""
 ALL_PATTERNS = [*CONFIGS, *(pattern for patterns in WEIGHTS for pattern in patterns)]
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
-FOLDERS = ("", "onnx")
+FOLDERS = (".", "onnx")
 ONE_IS_ENOUGH = (".gguf", ".keras")
 """Suffixes of files that are whole models: of several, the user must name one."""
 
@@ -58,17 +57,20 @@ def local_directory(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    place: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    place = {key: value for key, value in place.items() if value is not None}
     try:
         patterns = patterns or wanted(name, _listing(name, revision)) or ALL_PATTERNS
-        return Path(snapshot_download(name, allow_patterns=list(patterns), **place))
+        cache = None if cache_dir is None else Path(cache_dir)
+        return Path(
+            snapshot_download(
+                name, allow_patterns=list(patterns), revision=revision, cache_dir=cache
+            )
+        )
+    except UserError:
+        raise
     except LocalEntryNotFoundError:
         why = "the hub cannot be reached"
     except HfHubHTTPError as error:
         why = f"the hub says {error.response.status_code}"
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
     raise UserError(f"{name} is no file or directory here, and {why}")
@@ -93,15 +95,14 @@ def wanted(name: str, files: Sequence[str]) -> list[str]:
 
     Raises `UserError` where it holds several models in that format.
     """
-    top = [file for file in files if str(Path(file).parent).removeprefix(".") in FOLDERS]
-    configs = [file for file in top if Path(file).name in CONFIGS]
+
+    def matching(patterns: Sequence[str]) -> list[str]:
+        return [file for file in top if any(fnmatch(Path(file).name, p) for p in patterns)]
+
+    top = [file for file in files if str(Path(file).parent) in FOLDERS]
+    configs, others = matching(CONFIGS), matching(NO_WEIGHTS)
     for patterns in WEIGHTS:
-        weights = [
-            file
-            for file in top
-            if any(fnmatch(Path(file).name, pattern) for pattern in patterns)
-            and not any(fnmatch(Path(file).name, pattern) for pattern in NO_WEIGHTS)
-        ]
+        weights = [file for file in matching(patterns) if file not in others]
         models = [file for file in weights if file.endswith(ONE_IS_ENOUGH)]
         if len(models) > 1:
             raise UserError(

@@ -89,6 +89,7 @@ def load(
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
+    in_memory = isinstance(source, nn.Module)
     if isinstance(source, nn.Module):
         checkpoint = read_module(source)
     else:
@@ -98,12 +99,11 @@ def load(
         gpt = as_gpt(checkpoint)
         tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
         built, notes = _choose(path, gpt, tensors, config, resolve)
-        _check_tensors(path, tensors, shapes(built))
+        _check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
-        if isinstance(source, nn.Module):  # no file is damaged
+        if in_memory:  # no file is damaged
             raise UserError(str(error)) from None
         raise
-    _check_size(path, tensors, checkpoint.files)
     model, rounded = _build(built, tensors, dtype, progress)
     model.foreign_config = dict(gpt.foreign)
     n_bytes = sum(tensor.stored.n_bytes for tensor in tensors.values())
@@ -125,67 +125,50 @@ def _choose(
                 "language model: load it with tiedgpt.heads, such as "
                 "SequenceClassifier.from_pretrained"
             )
-    fields = _with_given(gpt.fields, given)
+    fields = dict(gpt.fields)
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
+        if fields.setdefault(name, value) != value and name not in DROPOUTS:
+            raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
+    fields |= given
+    guesses = tuple(note for name, note in gpt.guesses.items() if name not in fields)
     matrices = choose_matrices(
         path,
         claim=fields.get("tie_word_embeddings"),
-        embedding=tensors.get(EMBEDDING),
-        head=tensors.get(HEAD),
+        embedding=tensors.pop(EMBEDDING, None),
+        head=tensors.pop(HEAD, None),
         resolve=resolve,
     )
-    for name, tensor in ((EMBEDDING, matrices.embedding), (HEAD, matrices.head)):
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
+    if matrices.embedding is not None:
+        tensors[EMBEDDING] = matrices.embedding
+    if matrices.head is not None:
+        tensors[HEAD] = matrices.head
     fields["tie_word_embeddings"] = matrices.head is None
-    config = _config(path, fields, tensors, gpt)
+    config = _config(path, dict(gpt.assumed) | fields, tensors)
     for name, value in given.items():
         if name != "tie_word_embeddings" and getattr(config, name) != value:
             raise UserError(
                 f"{name}={value!r} contradicts the weights, which have {getattr(config, name)!r}"
             )
-    guesses = (note for name, note in gpt.guesses.items() if name not in fields)
     return config, (*gpt.notes, *guesses, *matrices.notes)
 
 
-def _with_given(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the caller gives to what the file says; only dropout may differ."""
-    for name, value in given.items():
-        if name not in FIELDS:
-            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
-        if name in fields and fields[name] != value and name not in DROPOUTS:
-            raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
-    return {**fields, **given}
-
-
-def _config(
-    path: Path, fields: dict[str, Any], tensors: dict[str, LazyTensor], gpt: GPTCheckpoint
-) -> GPTConfig:
-    """Return the config; where what the file says and its weights differ on a size, weights decide.
-
-    What neither they nor the caller says is what such a file means where it is silent.
-    """
-    fields = dict(fields)
-    for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions", ""))):
+def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, LazyTensor]) -> GPTConfig:
+    """Return the config; where `fields` and the weights differ on a size, weights decide."""
+    for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != 2:
             raise CorruptInputError(f"{path}: {name} is missing or no matrix; this is no GPT")
-        fields |= {size: n for size, n in zip(sizes, shape, strict=True) if size}
+        fields |= dict(zip(sizes, shape, strict=False))
     layers = {int(match[1]) for name in tensors if (match := re.match(r"h\.(\d{1,6})\.", name))}
-    in_file = len(layers)
-    if layers != set(range(in_file)):
-        gap = next(layer for layer in range(in_file) if layer not in layers)
+    last = max(layers, default=-1)
+    n_layer = fields.setdefault("n_layer", last + 1)
+    if not n_layer == len(layers) == last + 1:
         raise CorruptInputError(
-            f"{path}: layers are missing: there is an h.{max(layers)} and no h.{gap}"
+            f"{path} must have n_layer={n_layer!r} layers, and its weights have {len(layers)}, of "
+            f"which h.{last} is the last: layers are missing, or too many"
         )
-    told = fields.setdefault("n_layer", in_file)
-    if told != in_file:
-        fewer = type(told) is int and told < in_file
-        odd = f"h.{told} is one too many" if fewer else f"h.{in_file} is missing"
-        raise CorruptInputError(
-            f"{path}: its config says n_layer={told!r}, the weights have {in_file}: {odd}"
-        )
-    fields = {**gpt.assumed, **fields}
     if "n_head" not in fields:
         raise UserError(
             f"{path} does not say how many heads it has, and shapes do not tell: give n_head "
@@ -203,9 +186,16 @@ def _config(
 
 
 def _check_tensors(
-    path: Path, tensors: dict[str, LazyTensor], expected: dict[str, tuple[int, ...]]
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    files: tuple[Path, ...],
 ) -> None:
-    """Every parameter is there once, in its shape, and nothing else is."""
+    """Every parameter is there once, in its shape, and nothing else is.
+
+    Together they may take twice the files' bytes, where a matrix was saved once and is wanted
+    twice. What takes more are rows that repeat, or one place under many names.
+    """
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     for name, tensor in tensors.items():
         if name not in expected:
@@ -217,13 +207,6 @@ def _check_tensors(
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
     for tensor in tensors.values():
         tensor.require_readable()
-
-
-def _check_size(path: Path, tensors: dict[str, LazyTensor], files: tuple[Path, ...]) -> None:
-    """Refuse tensors that are more than the files: rows that repeat, one place under many names.
-
-    Twice as much is a matrix that was saved once and is wanted twice.
-    """
     there = sum(file.stat().st_size for file in files)
     wanted = sum(tensor.stored.n_bytes for tensor in tensors.values())
     if files and wanted > 2 * there + SLACK_BYTES:
@@ -247,7 +230,7 @@ class _NoDraws(TorchFunctionMode):
 
 def _build(
     config: GPTConfig,
-    tensors: dict[str, LazyTensor],
+    tensors: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[GPT, tuple[str, ...]]:
@@ -262,14 +245,13 @@ def _build(
     shared = {id(stored) for group in groups if len(group) > 1 for stored in group}
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
-    common = dtype
     done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
-    for name in (EMBEDDING, *(name for name in tensors if name != EMBEDDING)):
+    for name in sorted(tensors, key=lambda name: name != EMBEDDING):
         tensor = tensors[name].read()
-        common = common or tensor.dtype
+        own, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
         state[name] = tensor.to(common, copy=id(tensors[name].stored) in shared)
-        coarser = torch.promote_types(tensor.dtype, common) != common
-        if dtype is None and coarser and not torch.equal(state[name].to(tensor.dtype), tensor):
+        coarser = dtype is None and torch.promote_types(own, common) != common
+        if coarser and not torch.equal(state[name].to(own), tensor):
             rounded.append(name)
         done += tensors[name].n_bytes
         if progress is not None:

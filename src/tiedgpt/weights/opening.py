@@ -20,7 +20,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
 from tiedgpt.weights.checkpoint import Checkpoint, plain
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.tensors import StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor
 
 FORMATS = (
     "safetensors_file", "openai_gpt1", "keras", "gguf", "llmc", "onnx", "torch_file", "openai_gpt2",
@@ -37,6 +37,7 @@ WEIGHT_NAMES = (
     "model.weights.h5",
     "model.weights.json",
     "packed.safetensors",
+    "params_shapes.json",
 )
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx", ".keras")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
@@ -45,7 +46,6 @@ PREDICTING = re.compile(
 )
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
-NUMPY_SHAPES = "params_shapes.json"
 CLAIM = "tie_word_embeddings"
 
 
@@ -62,10 +62,9 @@ def open_checkpoint(
     unclear what is meant.
     """
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
-    if not path.is_dir():
-        return _with_claim(plain(_open_file(path)), path.parent / "config.json")
-    checkpoint = plain(_open_file(_weights_in(path)))
-    return _with_claim(replace(checkpoint, source=path), path / "config.json")
+    directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
+    checkpoint = replace(plain(_open_file(file)), source=path)
+    return _with_claim(checkpoint, directory / "config.json")
 
 
 def _weights_in(directory: Path) -> Path:
@@ -73,20 +72,15 @@ def _weights_in(directory: Path) -> Path:
     for name in WEIGHT_NAMES:
         if (directory / name).is_file():
             return directory / name
-    if (directory / "adapter_config.json").exists():
-        raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
-    if (directory / NUMPY_SHAPES).is_file():
-        return directory / NUMPY_SHAPES
     files = [file for file in sorted(directory.iterdir()) if file.is_file() and _has_weights(file)]
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:6])
         raise UserError(f"{directory} holds {len(files)} files of weights ({names}): name one")
-    raise UserError(
-        f"{directory} has no weights: no safetensors, .bin, .pt, .gguf, .onnx, .keras, "
-        "model.weights.h5 or model.ckpt.index"
-    )
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
+    raise UserError(f"{directory} has no weights: no {', '.join(WEIGHT_SUFFIXES)} or .index")
 
 
 def _has_weights(file: Path) -> bool:
@@ -96,14 +90,14 @@ def _has_weights(file: Path) -> bool:
 
     if file.suffix == ".index":
         return is_index(file)
-    if file.suffix not in WEIGHT_SUFFIXES:
-        return False
     with file.open("rb") as opened:
-        return opened.read(4) not in OTHER_MAGICS
+        return file.suffix in WEIGHT_SUFFIXES and opened.read(4) not in OTHER_MAGICS
 
 
 def _open_file(path: Path) -> Checkpoint:
     """Recognize a file by its first bytes and open it."""
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
     if not path.is_file():
         raise UserError(f"{path} is neither a file nor a directory")
     try:
@@ -111,20 +105,15 @@ def _open_file(path: Path) -> Checkpoint:
             head = file.read(16)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if path.name.startswith("adapter_model"):
-        raise UserError(f"{path} holds an adapter, not a model: merge it first, then look")
-    if path.name.endswith(".index.json"):
-        return _open_index(path)
-    if not head:
-        raise CorruptInputError(f"{path} is empty")
-    for name in FORMATS:
+    for name in FORMATS if head else ():
         module: Any = import_module(f"tiedgpt.weights.{name}")
         if module.detect(path, head):
             checkpoint: Checkpoint = module.read(path)
             return checkpoint
     raise CorruptInputError(
-        f"{path} is of no known checkpoint format: safetensors, torch.save, GGUF, ONNX, Keras's "
-        ".h5, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files are read"
+        f"{path} is {'of no known checkpoint format' if head else 'empty'}: safetensors, "
+        "torch.save, GGUF, ONNX, Keras's .h5, llm.c's .bin, TensorFlow's checkpoints and numbered "
+        ".npy files are read"
     )
 
 
@@ -134,55 +123,46 @@ def _open_index(path: Path) -> Checkpoint:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")
     tensors: dict[str, StoredTensor] = {}
-    files: list[Path] = []
-    kind = ""
-    shards = {str(shard): str(name) for name, shard in reversed(weight_map.items())}
-    for shard, name in sorted(shards.items()):
-        try:
-            file = beside(path, shard, links=True)
-        except CorruptInputError as error:
-            raise CorruptInputError(f"{error} (for {printable(name)[:80]})") from None
+    files, kind = [path], ""
+    for shard in sorted(set(map(str, weight_map.values()))):
+        file = beside(path, shard, links=True)
         if shard.endswith(".index.json"):
             raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
         opened = _open_file(file)
-        kind = opened.format
         if twice := tensors.keys() & opened.tensors.keys():
             raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")
         tensors |= opened.tensors
-        files.append(file)
+        files, kind = [*files, file], opened.format
     if missing := sorted(weight_map.keys() - tensors.keys()):
         raise CorruptInputError(f"{path} promises {missing[0]!r}, and no shard holds it")
-    return Checkpoint(path, kind, tensors, files=(*files, path))
+    return Checkpoint(path, kind, tensors, files=tuple(files))
 
 
 def _with_claim(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
-    """Add what config.json says, where there is one."""
+    """Add what config.json says, where there is one; what the file says of itself holds."""
     if not config_path.is_file():
         return checkpoint
     config = read_json(config_path)
     claim = claim_of(config)
-    if claim is not None and not isinstance(claim, bool):
-        raise CorruptInputError(f"{config_path}: {CLAIM} is {claim!r}, neither true nor false")
     source = f"config.json says {CLAIM}: {str(claim).lower()}"
     if claim is None:
         source = f"config.json does not say {CLAIM}"
         if checkpoint.claim is not None or checkpoint.format in ("GGUF", "llm.c"):
             claim, source = checkpoint.claim, checkpoint.claim_source
-    config |= checkpoint.config  # what the file says of itself holds
-    return replace(
-        checkpoint, config=config, claim=claim, claim_source=source, headless=_is_headless(config)
-    )
-
-
-def _is_headless(config: Mapping[str, Any]) -> bool:
-    """Whether the architectures that a config names are bodies or classifiers, all of them."""
+    elif not isinstance(claim, bool):
+        raise CorruptInputError(f"{config_path}: {CLAIM} is {claim!r}, neither true nor false")
     names = config.get("architectures")
-    if not isinstance(names, list) or not names:
-        return False
-    return all(
-        isinstance(name, str) and BODIES.search(name) and not PREDICTING.search(name)
-        for name in names
-    )
+    headless = isinstance(names, list) and bool(names) and all(map(_is_headless, names))
+    return replace(
+        checkpoint, config=config | dict(checkpoint.config), claim=claim, claim_source=source,
+        headless=headless,
+    )  # fmt: skip
+
+
+def _is_headless(architecture: object) -> bool:
+    """Whether an architecture is a body or a classifier."""
+    name = str(architecture)
+    return bool(BODIES.search(name)) and not PREDICTING.search(name)
 
 
 def claim_of(config: Mapping[str, Any]) -> Any:
