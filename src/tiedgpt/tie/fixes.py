@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,13 +35,6 @@ GO_ALONG = (
     "LICENSE*",
 )  # fmt: skip
 """Files of a model directory that belong to the model, besides its weights and config."""
-INSTEAD = {
-    "GGUF": "fix the checkpoint that it was converted from, and convert that again",
-    "ONNX": "fix the model that it was exported from, and export that again on one initializer",
-    "packed": "fix the checkpoint that it was packed from, and pack that again "
-    "(tiedgpt convert SOURCE DEST --to packed)",
-}
-"""What to do with a format that is not written here."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +64,14 @@ class Repair:
         return vars(self) | audits | {"actions": list(self.actions), "explain": self.explain}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """What the copy holds for the matrices over the vocabulary."""
 
-    tensors: Mapping[str, Copy]
+    tensors: dict[str, Copy]
     """The matrices, and vectors with one entry per token, by their names in the copy."""
     tied: bool
-    actions: tuple[str, ...]
+    actions: list[str]
     rows: int | None = None
     """V in the copy, if config.json's vocab_size must change."""
 
@@ -103,10 +95,10 @@ def fix(
         raise UserError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}")
     dest = Path(dest)
     checkpoint = checkpoint_of(source)
-    if checkpoint.format in INSTEAD:
+    if checkpoint.format in ("GGUF", "ONNX", "packed"):
         raise UserError(
             f"{checkpoint.source} is {checkpoint.format}, which is audited but not written here: "
-            f"{INSTEAD[checkpoint.format]}"
+            "fix the checkpoint that it was converted from or exported from, and convert that again"
         )
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
@@ -116,12 +108,11 @@ def fix(
     for copy in copies.values():
         _ = copy.format_name  # refuses a type that cannot be written, before anything is
     beside, left = _beside(checkpoint)
-    actions = plan.actions
     if left:
         listed = ", ".join(printable(name) for name in left[:8]) + (", ..." if left[8:] else "")
-        actions += (f"not copied, since no loader needs it: {listed}",)
+        plan.actions.append(f"not copied, since no loader needs it: {listed}")
     if not checkpoint.config:
-        actions += (f"no config.json lies beside the file: the new one holds {CLAIM} alone",)
+        plan.actions.append(f"no config.json lies beside it: the new one holds {CLAIM} alone")
     n_bytes = sum(copy.n_bytes for copy in copies.values())
     require_room(dest.parent, n_bytes + sum(file.stat().st_size for file in beside))
     with replacing(dest) as temporary:
@@ -135,7 +126,7 @@ def fix(
     return Repair(
         source=str(checkpoint.source),
         dest=str(dest),
-        actions=actions,
+        actions=tuple(plan.actions),
         before=before,
         after=after,
         bytes_before=sum(file.stat().st_size for file in weights),
@@ -156,199 +147,155 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
         )
     if audit.verdict == "no head":
         raise UserError(f"{source} does not predict tokens (no head): there is no tie to fix")
+    turned = {roles.matrix.name} if roles.input_transposed else set()
     if roles.pair is None or roles.shared:
-        return _plan_one(checkpoint, roles, audit, keep)
-    if roles.fits:
-        _require_orientation(checkpoint, roles)
-        if audit.verdict == "untied as claimed" and untied and keep in (None, "both"):
-            raise UserError(
-                f"{source} is untied as claimed: nothing to mend; "
-                'keep="input" or keep="output" makes one matrix of the two'
-            )
-        if keep == "both" or (untied and keep is None):
-            return _plan_two(checkpoint, roles, *roles.pair)
-    elif keep != "input":
+        plan = _plan_one(checkpoint, roles, keep)
+    else:
         reads, predicts = roles.pair
+        head = predicts
+        if roles.output_transposed:
+            head = predicts.turned()
+            turned.add(head.name)
+            if lies_transposed(checkpoint, reads) is None:
+                raise UserError(
+                    f"{source}: {reads.name} {size(reads.shape)} or {head.name} is transposed, "
+                    "and nothing tells which is (V, D): say vocab_size and n_embd (or "
+                    "hidden_size), two different numbers, in a config.json beside it"
+                )
+        if roles.fits and (keep == "both" or (untied and keep is None)):
+            if roles.extra_rows:
+                raise UserError(
+                    f"{reads.name} {size(reads.shape)} and {head.name} {size(head.shape)} have "
+                    "different rows: two matrices of one vocabulary cannot; keep one of them, "
+                    'keep="input" or keep="output"'
+                )
+            plan = Plan({reads.name: Copy(reads), head.name: Copy(head)}, False, [])
+        else:
+            plan = _plan_tie(checkpoint, roles, reads, head, audit, keep)
+    for copy in plan.tensors.values():
+        if copy.tensor.name in turned:
+            plan.actions.append(
+                f"{copy.tensor.name} is transposed to {size(copy.shape)}, a token in each row"
+            )
+    if untied is plan.tied:
+        plan.actions.append(f"config.json says {CLAIM}: {str(plan.tied).lower()}")
+    if not plan.actions:
+        choice = '; keep="input" or keep="output" makes one matrix of the two'
         raise UserError(
-            f"{predicts.name} {size(predicts.shape)} does not fit {reads.name} "
-            f'{size(reads.shape)} and cannot be its tie: keep="input" drops it'
+            f"{source} is {audit.verdict}: nothing to mend{'' if plan.tied else choice}"
         )
-    return _plan_tie(checkpoint, roles, *roles.pair, audit, keep)
+    return plan
 
 
-def _plan_one(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) -> Plan:
-    """Keep the one matrix, under the embedding's name, and make the claim true."""
-    matrix, name = roles.matrix, roles.matrix.name
+def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
+    """Keep the one matrix, under the name of the embedding that the family's loaders look for."""
+    matrix = roles.matrix
     if keep == "both":
         raise UserError(
-            f"{checkpoint.source} holds one matrix, {name}: there is no head to keep beside it, "
-            "and none is made up"
+            f"{checkpoint.source} holds one matrix, {matrix.name}: there is no head to keep beside "
+            "it, and none is made up"
         )
-    actions = []
-    if roles.input is None:
-        name = _embedding_name(checkpoint, matrix.name)
-        actions.append(f"the one matrix, {matrix.name}, is called {name}, where loaders look")
-    if checkpoint.claim is False:
-        actions.append(f"config.json says {CLAIM}: true, since there is one matrix")
-    if roles.input_transposed:
-        actions.append(f"{name} is put as {size(matrix.shape)}, a token in each row")
-    if audit.verdict == "broken" and roles.output is not None:
-        actions.append(f"{roles.output.name}, a second name of {name}, is dropped")
-    if not actions:
-        raise UserError(f"{checkpoint.source} is {audit.verdict}: nothing to mend")
-    return Plan({name: Copy(matrix)}, True, tuple(actions))
-
-
-def _plan_two(
-    checkpoint: Checkpoint, roles: Roles, reads: StoredTensor, predicts: StoredTensor
-) -> Plan:
-    """Keep both matrices, each as (V, D), and declare them untied."""
-    if roles.extra_rows:
+    if roles.input is not None:
+        return Plan({matrix.name: Copy(matrix)}, True, [])
+    names = [name for name in checkpoint.tensors if name != matrix.name]
+    if not any(re.match(r"(transformer\.)?h\.\d+\.", name) for name in names):
         raise UserError(
-            f"{reads.name} {size(reads.shape)} and {predicts.name} {size(predicts.shape)} have "
-            'different rows: two matrices of one vocabulary cannot; keep="input" or keep="output"'
+            f"{checkpoint.source} holds only {matrix.name}, and the name of its family's embedding "
+            "is not known here: rename it yourself"
         )
-    actions = []
-    head = predicts
-    if roles.output_transposed:
-        head = predicts.turned()
-        actions.append(f"{predicts.name} is put from {size(predicts.shape)} to {size(reads.shape)}")
-    if checkpoint.claim is not False:
-        actions.append(f"both matrices stay, and config.json says {CLAIM}: false")
-    if roles.input_transposed:
-        actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
-    return Plan({reads.name: Copy(reads), predicts.name: Copy(head)}, False, tuple(actions))
+    openai = any("positions_embed" in name for name in names)
+    name = "tokens_embed.weight" if openai else "wte.weight"
+    if any(name.startswith("transformer.") for name in names):
+        name = f"transformer.{name}"
+    action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
+    return Plan({name: Copy(matrix)}, True, [action])
 
 
 def _plan_tie(
     checkpoint: Checkpoint,
     roles: Roles,
     reads: StoredTensor,
-    predicts: StoredTensor,
+    head: StoredTensor,
     audit: Audit,
     keep: str | None,
 ) -> Plan:
-    """Make one matrix of two: equal ones, or with the numbers that `keep` names."""
-    head = predicts.turned() if roles.output_transposed else predicts
-    chosen = keep or _lossless_choice(checkpoint, roles, audit)
+    """Make one of two matrices (V, D), (V', D): equal ones, or with the numbers `keep` names."""
+    if not roles.fits and keep != "input":
+        raise UserError(
+            f"{head.name} {size(head.shape)} does not fit {reads.name} {size(reads.shape)} and "
+            'cannot be its tie: keep="input" drops it'
+        )
+    chosen = keep or _lossless_choice(checkpoint, roles, reads, head, audit)
     kept, vocabulary = reads if chosen == "input" else head, checkpoint.vocabulary
     rows = kept.shape[0]
-    if roles.extra_rows and vocabulary is not None and vocabulary < rows:
-        rows = vocabulary
+    if roles.extra_rows and vocabulary is not None:
+        rows = min(rows, vocabulary)
     if chosen == "output" and vocabulary is not None and rows < vocabulary:
         raise UserError(
-            f"{checkpoint.source}: {predicts.name} has {rows:,} rows for a vocabulary of "
+            f"{checkpoint.source}: {head.name} has {rows:,} rows for a vocabulary of "
             f"{vocabulary:,}: it scores something other than tokens, and tying to it would lose "
             'them; keep="input" drops it'
         )
-    cut = _vectors_of_the_head(checkpoint, predicts, head.shape[0], rows)
+    cut = _vectors_of_the_head(checkpoint, head, rows)
     if cut and not roles.fits:
-        raise UserError(f"{min(cut)} belongs to {predicts.name}, which would be dropped")
-    actions = [f"{predicts.name} is dropped; {reads.name} predicts as well"]
-    if audit.comparison is not None and audit.comparison.equal:
-        actions = [f"{predicts.name}, a copy of {reads.name}, is dropped"]
-    elif chosen == "output":
-        actions = [f"{reads.name} has the numbers of {predicts.name}, which is dropped"]
-    if chosen == "output" and roles.output_transposed:
-        actions.append(f"it is put from {size(predicts.shape)} to {size((rows, head.shape[1]))}")
-    if rows < kept.shape[0]:
-        actions.append(f"{kept.shape[0] - rows:,} rows of padding are cut")
-    if checkpoint.claim is not True:
-        actions.append(f"config.json says {CLAIM}: true")
-    if chosen == "input" and roles.input_transposed:
-        actions.append(f"{reads.name} is put as {size(reads.shape)}, a token in each row")
-    new_size = None
-    if audit.comparison is not None and reads.shape != predicts.shape:
-        if vocabulary is not None and rows != vocabulary:
-            new_size = rows
-            actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
-    if roles.fits:
-        actions += [_lost_rows(tensor, rows) for tensor in (reads, head) if tensor.shape[0] > rows]
+        raise UserError(f"{min(cut)} belongs to {head.name}, which would be dropped")
+    does = "predicts as well" if chosen == "input" else "has its numbers and predicts"
+    actions = [f"{head.name} is dropped; {reads.name} {does}"]
     actions += [f"{name} is cut to {rows:,} numbers" for name in cut]
-    copy = Copy(kept, rows if rows < kept.shape[0] else None)
-    return Plan({reads.name: copy, **cut}, True, tuple(actions), new_size)
+    for matrix in (reads, head):
+        n_lost = matrix.shape[0] - rows
+        if roles.fits and n_lost > 0:
+            filled = "not looked into"
+            if matrix.is_decodable:
+                filled = f"{nonzero_rows(matrix, rows, rows + n_lost):,} of them not zero"
+            lost = f"{rows} to {matrix.shape[0] - 1}"
+            actions.append(f"the last {n_lost:,} rows of {matrix.name}, {lost}, go ({filled})")
+    plan = Plan({reads.name: Copy(kept, rows), **cut}, True, actions)
+    if roles.extra_rows and vocabulary is not None and rows != vocabulary:
+        plan.rows = rows
+        actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
+    return plan
 
 
-def _lossless_choice(checkpoint: Checkpoint, roles: Roles, audit: Audit) -> str:
+def _lossless_choice(
+    checkpoint: Checkpoint, roles: Roles, reads: StoredTensor, head: StoredTensor, audit: Audit
+) -> str:
     """Return whose numbers to keep if that loses no token's row; otherwise ask."""
-    assert roles.pair is not None
-    reads, predicts = roles.pair
-    comparison, extra = audit.comparison, roles.extra_rows
+    comparison, extra, rows = audit.comparison, roles.extra_rows, reads.shape[0]
     if comparison is None or not comparison.equal:
         raise UserError(
-            f"{checkpoint.source}: {reads.name} and {predicts.name} "
+            f"{checkpoint.source}: {reads.name} and {head.name} "
             f"{comparison or 'could not be compared'}: choose whose numbers stay, "
             'keep="input" or keep="output", or keep="both" to declare them untied'
         )
-    if extra <= 0:
-        return "input"
-    rows = reads.shape[0]
-    if checkpoint.vocabulary is not None:
+    if extra > 0 and checkpoint.vocabulary is not None:
         return "output" if checkpoint.vocabulary > rows else "input"
-    if predicts.is_decodable and not nonzero_rows(
-        predicts, rows, rows + extra, transposed=roles.output_transposed
-    ):
+    if extra <= 0 or (head.is_decodable and not nonzero_rows(head, rows, rows + extra)):
         return "input"
     raise UserError(
-        f"{checkpoint.source}: {predicts.name} has {extra:,} rows more than {reads.name}, they are "
+        f"{checkpoint.source}: {head.name} has {extra:,} rows more than {reads.name}, they are "
         'not zero, and no config.json tells vocab_size: keep="output" keeps them, keep="input" '
         "drops them"
     )
 
 
-def _require_orientation(checkpoint: Checkpoint, roles: Roles) -> None:
-    """Ask if one of the two is transposed and nothing tells which."""
-    reads = roles.matrix
-    if roles.output_transposed and lies_transposed(checkpoint, reads) is None:
-        raise UserError(
-            f"{checkpoint.source}: {reads.name} {size(reads.shape)} or the head is transposed, and "
-            "nothing tells which is (V, D): say vocab_size and n_embd (or hidden_size), two "
-            "different numbers, in a config.json beside it"
-        )
-
-
-def _lost_rows(matrix: StoredTensor, kept: int) -> str:
-    """Say which rows of a matrix (V, D) are not in the copy."""
-    rows = matrix.shape[0]
-    filled = "not looked into"
-    if matrix.is_decodable:
-        filled = f"{nonzero_rows(matrix, kept, rows):,} of them not zero"
-    return f"the last {rows - kept:,} rows of {matrix.name}, {kept} to {rows - 1}, go ({filled})"
-
-
-def _vectors_of_the_head(
-    checkpoint: Checkpoint, head: StoredTensor, head_rows: int, rows: int
-) -> dict[str, Copy]:
+def _vectors_of_the_head(checkpoint: Checkpoint, head: StoredTensor, rows: int) -> dict[str, Copy]:
     """Cut what has a number for each row of the head; `UserError` if that cannot be done."""
-    module = head.name.rpartition(".")[0]
+    n_rows, module = head.shape[0], head.name.rpartition(".")[0]
     places = (module, module.rpartition(".")[0]) if module else ()
     found: dict[str, Copy] = {}
     for name, tensor in checkpoint.tensors.items():
         near = name.rpartition(".")[0] in places or name.endswith("final_logits_bias")
-        if head_rows == rows or not near or head_rows not in tensor.shape:
+        same = name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head))
+        if n_rows == rows or not near or same or n_rows not in tensor.shape:
             continue
-        if name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head)):
-            continue
-        if len(tensor.shape) != 1 or head_rows < rows:
+        if len(tensor.shape) != 1 or n_rows < rows:
             raise UserError(
-                f"{name} {size(tensor.shape)} belongs to the {head_rows:,} rows of {head.name}, "
+                f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
                 f"and {rows:,} are kept: cut or fill it yourself first"
             )
         found[name] = Copy(tensor, rows)
     return found
-
-
-def _embedding_name(checkpoint: Checkpoint, head: str) -> str:
-    """Return the name that the family's loaders look for, by the names of the other tensors."""
-    names = [name for name in checkpoint.tensors if name != head]
-    prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
-    if any(re.match(r"(transformer\.)?h\.\d+\.", name) for name in names):
-        openai = any("positions_embed" in name for name in names)
-        return prefix + ("tokens_embed.weight" if openai else "wte.weight")
-    raise UserError(
-        f"{checkpoint.source} holds only {head}, and the name of its family's embedding is not "
-        "known here: rename it yourself"
-    )
 
 
 # Write it
