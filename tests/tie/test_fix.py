@@ -184,7 +184,7 @@ def test_what_needs_no_mending_is_refused(tmp_path):
 
 def test_heads_that_cannot_be_mended(tmp_path):
     source = with_head(tmp_path, lambda w: torch.randn(V, D + 1))
-    with pytest.raises(UserError, match=r'keep="input" drops it'):
+    with pytest.raises(UserError, match=r'keep="input" drops lm_head'):
         fix(source, tmp_path / "new", keep="output")
     mended(source, tmp_path / "in", keep="input")
     source = with_head(tmp_path, lambda w: torch.cat([w + 1, w[:3]]))

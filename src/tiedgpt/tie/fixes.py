@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from tiedgpt.tie.audits import Audit, checkpoint_of, examine
 from tiedgpt.tie.findings import megabytes, size
 from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.comparison import nonzero_rows
+from tiedgpt.weights.comparison import Comparison, nonzero_rows
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.safetensors_file import Copy, write_safetensors
 from tiedgpt.weights.tensors import StoredTensor, printable
@@ -70,10 +69,9 @@ class Plan:
 
     tensors: dict[str, Copy]
     """The matrices, and vectors with one entry per token, by their names in the copy."""
-    tied: bool
+    config: dict[str, Any]
+    """What config.json must say."""
     actions: list[str]
-    rows: int | None = None
-    """V in the copy, if config.json's vocab_size must change."""
 
 
 def fix(
@@ -148,67 +146,55 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
     if audit.verdict == "no head":
         raise UserError(f"{source} does not predict tokens (no head): there is no tie to fix")
     turned = {roles.matrix.name} if roles.input_transposed else set()
+    if roles.output is not None and roles.output_transposed:
+        if lies_transposed(checkpoint, roles.matrix) is None:
+            raise UserError(
+                f"{source}: {roles.matrix.name} or {roles.output.name} is transposed, and nothing "
+                "tells which is (V, D): say vocab_size and n_embd (or hidden_size), two different "
+                "numbers, in a config.json beside it"
+            )
+        turned.add(roles.output.name)
+        roles = replace(roles, output=roles.output.turned(), output_transposed=False)
     if roles.pair is None or roles.shared:
         plan = _plan_one(checkpoint, roles, keep)
+    elif roles.fits and (
+        (untied and keep in (None, "both")) or (keep == "both" and not roles.extra_rows)
+    ):
+        plan = Plan({matrix.name: Copy(matrix) for matrix in roles.pair}, {CLAIM: False}, [])
     else:
-        reads, predicts = roles.pair
-        head = predicts
-        if roles.output_transposed:
-            head = predicts.turned()
-            turned.add(head.name)
-            if lies_transposed(checkpoint, reads) is None:
-                raise UserError(
-                    f"{source}: {reads.name} {size(reads.shape)} or {head.name} is transposed, "
-                    "and nothing tells which is (V, D): say vocab_size and n_embd (or "
-                    "hidden_size), two different numbers, in a config.json beside it"
-                )
-        if roles.fits and (keep == "both" or (untied and keep is None)):
-            if roles.extra_rows:
-                raise UserError(
-                    f"{reads.name} {size(reads.shape)} and {head.name} {size(head.shape)} have "
-                    "different rows: two matrices of one vocabulary cannot; keep one of them, "
-                    'keep="input" or keep="output"'
-                )
-            plan = Plan({reads.name: Copy(reads), head.name: Copy(head)}, False, [])
-        else:
-            plan = _plan_tie(checkpoint, roles, reads, head, audit, keep)
+        plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
     for copy in plan.tensors.values():
         if copy.tensor.name in turned:
-            plan.actions.append(
-                f"{copy.tensor.name} is transposed to {size(copy.shape)}, a token in each row"
-            )
-    if untied is plan.tied:
-        plan.actions.append(f"config.json says {CLAIM}: {str(plan.tied).lower()}")
+            how = f"{size(copy.shape)}, a token in each row"
+            plan.actions.append(f"{copy.tensor.name} is transposed to {how}")
+    if plan.config[CLAIM] is untied:
+        plan.actions.append(f"config.json says {CLAIM}: {str(not untied).lower()}")
     if not plan.actions:
-        choice = '; keep="input" or keep="output" makes one matrix of the two'
-        raise UserError(
-            f"{source} is {audit.verdict}: nothing to mend{'' if plan.tied else choice}"
-        )
+        choice = '; keep="input" or keep="output" makes one matrix of the two' if untied else ""
+        raise UserError(f"{source} is {audit.verdict}: nothing to mend{choice}")
     return plan
 
 
 def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
     """Keep the one matrix, under the name of the embedding that the family's loaders look for."""
-    matrix = roles.matrix
+    matrix, source = roles.matrix, checkpoint.source
     if keep == "both":
         raise UserError(
-            f"{checkpoint.source} holds one matrix, {matrix.name}: there is no head to keep beside "
-            "it, and none is made up"
+            f"{source} holds one matrix, {matrix.name}: there is no head to keep beside it, and "
+            "none is made up"
         )
     if roles.input is not None:
-        return Plan({matrix.name: Copy(matrix)}, True, [])
-    names = [name for name in checkpoint.tensors if name != matrix.name]
-    if not any(re.match(r"(transformer\.)?h\.\d+\.", name) for name in names):
-        raise UserError(
-            f"{checkpoint.source} holds only {matrix.name}, and the name of its family's embedding "
-            "is not known here: rename it yourself"
-        )
-    openai = any("positions_embed" in name for name in names)
-    name = "tokens_embed.weight" if openai else "wte.weight"
-    if any(name.startswith("transformer.") for name in names):
-        name = f"transformer.{name}"
-    action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
-    return Plan({name: Copy(matrix)}, True, [action])
+        return Plan({matrix.name: Copy(matrix)}, {CLAIM: True}, [])
+    for name in checkpoint.tensors:
+        for position, token in (("wpe", "wte"), ("positions_embed", "tokens_embed")):
+            if name.endswith(f"{position}.weight"):
+                name = name.replace(position, token)
+                action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
+                return Plan({name: Copy(matrix)}, {CLAIM: True}, [action])
+    raise UserError(
+        f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
+        "here: rename it yourself"
+    )
 
 
 def _plan_tie(
@@ -216,70 +202,62 @@ def _plan_tie(
     roles: Roles,
     reads: StoredTensor,
     head: StoredTensor,
-    audit: Audit,
+    comparison: Comparison | None,
     keep: str | None,
 ) -> Plan:
     """Make one of two matrices (V, D), (V', D): equal ones, or with the numbers `keep` names."""
-    if not roles.fits and keep != "input":
+    source, vocabulary, extra = checkpoint.source, checkpoint.vocabulary, roles.extra_rows
+    shapes = f"{reads.name} {size(reads.shape)} and {head.name} {size(head.shape)}"
+    if keep == "both" or (keep != "input" and not roles.fits):
         raise UserError(
-            f"{head.name} {size(head.shape)} does not fit {reads.name} {size(reads.shape)} and "
-            'cannot be its tie: keep="input" drops it'
+            f"{source}: {shapes} have different rows or widths and cannot be of one vocabulary: "
+            f'keep="input" drops {head.name}'
         )
-    chosen = keep or _lossless_choice(checkpoint, roles, reads, head, audit)
-    kept, vocabulary = reads if chosen == "input" else head, checkpoint.vocabulary
+    if keep is None and (comparison is None or not comparison.equal):
+        raise UserError(
+            f"{source}: {shapes} {comparison or 'could not be compared'}: choose whose numbers "
+            'stay, keep="input" or keep="output", or keep="both" to declare them untied'
+        )
+    if keep is None and extra > 0 and vocabulary is None:
+        if not head.is_decodable or nonzero_rows(head, reads.shape[0], head.shape[0]):
+            raise UserError(
+                f"{source}: {head.name} has {extra:,} rows more than {reads.name}, they are not "
+                'zero, and no config.json tells vocab_size: keep="output" keeps them, keep="input" '
+                "drops them"
+            )
+    longer = extra > 0 and vocabulary is not None and vocabulary > reads.shape[0]
+    use_head = keep == "output" or (keep is None and longer)
+    kept = head if use_head else reads
     rows = kept.shape[0]
-    if roles.extra_rows and vocabulary is not None:
+    if extra and vocabulary is not None:
         rows = min(rows, vocabulary)
-    if chosen == "output" and vocabulary is not None and rows < vocabulary:
+    if use_head and vocabulary is not None and rows < vocabulary:
         raise UserError(
-            f"{checkpoint.source}: {head.name} has {rows:,} rows for a vocabulary of "
-            f"{vocabulary:,}: it scores something other than tokens, and tying to it would lose "
-            'them; keep="input" drops it'
+            f"{source}: {head.name} has {rows:,} rows for a vocabulary of {vocabulary:,}: it "
+            "scores something other than tokens, and tying to it would lose them; "
+            'keep="input" drops it'
         )
-    cut = _vectors_of_the_head(checkpoint, head, rows)
-    if cut and not roles.fits:
-        raise UserError(f"{min(cut)} belongs to {head.name}, which would be dropped")
-    does = "predicts as well" if chosen == "input" else "has its numbers and predicts"
+    vectors = _vectors_of_the_head(checkpoint, roles, head, rows)
+    does = "has its numbers and predicts" if use_head else "predicts as well"
     actions = [f"{head.name} is dropped; {reads.name} {does}"]
-    actions += [f"{name} is cut to {rows:,} numbers" for name in cut]
-    for matrix in (reads, head):
-        n_lost = matrix.shape[0] - rows
-        if roles.fits and n_lost > 0:
+    actions += [f"{name} is cut to {rows:,} numbers" for name in vectors]
+    for matrix in (reads, head) if roles.fits else ():
+        if (n := matrix.shape[0]) > rows:
             filled = "not looked into"
             if matrix.is_decodable:
-                filled = f"{nonzero_rows(matrix, rows, rows + n_lost):,} of them not zero"
-            lost = f"{rows} to {matrix.shape[0] - 1}"
-            actions.append(f"the last {n_lost:,} rows of {matrix.name}, {lost}, go ({filled})")
-    plan = Plan({reads.name: Copy(kept, rows), **cut}, True, actions)
-    if roles.extra_rows and vocabulary is not None and rows != vocabulary:
-        plan.rows = rows
+                filled = f"{nonzero_rows(matrix, rows, n):,} of them not zero"
+            lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
+            actions.append(f"{lost}, go ({filled})")
+    config: dict[str, Any] = {CLAIM: True}
+    if extra and vocabulary not in (None, rows):
+        config["vocab_size"] = rows
         actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
-    return plan
+    return Plan({reads.name: Copy(kept, rows), **vectors}, config, actions)
 
 
-def _lossless_choice(
-    checkpoint: Checkpoint, roles: Roles, reads: StoredTensor, head: StoredTensor, audit: Audit
-) -> str:
-    """Return whose numbers to keep if that loses no token's row; otherwise ask."""
-    comparison, extra, rows = audit.comparison, roles.extra_rows, reads.shape[0]
-    if comparison is None or not comparison.equal:
-        raise UserError(
-            f"{checkpoint.source}: {reads.name} and {head.name} "
-            f"{comparison or 'could not be compared'}: choose whose numbers stay, "
-            'keep="input" or keep="output", or keep="both" to declare them untied'
-        )
-    if extra > 0 and checkpoint.vocabulary is not None:
-        return "output" if checkpoint.vocabulary > rows else "input"
-    if extra <= 0 or (head.is_decodable and not nonzero_rows(head, rows, rows + extra)):
-        return "input"
-    raise UserError(
-        f"{checkpoint.source}: {head.name} has {extra:,} rows more than {reads.name}, they are "
-        'not zero, and no config.json tells vocab_size: keep="output" keeps them, keep="input" '
-        "drops them"
-    )
-
-
-def _vectors_of_the_head(checkpoint: Checkpoint, head: StoredTensor, rows: int) -> dict[str, Copy]:
+def _vectors_of_the_head(
+    checkpoint: Checkpoint, roles: Roles, head: StoredTensor, rows: int
+) -> dict[str, Copy]:
     """Cut what has a number for each row of the head; `UserError` if that cannot be done."""
     n_rows, module = head.shape[0], head.name.rpartition(".")[0]
     places = (module, module.rpartition(".")[0]) if module else ()
@@ -289,7 +267,7 @@ def _vectors_of_the_head(checkpoint: Checkpoint, head: StoredTensor, rows: int) 
         same = name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head))
         if n_rows == rows or not near or same or n_rows not in tensor.shape:
             continue
-        if len(tensor.shape) != 1 or n_rows < rows:
+        if len(tensor.shape) != 1 or n_rows < rows or not roles.fits:
             raise UserError(
                 f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
                 f"and {rows:,} are kept: cut or fill it yourself first"
@@ -310,24 +288,18 @@ def _check_dest(dest: Path, source: Path) -> None:
 
 
 def _copies(checkpoint: Checkpoint, roles: Roles, plan: Plan) -> dict[str, Copy]:
-    """Return what the new file holds, in the order of the old one."""
+    """Return what the new file holds."""
     matrices = {t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None}
-    copies = {name: copy for name, copy in plan.tensors.items() if name not in checkpoint.tensors}
-    for name, tensor in checkpoint.tensors.items():
-        if name in plan.tensors or name not in matrices:
-            copies[name] = plan.tensors.get(name, Copy(tensor))
-    return copies
+    others = {n: Copy(t) for n, t in checkpoint.tensors.items() if n not in matrices}
+    return others | plan.tensors
 
 
 def _write_config(path: Path, checkpoint: Checkpoint, plan: Plan) -> None:
     """Write the config with the true claim; a config of several models says it of the text's."""
-    config = dict(checkpoint.config)
-    for key, value in ((CLAIM, plan.tied), ("vocab_size", plan.rows)):
-        inner = config.get("text_config")
-        if value is None:
-            continue
+    config, inner = dict(checkpoint.config), checkpoint.config.get("text_config")
+    for key, value in plan.config.items():
         if key not in config and isinstance(inner, dict) and key in inner:
-            config["text_config"] = inner | {key: value}
+            config["text_config"] = inner = inner | {key: value}
         else:
             config[key] = value
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -355,7 +327,7 @@ def _audit_copy(
     copy = checkpoint_of(directory)
     names = [name if name in copy.tensors else None for name in (input_name, output_name)]
     after = examine(copy, find_roles(copy, input_name=names[0], output_name=names[1]))
-    wanted = "tied" if plan.tied else "untied as claimed"
+    wanted = "tied" if plan.config[CLAIM] else "untied as claimed"
     if after.verdict != wanted:
         raise CheckFailedError(
             f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
