@@ -21,19 +21,16 @@ from tiedgpt.errors import UserError
 class Unembed(nn.Module):
     """Predict with an embedding's matrix from inside a head: h W^T, or h W^T + b.
 
-    The embedding is not registered here: it keeps its one name in the model that owns it, and
-    copying or pickling that model copies it once.
+    The embedding is not registered here: it keeps its one name in the model that owns it.
     """
+
+    wte: TiedEmbedding
+    """The module that owns W."""
 
     def __init__(self, wte: TiedEmbedding, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self._owner = (wte,)  # nn.Module does not register what is in a tuple
+        self.__dict__["wte"] = wte  # an assignment would register it
         self.bias = bias
-
-    @property
-    def wte(self) -> TiedEmbedding:
-        """The module that owns W."""
-        return self._owner[0]
 
     @property
     def weight(self) -> Tensor:

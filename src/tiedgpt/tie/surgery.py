@@ -74,31 +74,20 @@ class Change:
 
 
 @dataclass(frozen=True)
-class TieReport:
-    """Two matrices have become one."""
-
-    input: str
-    """Name of the matrix that reads; it is the one that stays."""
-    outputs: tuple[str, ...]
-    """Names of the matrix that predicted."""
-    apart: Comparison | None
-    """How far apart the two were; None on the meta device, where there are no values."""
-    change: Change
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class HeadReport:
-    """The head as it is now."""
+class Report:
+    """The head as it is now, and how it came to be."""
 
     tied: bool
     """Whether W predicts."""
     change: Change
     text: str
-    """The head in words, the change, and the call that ties it if it is untied."""
+    """All of it in words, with the call that ties an untied head."""
+    input: str = "wte.weight"
+    """Name of the matrix that reads."""
+    outputs: tuple[str, ...] = ()
+    """After `tie`: names of the matrix that predicted."""
+    apart: Comparison | None = None
+    """After `tie`: how far apart the two were; None on the meta device, where no values are."""
 
     def __str__(self) -> str:
         return self.text
@@ -110,7 +99,7 @@ def tie(
     *,
     input_name: str | None = None,
     output_name: str | None = None,
-) -> TieReport:
+) -> Report:
     """Make one matrix of the two that read and predict, in place.
 
     In a `tiedgpt.GPT`, `head` becomes None; if the matrix (V, D) is one layer of a larger head,
@@ -152,10 +141,10 @@ def tie(
         lines[1] = f"the two {apart}"
         lines[1] += "" if apart.equal else f"; kept are {kept.get(keep, 'the means')}"
     text = "\n".join([*lines, str(change), *notes, NEW_OPTIMIZER])
-    return TieReport(reads, outputs, apart, change, text)
+    return Report(True, change, text, reads, outputs, apart)
 
 
-def untie(model: GPT) -> HeadReport:
+def untie(model: GPT) -> Report:
     """Give the model a head of its own, a copy of W (V, D): the same logits, V D more parameters.
 
     `model.head` becomes a Linear without bias; inside a larger head the copy replaces W there.
@@ -177,7 +166,7 @@ def untie(model: GPT) -> HeadReport:
     return _head_report(model, before)
 
 
-def replace_head(model: GPT, module: nn.Module | None) -> HeadReport:
+def replace_head(model: GPT, module: nn.Module | None) -> Report:
     """Let any module (..., D) -> (..., V) predict, or W if `module` is None.
 
     The module is called once first; if it does not return V logits, `UserError` is raised and
@@ -218,13 +207,12 @@ def _two_matrices(
     roles = find_roles(module_checkpoint(model), input_name=input_name, output_name=output_name)
     reads, predicts = roles.input, roles.output or next(iter(roles.aliases), None)
     if gpt is not None and gpt.head is not None:
-        if reads is None or reads.name != "wte.weight":
-            raise UserError(f"input_name must be 'wte' in a tiedgpt.GPT, got {input_name!r}")
-        if predicts is None or predicts.name.removesuffix(".weight") not in head_layers(gpt):
+        named = [tensor and tensor.name.removesuffix(".weight") for tensor in (reads, predicts)]
+        if named[0] != "wte" or named[1] not in head_layers(gpt):
             raise UserError(
-                f"the head ({describe(gpt.head)}) has no linear layer with a matrix "
-                f"{reads.shape}, so none of its layers can be wte.weight; set model.head = None to "
-                "let wte predict instead"
+                f"the head ({describe(gpt.head)}) has no linear layer of that name with a matrix "
+                f"{tuple(gpt.wte.weight.shape)}, which wte could be tied to; model.head = None "
+                "lets wte predict instead"
             )
     if reads is None or predicts is None:
         raise UserError(
@@ -302,7 +290,7 @@ def _notes_on_the_rest(model: nn.Module, predicts: str) -> list[str]:
     return notes
 
 
-def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> HeadReport:
+def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> Report:
     """Make the config say whether the head is tied, and describe the head."""
     tied, change = is_tied(model), Change.since(before, model)
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
@@ -321,7 +309,7 @@ def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> HeadReport:
             f"{second[0]} is wte.weight under a second name: replacing one of them (to_empty, "
             "load_state_dict(assign=True)) unties them; guard(model) notices"
         )
-    return HeadReport(tied, change, "\n".join(lines))
+    return Report(tied, change, "\n".join(lines))
 
 
 def _how_to_tie(model: GPT) -> str:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.tie.heads import (
-    Unembed,
     head_layers,
     inference,
     require_gpt,
     require_logits,
     second_names,
+    unembeds,
 )
 from tiedgpt.tie.surgery import NEW_OPTIMIZER, Change
 
@@ -185,21 +185,16 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
         raise UserError(
             f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
         )
-    size, layers = model.config.vocab_size, head_layers(model)
+    size, layers = model.config.vocab_size, (*head_layers(model), *unembeds(model))
+    tables = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
     for name, tensor in [*model.head.named_parameters("head"), *model.head.named_buffers("head")]:
-        if size not in tensor.shape:
-            continue
-        owner, _, kind = name.rpartition(".")
-        linear = isinstance(model.get_submodule(owner), (nn.Linear, Unembed))
-        is_table = (kind == "weight" and owner in layers) or (
-            kind == "bias" and linear and tensor.shape == (size,)
-        )
-        if not is_table or not isinstance(tensor, nn.Parameter):
+        if size in tensor.shape and name not in tables:
             raise UserError(
                 f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
                 "product with a matrix (V, D): resize before the head is replaced"
             )
-        found[name] = tensor
+        if name in tables:
+            found[name] = model.get_parameter(name)
     return found
 
 
