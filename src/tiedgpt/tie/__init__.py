@@ -8,27 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiedgpt.tie.audits import audit
-    from tiedgpt.tie.fixes import fix
-    from tiedgpt.tie.guards import TieBrokenError, TieWarning, guard
-    from tiedgpt.tie.ledgers import ledger
-    from tiedgpt.tie.surgery import replace_head, tie, untie
-    from tiedgpt.tie.vocabulary import add_tokens, prune, resize_vocab
-
-__all__ = [
-    "TieBrokenError",
-    "TieWarning",
-    "add_tokens",
-    "audit",
-    "fix",
-    "guard",
-    "ledger",
-    "prune",
-    "replace_head",
-    "resize_vocab",
-    "tie",
-    "untie",
-]
+    from tiedgpt.tie.audits import audit as audit
+    from tiedgpt.tie.fixes import fix as fix
+    from tiedgpt.tie.guards import TieBrokenError as TieBrokenError
+    from tiedgpt.tie.guards import TieWarning as TieWarning
+    from tiedgpt.tie.guards import guard as guard
+    from tiedgpt.tie.ledgers import ledger as ledger
+    from tiedgpt.tie.surgery import replace_head as replace_head
+    from tiedgpt.tie.surgery import tie as tie
+    from tiedgpt.tie.surgery import untie as untie
+    from tiedgpt.tie.vocabulary import add_tokens as add_tokens
+    from tiedgpt.tie.vocabulary import prune as prune
+    from tiedgpt.tie.vocabulary import resize_vocab as resize_vocab
 
 _MODULES = {
     "audits": ("audit",),
@@ -38,6 +29,7 @@ _MODULES = {
     "surgery": ("replace_head", "tie", "untie"),
     "vocabulary": ("add_tokens", "prune", "resize_vocab"),
 }
+__all__ = [name for names in _MODULES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +37,3 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"tiedgpt.tie.{module}"), name)
     raise AttributeError(f"module 'tiedgpt.tie' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

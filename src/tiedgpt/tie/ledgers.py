@@ -26,14 +26,14 @@ from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 if TYPE_CHECKING:
     from torch import nn
 
-BUFFERS = re.compile(
-    r"(^|[./])(attn|attention)\.(masked_)?bias$|inv_freq$|(^|\.)position_ids$|tril$|causal_mask$"
+STATISTICS = re.compile(
+    r"(^|\.)(running_mean|running_var|num_batches_tracked|final_logits_bias|position_ids)$|inv_freq$"
 )
-"""Masks and tables that some files hold beside the parameters."""
-STATISTICS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|final_logits_bias)$")
 """Tensors that a module keeps and no optimizer trains."""
-NOT_PARAMETERS = frozenset("int64 int32 uint32 uint64 bool".split())
-PREFIXES = ("_orig_mod.", "module.", "base_model.model.", "transformer.", "model.")
+MASKS = re.compile(r"(^|[./])(attn|attention)\.(masked_)?bias$|tril$|causal_mask$")
+"""Masks, unless they are vectors: c_attn's bias is one."""
+NOT_PARAMETERS = ("int64", "int32", "uint32", "uint64", "bool")
+PREFIXES = re.compile(r"^(_orig_mod\.)?(module\.)?(base_model\.model\.)?(transformer\.)?(model\.)?")
 """What wrappers and libraries put before a name."""
 
 
@@ -61,9 +61,9 @@ class Row:
         return len(self.names) > 1
 
     @property
-    def keys(self) -> set[str]:
+    def keys(self) -> list[str]:
         """The names without prefixes, to match the same parameter in another ledger."""
-        return {_key(name) for name in self.names}
+        return [PREFIXES.sub("", name) for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,16 @@ class Ledger:
             f"{self.multiply_adds:,} multiply-adds per token."
         )
         for row in self.rows:
-            names, count = " and ".join(row.names), f"{row.parameters:,} parameters"
+            names, matrix = " and ".join(row.names), f"one matrix of {size(row.shape)}"
+            once = f"{row.parameters:,} parameters, counted once"
             if self.reads_and_predicts in row.names:
-                text += (
-                    f" {self.reads_and_predicts} reads and predicts: one matrix of "
-                    f"{size(row.shape)}, {count} counted once. Reading a token looks up a row; "
-                    "predicting one is the product that is counted."
-                )
+                text += f" {self.reads_and_predicts} reads and predicts: {matrix}, {once}. Reading "
+                text += "a token looks up a row; predicting one is the product that is counted."
             if row.overlapping:
-                text += (
-                    f" {names} are different views of one storage: {count}; common parts are "
-                    "counted once."
-                )
+                text += f" {names} are different views of one storage: {once}."
             elif row.shared:
-                text += (
-                    f" {names} are one matrix of {size(row.shape)}: {count}, counted once; a count "
-                    f"by names would count them {len(row.names)} times."
-                )
+                text += f" {names} are {matrix}: {once}; a count by names would count them "
+                text += f"{len(row.names)} times."
         return text
 
     def __str__(self) -> str:
@@ -130,17 +123,15 @@ class Ledger:
 
     def difference(self, after: Ledger) -> Movement:
         """Say which storages came in and went out between this ledger and a later one, and why."""
-        pairs, came_in, went_out = _match(self.rows, after.rows)
+        pairs = _match(self.rows, after.rows)
+        came_in = tuple(row for row in after.rows if row not in pairs)
+        kept = set(pairs.values())
+        went_out = tuple(row for row in self.rows if row not in kept)
         reasons = [_why_in(row, self.rows, after.rows) for row in came_in]
         reasons += [_why_out(row, after.rows) for row in went_out]
-        reasons += [why for old, new in pairs if (why := _why_changed(old, new, after.rows))]
-        return Movement(
-            tuple(came_in),
-            tuple(went_out),
-            after.total - self.total,
-            after.multiply_adds - self.multiply_adds,
-            tuple(reasons),
-        )
+        reasons += [why for new, old in pairs.items() if (why := _why_changed(old, new))]
+        added = after.multiply_adds - self.multiply_adds
+        return Movement(came_in, went_out, after.total - self.total, added, tuple(reasons))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -169,18 +160,11 @@ class Movement:
     def explain(self) -> str:
         """All of it in plain words."""
         if not self.reasons:
-            return "Nothing came in and nothing went out: the same parameters, shared the same way."
+            return "Nothing came in and nothing went out: the same parameters."
         return f"{self.total:+,} parameters. " + " ".join(self.reasons)
 
     def __str__(self) -> str:
         return self.explain
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        rows = {
-            name: [vars(row) for row in getattr(self, name)] for name in ("came_in", "went_out")
-        }
-        return plain(vars(self) | rows)
 
 
 def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
@@ -203,7 +187,7 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     rows = tuple(_row(group, costs, roles, checkpoint) for group in by_storage(counted))
     names = {tensor.name for tensor in counted}
     alone = roles.input.name if roles.input is not None and roles.output is None else None
-    multiplies = any(alone in row.names and row.multiply_adds and not row.shared for row in rows)
+    multiplies = any(row.names == (alone,) and row.multiply_adds for row in rows)
     return Ledger(
         str(checkpoint.source),
         checkpoint.format,
@@ -218,26 +202,25 @@ def _row(
 ) -> Row:
     """Count the tensors of one storage once."""
     largest = max(group, key=lambda tensor: tensor.count)
-    spans = {(t.storage.start, t.storage.stop): t for t in group}
     n_bytes, count = largest.n_bytes, largest.count
+    spans = {(t.storage.start, t.storage.stop): t.n_bytes for t in group}
     if len(spans) > 1 and largest.dtype in FLOATS:  # views of different parts
         covered = max(stop for _, stop in spans) - min(start for start, _ in spans)
-        n_bytes = min(covered, sum(tensor.n_bytes for tensor in spans.values()))
+        n_bytes = min(covered, sum(spans.values()))
         count = n_bytes // FLOATS[largest.dtype]
-    padded = 0
-    tables = {tensor.name for tensor in (roles.input, roles.output) if tensor is not None}
-    if checkpoint.vocabulary and any(tensor.name in tables for tensor in group):
-        padded = max(0, largest.shape[0] - checkpoint.vocabulary)
+    names = tuple(tensor.name for tensor in group)
+    tables = [tensor.name for tensor in (roles.input, roles.output) if tensor is not None]
+    padded = checkpoint.vocabulary is not None and not set(tables).isdisjoint(names)
     live = checkpoint.format == "module"
     return Row(
-        names=tuple(tensor.name for tensor in group),
+        names=names,
         shape=largest.shape,
         dtype=largest.dtype,
         bytes=n_bytes,
         parameters=count,
         trainable=any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group),
-        padded_rows=padded,
-        multiply_adds=sum(costs.get(tensor.name, 0) for tensor in group),
+        padded_rows=max(0, largest.shape[0] - (checkpoint.vocabulary or 0)) if padded else 0,
+        multiply_adds=sum(costs.get(name, 0) for name in names),
         overlapping=not all(tensor.is_view_of(largest) for tensor in group),
     )
 
@@ -245,26 +228,22 @@ def _row(
 def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
     if checkpoint.format == "module":
         return True
-    if STATISTICS.search(tensor.name):
+    if STATISTICS.search(tensor.name) or tensor.dtype in NOT_PARAMETERS:
         return False
-    if BUFFERS.search(tensor.name) and len(tensor.shape) != 1:
+    if MASKS.search(tensor.name) and len(tensor.shape) != 1:
         return False
-    if checkpoint.format == "ONNX" and (tensor.count < 2 or not tensor.shape):
-        return False
-    return tensor.dtype not in NOT_PARAMETERS
+    return checkpoint.format != "ONNX" or (tensor.count > 1 and bool(tensor.shape))
 
 
 def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
     """Return each tensor's multiply-adds per token, by the graph or by names and shapes."""
     if checkpoint.products is not None:
         return {name: checkpoint.tensors[name].count for name in checkpoint.products}
+    looked_up = {tensor.name for tensor in (roles.input, *roles.aliases) if tensor is not None}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
-        looked_up = is_position(name) or name_rank(name, "input") == 2
-        costs[name] = tensor.count if len(tensor.shape) >= 2 and not looked_up else 0
-    for matrix in (roles.input, *roles.aliases):
-        if matrix is not None:
-            costs[matrix.name] = 0
+        table = name in looked_up or is_position(name) or name_rank(name, "input") == 2
+        costs[name] = tensor.count if len(tensor.shape) >= 2 and not table else 0
     head = roles.output
     if head is None and not roles.unreadable and not checkpoint.headless:
         head = roles.input  # tied: it does the product
@@ -276,44 +255,34 @@ def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
 # What moved between two ledgers, and why
 
 
-def _match(
-    before: tuple[Row, ...], after: tuple[Row, ...]
-) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
-    """Pair each storage with the one that kept its first name, or else any of its names."""
-    left, rest = list(before), list(after)
-    pairs: list[tuple[Row, Row]] = []
+def _match(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
+    """Pair each later storage with the one that had its first name, or else any of its names."""
+    pairs: dict[Row, Row] = {}
+    left = dict.fromkeys(before)
     for n_names in (1, None):  # the first name decides before any other does
-        by_key = {_key(name): row for row in reversed(left) for name in row.names[:n_names]}
-        unmatched = []
-        for new in rest:
-            candidates = (by_key.get(_key(name)) for name in new.names[:n_names])
-            old = next((row for row in candidates if row is not None), None)
-            if old is not None and any(old is row for row in left):
-                pairs.append((old, new))
-                left = [row for row in left if row is not old]
-            else:
-                unmatched.append(new)
-        rest = unmatched
-    return pairs, rest, left
+        by_key = {key: row for row in left for key in row.keys[:n_names]}
+        for new in after:
+            old = next((by_key[key] for key in new.keys[:n_names] if key in by_key), None)
+            if old in left and new not in pairs:
+                pairs[new] = old
+                del left[old]
+    return pairs
 
 
 def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
     brings = f"{row.names[0]} ({size(row.shape)}) came in with {row.parameters:,} parameters"
     partner = _partner(row, before)
     if partner:
-        holder = next((other for other in after if _key(partner) in other.keys), None)
-        keeps = "" if holder is None else f", which keeps its {holder.parameters:,}"
         return (
             f"{brings} of its own. It used to be the same storage as {partner}, and is now a "
-            f"second matrix beside it{keeps}. From here on the two are trained apart. To share "
-            "one again: tiedgpt.tie.tie(model)."
+            "second matrix beside it. From here on the two are trained apart. To share one again: "
+            "tiedgpt.tie.tie(model)."
         )
-    twins = [other for other in after if other is not row and other.shape == row.shape]
-    known = _all_keys(before)
-    if len(row.shape) == 2 and any(_key(twin.names[0]) in known for twin in twins):
+    twins = [other.names[0] for other in after if other is not row and other.shape == row.shape]
+    if twins and len(row.shape) == 2:
         return (
-            f"{brings} of its own, in the shape of {twins[0].names[0]}; nothing had that name "
-            "before. If it predicts, the head is not tied."
+            f"{brings}, in the shape of {twins[0]}; nothing had that name before. If it predicts, "
+            "the head is not tied."
         )
     return f"{brings}; nothing had that name before."
 
@@ -326,35 +295,20 @@ def _why_out(row: Row, after: tuple[Row, ...]) -> str:
     return f"{loses}: nothing has that name now."
 
 
-def _why_changed(old: Row, new: Row, after: tuple[Row, ...]) -> str:
+def _why_changed(old: Row, new: Row) -> str:
     more = new.parameters - old.parameters
     if old.shape != new.shape and old.shape != new.shape[::-1]:  # a transpose is only layout
         sizes = f"from {size(old.shape)} to {size(new.shape)}"
         return f"{new.names[0]} went {sizes}: {more:+,} parameters."
-    if more:
-        return f"{new.names[0]} holds {more:+,} parameters."
-    known = _all_keys(after)
-    lost = [name for name in old.names if _key(name) not in known]
-    if lost:
-        return f"{', '.join(lost)} no longer names the storage of {new.names[0]}; no count changes."
-    return ""
+    return f"{new.names[0]} holds {more:+,} parameters." if more else ""
 
 
 def _partner(row: Row, others: tuple[Row, ...]) -> str:
     """Return a further name of the storage that had, or has, one of the row's names."""
     for other in others:
-        further = [name for name in other.names if _key(name) not in row.keys]
-        if other.keys & row.keys and further:
+        further = [
+            name for name, key in zip(other.names, other.keys, strict=True) if key not in row.keys
+        ]
+        if len(further) < len(other.names) and further:
             return further[0]
     return ""
-
-
-def _key(name: str) -> str:
-    """Return a name without what wrappers and libraries put before it."""
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _all_keys(rows: tuple[Row, ...]) -> set[str]:
-    return {key for row in rows for key in row.keys}

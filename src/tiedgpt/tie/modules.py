@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
 from tiedgpt.tie.roles import MAY_PREDICT, PREDICTS, is_position, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.opening import CLAIM, claim_of
+from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.torch_file import stored_tensor
 
 EMBEDDINGS = (nn.Embedding, TiedEmbedding)
@@ -28,42 +28,31 @@ EMBEDDINGS = (nn.Embedding, TiedEmbedding)
 
 def module_checkpoint(module: nn.Module) -> Checkpoint:
     """Return the parameters of any module under all their names; nothing is copied."""
-    for name, parameter in module.named_parameters():
+    tensors = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             raise UserError(f"{name} has no shape yet (a lazy module): run the model once first")
-    tensors = {
-        name: stored_tensor(name, parameter, owner=id(parameter))
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-    reads, predicts = [], []
-    for name, part in module.named_modules(remove_duplicate=False):
-        weight = f"{name}.weight".removeprefix(".")
-        if weight in tensors and isinstance(part, EMBEDDINGS):
-            reads.append(weight)
-        if weight in tensors and isinstance(part, nn.Linear):
-            predicts.append(weight)
+        tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
+    parts = dict(module.named_modules(remove_duplicate=False))
+    weights = {f"{name}.weight".removeprefix("."): part for name, part in parts.items()}
+    weights = {name: part for name, part in weights.items() if name in tensors}
     holder = unwrapped(module)
     head_name, head = output_module(module)
     derived = "" if head is None else _why_derived(head)
-    has_matrix = any(
-        len(t.shape) == 2 and name.startswith(f"{head_name}.") for name, t in tensors.items()
-    )
-    if head is not None and not derived and not has_matrix and not isinstance(holder, GPT):
-        derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
-    config = _config(holder)
-    claim = claim_of(config)
-    claim = claim if isinstance(claim, bool) else None
+    if head is not None and not derived and not isinstance(holder, GPT):
+        if not any(parameter.ndim == 2 for parameter in head.parameters()):
+            derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
+    vocabulary, claim = _config(holder)
+    says = "nothing in the module says whether the head is tied"
     return Checkpoint(
         source=type(module).__name__,
         format="module",
         tensors=tensors,
-        config=config,
+        config={"vocab_size": vocabulary},
         claim=claim,
-        claim_source="nothing in the module says whether the head is tied"
-        if claim is None
-        else f"the module's config says {CLAIM}={claim}",
-        reads=tuple(reads),
-        predicts=tuple(predicts),
+        claim_source=says if claim is None else f"the module's config says {CLAIM}={claim}",
+        reads=tuple(name for name, part in weights.items() if isinstance(part, EMBEDDINGS)),
+        predicts=tuple(name for name, part in weights.items() if isinstance(part, nn.Linear)),
         derived=derived,
         headless=head is None and callable(getattr(holder, "get_output_embeddings", None)),
     )
@@ -82,14 +71,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def output_module(module: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the module that predicts and its name: by asking the model, else by its name."""
     ask = getattr(unwrapped(module), "get_output_embeddings", None)
-    if callable(ask):
-        try:
-            asked = ask()
-        except (AttributeError, NotImplementedError):
-            asked = None
-        if isinstance(asked, nn.Module):
-            names = {id(part): name for name, part in module.named_modules()}
-            return names.get(id(asked), "lm_head"), asked
+    try:
+        asked = ask() if callable(ask) else None
+    except (AttributeError, NotImplementedError):
+        asked = None
+    if isinstance(asked, nn.Module):
+        names = {id(part): name for name, part in module.named_modules()}
+        return names.get(id(asked), "lm_head"), asked
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         single = all(child == "parametrizations" for child, _ in part.named_children())
@@ -105,11 +93,8 @@ def multiply_adds(module: nn.Module) -> dict[str, int]:
     A lookup costs none; a matrix that multiplies costs one per element; norms and biases are not
     counted. The `wte` of a tied GPT is counted once, where it predicts.
     """
-    predicting = {
-        id(part.wte)
-        for part in module.modules()
-        if isinstance(part, GPT) and predicts_through_wte(part)
-    }
+    gpts = [part for part in module.modules() if isinstance(part, GPT)]
+    predicting = {id(gpt.wte) for gpt in gpts if predicts_through_wte(gpt)}
     costs: dict[str, int] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         table = isinstance(part, (*EMBEDDINGS, nn.EmbeddingBag)) and id(part) not in predicting
@@ -121,35 +106,34 @@ def multiply_adds(module: nn.Module) -> dict[str, int]:
 
 
 def _is_adapted(part: nn.Module) -> bool:
-    return "lora_A" in part._modules or "base_layer" in part._modules
+    return hasattr(part, "lora_A") or hasattr(part, "base_layer")
 
 
 def _why_derived(head: nn.Module) -> str:
     """Say why a head does not multiply with a parameter as it is; empty if it does."""
     for part in head.modules():
-        kind = type(part).__name__
-        if is_parametrized(part):
-            return f"({kind}) is parametrized"
-        if _is_adapted(part):
-            return f"({kind}) adds an adapter to it"
-        buffers = [name for name, _ in part.named_buffers(recurse=False)]
-        if buffers:
-            return f"({kind}) has buffers: {', '.join(buffers)}"
         weight = getattr(part, "weight", None)
-        if callable(weight) and not isinstance(weight, (nn.Module, Tensor)):
-            return f"({kind}) has packed, quantized weights"
-        if {"weight_v", "weight_g"} <= part._parameters.keys():
-            return f"({kind}) computes its weight from weight_g and weight_v"
+        packed = callable(weight) and not isinstance(weight, (nn.Module, Tensor))
+        buffers = ", ".join(name for name, _ in part.named_buffers(recurse=False))
+        own = {name for name, _ in part.named_parameters(recurse=False)}
+        reasons = {
+            "is parametrized": is_parametrized(part),
+            "adds an adapter to it": _is_adapted(part),
+            f"has buffers: {buffers}": buffers,
+            "has packed, quantized weights": packed,
+            "computes its weight from weight_g and weight_v": {"weight_v", "weight_g"} <= own,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                return f"({type(part).__name__}) {reason}"
     return ""
 
 
-def _config(module: nn.Module) -> dict[str, Any]:
+def _config(module: nn.Module) -> tuple[Any, bool | None]:
     """Return what a module's config says of the vocabulary and of the tie."""
     config = getattr(module, "config", None)
     for inner in ("text_config", "decoder"):
-        if not hasattr(config, CLAIM) and hasattr(config, inner):
-            config = getattr(config, inner)
+        config = config if hasattr(config, CLAIM) else getattr(config, inner, config)
     values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    found = {key: values[key] for key in ("vocab_size", "model_type") if key in values}
     claim = values.get(CLAIM, getattr(config, CLAIM, None))
-    return found if claim is None else found | {CLAIM: claim}
+    return values.get("vocab_size"), claim if isinstance(claim, bool) else None
