@@ -104,9 +104,9 @@ def test_a_missing_or_extra_layer_is_named(rewrite):
     def without_layer_2(state):
         return {name: tensor for name, tensor in state.items() if ".h.2." not in name}
 
-    with pytest.raises(CorruptInputError, match="n_layer=3 layers, and its weights have 2"):
+    with pytest.raises(CorruptInputError, match="n_layer=3, the weights have 2 layers"):
         GPT.from_pretrained(rewrite(tensors=without_layer_2))
-    with pytest.raises(CorruptInputError, match="n_layer=1 layers, and its weights have 2"):
+    with pytest.raises(CorruptInputError, match="n_layer=1, the weights have 2 layers"):
         GPT.from_pretrained(rewrite(config={"n_layer": 1}))
 
 

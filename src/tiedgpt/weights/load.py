@@ -166,8 +166,8 @@ def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, LazyTensor
     n_layer = fields.setdefault("n_layer", last + 1)
     if not n_layer == len(layers) == last + 1:
         raise CorruptInputError(
-            f"{path} must have n_layer={n_layer!r} layers, and its weights have {len(layers)}, of "
-            f"which h.{last} is the last: layers are missing, or too many"
+            f"{path} says n_layer={n_layer!r}, the weights have {len(layers)} layers, of which "
+            f"h.{last} is the last: layers are missing, or too many"
         )
     if "n_head" not in fields:
         raise UserError(
