@@ -123,11 +123,11 @@ def test_a_compressed_archive_is_refused(saved):
 
 
 ARCHIVES = {
-    "no weights": (lambda m: m.pop("model.weights.h5") and None, "has no 'model.weights.json'"),
-    "no config": (lambda m: m.pop("config.json") and None, "has no 'config.json'"),
-    "no JSON": (lambda m: m.update({"config.json": b"{"}), "config.json is not JSON"),
-    "a list": (lambda m: m.update({"config.json": b"[]"}), "holds a JSON list"),
-    "deep JSON": (lambda m: m.update({"config.json": b"[" * 100_000}), "is not JSON"),
+    "no weights": (lambda m: m.pop("model.weights.h5") and None, "'model.weights.json'"),
+    "no config": (lambda m: m.pop("config.json") and None, "'config.json'"),
+    "no JSON": (lambda m: m.update({"config.json": b"{"}), "a damaged .keras"),
+    "a list": (lambda m: m.update({"config.json": b"[7]"}), "a damaged .keras"),
+    "deep JSON": (lambda m: m.update({"config.json": b"[" * 100_000}), "a damaged .keras"),
     "no HDF5": (lambda m: m.update({"model.weights.h5": b"x" * 100}), "no HDF5 file"),
     "half of it": (
         lambda m: m.update({"model.weights.h5": m["model.weights.h5"][:60_000]}), "truncated file",
@@ -143,10 +143,10 @@ def test_damaged_archives_are_refused(name, saved):
 
 
 INDICES = {
-    "nothing": ({}, "no weight_map"),
-    "a list": ({"weight_map": []}, "no weight_map"),
-    "no names": ({"weight_map": {"/a/vars": []}}, "no file for /a/vars"),
-    "numbers": ({"weight_map": {"/a/vars": [7]}}, "no file for /a/vars"),
+    "nothing": ({}, "its weight_map must name the files"),
+    "a list": ({"weight_map": []}, "its weight_map must name the files"),
+    "no names": ({"weight_map": {"/a/vars": []}}, "its weight_map must name the files"),
+    "numbers": ({"weight_map": {"/a/vars": [7]}}, "its weight_map must name the files"),
     "elsewhere": ({"weight_map": {"/a/vars": "../preset/model.weights.h5"}}, "not beside it"),
     "absolute": ({"weight_map": {"/a/vars": "/etc/passwd"}}, "not beside it"),
     "missing": ({"weight_map": {"/a/vars": "model_00007.weights.h5"}}, "not beside it"),
@@ -382,7 +382,7 @@ def test_a_shape_larger_than_the_file_is_refused(tmp_path):
     raw = path.read_bytes()
     for size in (8, 1 << 60):
         path.write_bytes(raw.replace(struct.pack("<QQ", 7, 11), struct.pack("<QQ", size, 11)))
-        with pytest.raises(CorruptInputError, match=r"a of shape \(\d+, 11\) takes|damaged"):
+        with pytest.raises(CorruptInputError, match=r"file\.h5 is damaged"):
             keras.read(path)
 
 
@@ -587,11 +587,7 @@ CONFIGS = {
         UserError, "holds a OPTBackbone",
     ),
     "a class that is none": ({"class_name": ["x"]}, UserError, "of Keras; only"),
-    "no sizes": ({"config": None}, CorruptInputError, "does not describe its GPT2Backbone"),
-    "a size of text": (
-        {"config": {"num_heads": "3"}}, CorruptInputError, "must be positive integers",
-    ),
-    "other heads": ({"config": {"num_heads": 4}}, CorruptInputError, "3 heads, expected 4"),
+    "no sizes": ({"config": None}, CorruptInputError, "does not describe a model"),
     "a dropout of more than all": (
         {"config": {"dropout": 7}}, CorruptInputError, "must be a probability",
     ),

@@ -7,7 +7,8 @@
 
 (keras-team/keras `src/saving/saving_lib.py`.) h5py lists the arrays; their data are read directly
 from their place in the file or archive. An optimizer's variables are left out. No class that a
-config names is ever imported. Against files made to harm, HDF5's C library gives no guarantee.
+config names is ever imported. Against files made to harm, HDF5's C library gives no guarantee: on
+a heap whose list of free blocks is a circle it never returns.
 
 KerasHub (`models/gpt2/gpt2_backbone.py`, `gpt2_causal_lm.py`) stores matrices as (in, out).
 Queries, keys and values are separate arrays with an axis for the heads, (D, H, D/H), and the
@@ -17,10 +18,14 @@ GPT2Backbone computes the tanh form of GELU. GPT2CausalLM predicts with the matr
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import re
+import struct
 import tempfile
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -28,34 +33,22 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import beside, read_json
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.keras_archive import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    ZIP_MAGIC,
-    is_archive,
-    open_archive,
-    read_json_member,
-    read_member,
-    stored_range,
-)
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import Native, Storage, StoredTensor, joined, plain_reader, printable
+from tiedgpt.weights.tensors import Storage, StoredTensor, joined, plain_reader, printable
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
 
-FORMAT = "Keras HDF5"
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-EMBEDDING = "reversible_embedding/vars/0"
-OPTIMIZER = "optimizer/"
-ASSETS = "assets/preprocessor/tokenizer"
-TOKENIZER_FILES = ("vocabulary.json", "merges.txt")
-MAX_SHARDS = 4096
+HDF5_MAGIC, ZIP_MAGIC = b"\x89HDF\r\n\x1a\n", b"PK\3\4"
+WEIGHTS, INDEX, CONFIG = "model.weights.h5", "model.weights.json", "config.json"
+TOKENIZER = "assets/preprocessor/tokenizer"
+MAX_TEXT = 16 << 20
+"""Bytes of a text file in an archive."""
 
 BACKBONE, TASK = "GPT2Backbone", "GPT2CausalLM"
+EMBEDDING = "reversible_embedding/vars/0"
 TOP_NAMES = {
-    "reversible_embedding/vars/0": "wte.weight",
+    EMBEDDING: "wte.weight",
     "position_embedding/vars/0": "wpe.weight",
     "layer_normalization/vars/0": "ln_f.weight",
     "layer_normalization/vars/1": "ln_f.bias",
@@ -69,25 +62,10 @@ BLOCK_NAMES = {
 }
 QKV = tuple(f"_self_attention_layer/{part}_dense" for part in ("query", "key", "value"))
 """The parts of c_attn in its order."""
-KINDS = ("weight", "bias")
-"""vars/0 and vars/1."""
-SIZES = {
-    "vocabulary_size": "vocab_size",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "hidden_dim": "n_embd",
-    "intermediate_dim": "n_inner",
-    "max_sequence_length": "n_positions",
-}
-"""GPT2Backbone's arguments -> ours."""
-DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 ALWAYS = {
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "norm": "pre",
-    "bias": True,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "norm": "pre", "bias": True,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 _BODY = re.compile(r"(?:.*/)?(?:layers|_layer_checkpoint_dependencies)/")
 """What precedes a layer's name: the task's path to its backbone, and Keras's list."""
 _BLOCK = re.compile(r"transformer_decoder(?:_([1-9]\d{0,5}))?/([\w/]+)/vars/([01])")
@@ -95,9 +73,14 @@ _BLOCK = re.compile(r"transformer_decoder(?:_([1-9]\d{0,5}))?/([\w/]+)/vars/([01
 
 def detect(path: Path, head: bytes) -> bool:
     """Whether it is HDF5, an index of such files, or a zip that holds one."""
-    if head.startswith(ZIP_MAGIC):
-        return is_archive(path)
-    return head.startswith(HDF5_MAGIC) or path.name.endswith(".weights.json")
+    if not head.startswith(ZIP_MAGIC):
+        return head.startswith(HDF5_MAGIC) or path.name.endswith(".weights.json")
+    try:
+        with _archive(path) as archive:
+            names = archive.NameToInfo
+            return CONFIG in names and (WEIGHTS in names or INDEX in names)
+    except CorruptInputError:  # whoever opens it says how it is damaged
+        return False
 
 
 def read(path: Path) -> Checkpoint:
@@ -113,7 +96,11 @@ def read(path: Path) -> Checkpoint:
     if head == HDF5_MAGIC:
         places = [(path, 0, path.stat().st_size)]
     elif head.startswith(ZIP_MAGIC):
-        places, config = _in_archive(path)
+        with _archive(path) as archive:
+            config = {"keras": dict(json.loads(_text(archive, CONFIG)))}
+            whole = WEIGHTS in archive.NameToInfo
+            names = [WEIGHTS] if whole else _shards(path, json.loads(_text(archive, INDEX)))
+            places = [(path, *_range(path, archive, name)) for name in names]
     else:
         shards = [beside(path, name) for name in _shards(path, read_json(path))]
         places = [(shard, 0, shard.stat().st_size) for shard in shards]
@@ -124,13 +111,13 @@ def read(path: Path) -> Checkpoint:
             raise CorruptInputError(f"{path}: two shards hold {printable(min(twice))[:200]}")
         tensors |= opened
     embeddings = tuple(name for name in tensors if name.endswith(EMBEDDING))
-    tied = len(embeddings) == 1
-    files = dict.fromkeys([path, *(file for file, _, _ in places)])
+    claim, claim_source = None, "the file does not say whether the head is tied"
+    if len(embeddings) == 1:
+        claim, claim_source = True, "Keras's ReversibleEmbedding: one matrix reads and predicts"
+    files = tuple(dict.fromkeys([path, *(file for file, _, _ in places)]))
     return Checkpoint(
-        path, FORMAT, tensors, config, files=tuple(files), reads=embeddings, predicts=embeddings,
-        claim=True if tied else None,
-        claim_source="Keras's ReversibleEmbedding: one matrix reads and predicts" if tied
-        else "the file does not say whether the head is tied",
+        path, "Keras HDF5", tensors, config, files=files, reads=embeddings, predicts=embeddings,
+        claim=claim, claim_source=claim_source,
     )  # fmt: skip
 
 
@@ -142,13 +129,66 @@ def tokenizer(path: Path) -> Tokenizer | None:
     from tiedgpt.text.directory import read_tokenizer
     from tiedgpt.text.tokenizer import Tokenizer
 
-    with tempfile.TemporaryDirectory() as directory, open_archive(path) as archive:
-        for name in TOKENIZER_FILES:
-            if f"{ASSETS}/{name}" in archive.NameToInfo:
-                content = read_member(path, archive, f"{ASSETS}/{name}")
-                (Path(directory) / name).write_bytes(content)
+    with tempfile.TemporaryDirectory() as directory, _archive(path) as archive:
+        for name in ("vocabulary.json", "merges.txt"):
+            if f"{TOKENIZER}/{name}" in archive.NameToInfo:
+                (Path(directory) / name).write_bytes(_text(archive, f"{TOKENIZER}/{name}"))
         found = read_tokenizer(Path(directory))
     return Tokenizer(*found, str(path)) if found else None
+
+
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open an archive; whatever is wrong within becomes a `CorruptInputError`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except TiedGPTError:
+        raise
+    except Exception as error:  # BadZipFile, KeyError, EOFError, struct.error, ValueError, ...
+        why = printable(str(error) or type(error).__name__)[:200]
+        raise CorruptInputError(f"{path} is a damaged .keras archive: {why}") from None
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    info = archive.getinfo(name)
+    if info.compress_type or info.compress_size != info.file_size:
+        raise UserError(
+            f"{archive.filename}: {name!r} in it is compressed, which Keras does not do: unpack "
+            "it, put its files into a directory, and give that"
+        )
+    return info
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = _member(archive, name)
+    if info.file_size > MAX_TEXT:
+        raise ValueError(f"its {name} has {info.file_size:,} bytes")
+    return archive.read(info)
+
+
+def _range(path: Path, archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
+    """Return where a member's bytes begin, after its local header, and how many there are."""
+    info = _member(archive, name)
+    archive.open(info).close()  # checks the local header
+    with path.open("rb") as file:
+        file.seek(info.header_offset + 26)
+        begin = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+    if begin + info.file_size > path.stat().st_size:
+        raise ValueError(f"{name} is truncated")
+    return begin, info.file_size
+
+
+def _shards(path: Path, index: Any) -> list[str]:
+    """Return the names of the files among which an index divides the variables."""
+    try:
+        listed = [[s] if isinstance(s, str) else s for s in index["weight_map"].values()]
+        names = {name for shards in listed for name in shards}
+        if all(listed) and names and all(isinstance(name, str) for name in names):
+            return sorted(names)
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise CorruptInputError(f"{path}: its weight_map must name the files of each layer")
 
 
 class _Part(io.RawIOBase):
@@ -177,7 +217,7 @@ def _tensors(h5py: Any, path: Path, begin: int, size: int) -> dict[str, StoredTe
     tensors: dict[str, StoredTensor] = {}
 
     def visit(name: str, item: Any) -> None:  # links to other files are not followed
-        if isinstance(item, h5py.Dataset) and not name.startswith(OPTIMIZER):
+        if isinstance(item, h5py.Dataset) and not name.startswith("optimizer/"):
             tensors[name] = _tensor(path, begin, size, name, item)
 
     try:
@@ -192,7 +232,7 @@ def _tensors(h5py: Any, path: Path, begin: int, size: int) -> dict[str, StoredTe
 
 
 def _tensor(path: Path, begin: int, size: int, name: str, dataset: Any) -> StoredTensor:
-    shape, dtype, shown = tuple(dataset.shape or ()), dataset.dtype, printable(name)[:200]
+    shape, dtype = tuple(dataset.shape or ()), dataset.dtype
     bfloat16 = dtype.kind == "V" and dtype.itemsize == 2  # Keras writes two opaque bytes
     kind = "bfloat16" if bfloat16 else str(dtype)
     if not bfloat16 and dtype.kind not in "fiub":
@@ -200,45 +240,15 @@ def _tensor(path: Path, begin: int, size: int, name: str, dataset: Any) -> Store
     offset, n_bytes = dataset.id.get_offset(), dataset.size * dtype.itemsize
     if offset is None and n_bytes:
         raise UserError(
-            f"{path}: {shown} is compressed, chunked, in another file or was never written, which "
-            "Keras does not do: save the model again with Keras"
+            f"{path}: {printable(name)[:200]} is compressed, chunked, in another file or was never "
+            "written, which Keras does not do: save the model again with Keras"
         )
-    offset = offset or 0
-    if offset + n_bytes > size:
-        raise CorruptInputError(
-            f"{path} is truncated or damaged: {shown} of shape {shape} takes {n_bytes:,} bytes "
-            f"from byte {offset:,}, the file has {size:,}"
-        )
-    start, columns = begin + offset, shape[-1] if shape else 1
-    reader = plain_reader(path, start, columns, dtype.itemsize)
+    start = begin + (offset or 0)
+    if start + n_bytes > begin + size:
+        raise ValueError(f"{name} of shape {shape} ends after the file")
+    reader = plain_reader(path, start, shape[-1] if shape else 1, dtype.itemsize)
     storage = Storage(str(path), start, start + n_bytes)
     return StoredTensor(name, shape, kind, n_bytes, storage, reader)
-
-
-def _shards(path: Path, index: dict[str, Any]) -> list[str]:
-    """Return the names of the files among which an index divides the variables."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptInputError(f"{path} has no weight_map")
-    names: set[str] = set()
-    for layer, shards in weight_map.items():
-        listed = shards if isinstance(shards, list) else [shards]
-        if not listed or not all(isinstance(name, str) for name in listed):
-            raise CorruptInputError(f"{path} names no file for {printable(layer)[:200]}")
-        names.update(listed)
-    if len(names) > MAX_SHARDS:
-        raise CorruptInputError(f"{path} names {len(names):,} files")
-    return sorted(names)
-
-
-def _in_archive(path: Path) -> tuple[list[tuple[Path, int, int]], dict[str, Any]]:
-    """Return where the HDF5 files are in an archive, and its config.json under "keras"."""
-    with open_archive(path) as archive:
-        config = read_json_member(path, archive, CONFIG)
-        names = [WEIGHTS]
-        if WEIGHTS not in archive.NameToInfo:
-            names = _shards(path, read_json_member(path, archive, INDEX))
-        return [(path, *stored_range(path, archive, name)) for name in names], {"keras": config}
 
 
 # The GPT-2 of KerasHub
@@ -250,33 +260,43 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     Raises `UserError` for other models, `CorruptInputError` where variables contradict each other.
     """
     source = str(checkpoint.source)
-    fields: dict[str, Any] = dict(ALWAYS) | _claimed(source, checkpoint.config)
+    fields = ALWAYS | _dropout(source, checkpoint.config)
     tensors: dict[str, LazyTensor] = {}
     qkv: dict[str, dict[str, StoredTensor]] = {}
     n_heads: set[int] = set()
     for path, stored in checkpoint.tensors.items():
         name, part = _our_name(path)
-        if part not in QKV:
-            if name in tensors:
-                raise CorruptInputError(f"{source} holds {name} twice, in two models")
-            tensors[name] = _in_our_layout(stored, name)
+        if name in tensors or part in qkv.get(name, ()):
+            raise CorruptInputError(f"{source} holds {name} twice, in two models")
+        if part in QKV:
+            if len(stored.shape) != (3 if name.endswith(".weight") else 2) or not stored.count:
+                raise CorruptInputError(
+                    f"{source}: {printable(path)[:200]} is {stored.shape}, without an axis of heads"
+                )
+            n_heads.add(stored.shape[-2])
+            qkv.setdefault(name, {})[part] = _heads_joined(stored)
             continue
-        parts = qkv.setdefault(name, {})
-        if part in parts:
-            raise CorruptInputError(f"{source} holds {printable(path)[:200]} twice")
-        parts[part] = _heads_joined(source, stored, name, n_heads)
+        if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
+            stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
+        matrix = name.startswith("h.") and name.endswith(".weight")
+        tensors[name] = LazyTensor(stored, transposed=matrix)
     if "wte.weight" not in tensors or not qkv:
         raise UserError(
             f"{source} holds a Keras model other than KerasHub's {BACKBONE}; only that one is read"
         )
     for name, parts in qkv.items():
-        tensors[name] = _c_attn(source, name, parts)
-    if len(n_heads) > 1 or fields.setdefault("n_head", min(n_heads)) not in n_heads:
-        raise CorruptInputError(
-            f"{source}: its layers have {' and '.join(map(str, sorted(n_heads)))} heads, expected "
-            f"{fields.get('n_head', 'one number')}"
-        )
-    return GPTCheckpoint("KerasHub GPT-2", fields, tensors)
+        if missing := [part for part in QKV if part not in parts]:
+            raise CorruptInputError(f"{source}: {missing[0]} is missing in {name}")
+        ordered = [parts[part] for part in QKV]
+        whole = joined(name, [part.turned() if len(part.shape) == 2 else part for part in ordered])
+        if whole is None:
+            shapes = ", ".join(f"{part.shape} {part.dtype}" for part in ordered)
+            raise CorruptInputError(f"{source}: the parts of {name} differ: {shapes}")
+        tensors[name] = LazyTensor(whole)  # (3 D, D)
+    if len(n_heads) > 1:
+        numbers = " and ".join(map(str, sorted(n_heads)))
+        raise CorruptInputError(f"{source}: its layers have {numbers} heads")
+    return GPTCheckpoint("KerasHub GPT-2", fields | {"n_head": min(n_heads)}, tensors)
 
 
 def _our_name(path: str) -> tuple[str, str]:
@@ -285,72 +305,34 @@ def _our_name(path: str) -> tuple[str, str]:
     block = _BLOCK.fullmatch(inner)
     if block is None:
         return TOP_NAMES.get(inner, path), ""
-    layer, part, kind = int(block[1] or 0), block[2], KINDS[int(block[3])]
+    part = block[2]
     ours = "attn.c_attn" if part in QKV else BLOCK_NAMES.get(part)
-    return (path if ours is None else f"h.{layer}.{ours}.{kind}"), part
+    kind = ("weight", "bias")[int(block[3])]
+    return (path if ours is None else f"h.{block[1] or 0}.{ours}.{kind}"), part
 
 
-def _claimed(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says under GPTConfig's names; {} where there is none."""
-    described: Any = config.get("keras", config)
+def _dropout(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dropout that config.json says, where there is one; weights say all sizes."""
+    described = config.get("keras", config)
     if "class_name" not in described:
         return {}
-    if described.get("class_name") == TASK and isinstance(described.get("config"), Mapping):
-        described = described["config"].get("backbone")
-    if not isinstance(described, Mapping) or described.get("class_name") != BACKBONE:
-        named = described.get("class_name") if isinstance(described, Mapping) else described
-        raise UserError(
-            f"{source} holds a {printable(str(named))[:80]} of Keras; only KerasHub's "
-            f"{BACKBONE} and {TASK} are read"
-        )
-    inner = described.get("config")
-    if not isinstance(inner, Mapping):
-        raise CorruptInputError(f"{source}: its config.json does not describe its {BACKBONE}")
-    fields = {ours: inner[theirs] for theirs, ours in SIZES.items() if inner.get(theirs)}
-    if not all(type(value) is int and value > 0 for value in fields.values()):
-        raise CorruptInputError(f"{source}: sizes in its config.json must be positive integers")
-    if isinstance(inner.get("dropout"), (int, float)):
-        fields |= dict.fromkeys(DROPOUTS, inner["dropout"])
-    if fields.get("n_inner") == 4 * fields.get("n_embd", 0):
-        del fields["n_inner"]
-    return fields
+    try:
+        if described["class_name"] == TASK:
+            described = described["config"]["backbone"]
+        if described["class_name"] != BACKBONE:
+            raise UserError(
+                f"{source} holds a {printable(str(described['class_name']))[:80]} of Keras; only "
+                f"KerasHub's {BACKBONE} and {TASK} are read"
+            )
+        dropout = described["config"].get("dropout", 0.0)
+    except (KeyError, TypeError, AttributeError):
+        raise CorruptInputError(f"{source}: its config.json does not describe a model") from None
+    return dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout)
 
 
-def _heads_joined(source: str, stored: StoredTensor, name: str, n_heads: set[int]) -> StoredTensor:
-    """Return (D, H, D/H) as (D, D), and a bias of (H, D/H) as (D,); add H to `n_heads`."""
-    if len(stored.shape) != (3 if name.endswith(".weight") else 2) or not stored.count:
-        raise CorruptInputError(
-            f"{source}: {printable(stored.name)[:200]} is {stored.shape}, without an axis of heads"
-        )
-    heads, head_dim = stored.shape[-2:]
-    n_heads.add(heads)
-    whole, width = stored.read, heads * head_dim
-
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        assert whole is not None
-        rows = whole(first * heads, end * heads, 0, head_dim)
-        return rows.reshape(end - first, width)[:, left:right]
-
-    return replace(stored, shape=(*stored.shape[:-2], width), read=None if whole is None else read)
-
-
-def _c_attn(source: str, name: str, parts: dict[str, StoredTensor]) -> LazyTensor:
-    """Return queries, keys and values as the rows of one matrix, (3 D, D)."""
-    if missing := [part for part in QKV if part not in parts]:
-        raise CorruptInputError(f"{source}: {missing[0]} is missing in {name}")
-    ordered = [parts[part] for part in QKV]
-    whole = joined(name, [part.turned() if len(part.shape) == 2 else part for part in ordered])
-    if whole is None:
-        shapes = ", ".join(f"{part.shape} {part.dtype}" for part in ordered)
-        raise CorruptInputError(f"{source}: the parts of {name} differ: {shapes}")
-    return LazyTensor(whole)
-
-
-def _in_our_layout(stored: StoredTensor, name: str) -> LazyTensor:
-    """Return a variable under our name; matrices of blocks are to be transposed.
-
-    The attention's output is (H, D/H, D), which is (D, D).
-    """
-    if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:
-        stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-    return LazyTensor(stored, transposed=name.startswith("h.") and name.endswith(".weight"))
+def _heads_joined(stored: StoredTensor) -> StoredTensor:
+    """Return (D, H, D/H) as (D, D), and a bias of (H, D/H) as (D,), on the same bytes."""
+    width = stored.shape[-2] * stored.shape[-1]
+    path, start = Path(str(stored.storage.place)), stored.storage.start
+    reader = stored.read and plain_reader(path, start, width, stored.n_bytes // stored.count)
+    return replace(stored, shape=(*stored.shape[:-2], width), read=reader)
