@@ -36,27 +36,27 @@ def test_version_1_means_gpt2s_end_of_text_and_says_nothing_of_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content",
     [
-        (written(TOKENS, magic=20240326), "no header"),
-        (written(TOKENS)[:1000], "no header"),
-        (written(TOKENS, version=3), "version must be 1 or 2, got 3"),
-        (written(TOKENS, end=5), "one of 5 tokens, got 5"),
-        (written(TOKENS, end=-1), "one of 5 tokens, got -1"),
-        (written(TOKENS, n_tokens=0), "0 tokens cannot take"),
-        (written(TOKENS, n_tokens=-5), "-5 tokens cannot take"),
-        (written(TOKENS, n_tokens=2**31 - 1), "2147483647 tokens cannot take"),
-        (written(TOKENS, n_tokens=6), "token 5 is empty or cut off"),
-        (written(TOKENS, n_tokens=4), "there is more after"),
-        (written([b"a", b"", b"bcd"], end=0), "token 1 is empty"),
-        (written([b"a", b"b", b"a"], end=0), "the same token"),
+        written(TOKENS, magic=20240326),
+        written(TOKENS)[:1000],
+        written(TOKENS, version=3),
+        written(TOKENS, end=5),
+        written(TOKENS, end=-1),
+        written(TOKENS, n_tokens=0),
+        written([], n_tokens=0),
+        written(TOKENS, n_tokens=-5),
+        written(TOKENS, n_tokens=2**31 - 1),
+        written(TOKENS, n_tokens=6),
+        written(TOKENS, n_tokens=4),
+        written([b"a", b"", b"bcd"], end=0),
+        written([b"a", b"b", b"a"], end=0),
     ],
 )
-def test_what_cannot_be_is_said(tmp_path, content, said):
-    with pytest.raises(CorruptInputError) as error:
+def test_what_cannot_be_is_refused(tmp_path, content):
+    with pytest.raises(CorruptInputError, match=r"gpt2_tokenizer\.bin is no .* damaged: ") as error:
         read(tmp_path, content)
-    assert said in str(error.value) and "\n" not in str(error.value)
-    assert "gpt2_tokenizer.bin" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_truncated_anywhere_it_is_refused(tmp_path):

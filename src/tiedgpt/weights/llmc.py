@@ -24,11 +24,9 @@ from typing import TYPE_CHECKING
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from tiedgpt.core.model import GPT
     from tiedgpt.text.tokenizer import Tokenizer
 
@@ -41,10 +39,6 @@ DTYPES = {1: "float32", 3: "float32", 5: "bfloat16"}
 """Version -> dtype. Version 1 has no padding and no padded_vocab_size."""
 VERSIONS = {"fp32": 3, "bf16": 5}
 """Precision -> the version that is written."""
-SIZES = (
-    "max_seq_len", "vocab_size", "num_layers", "num_heads", "channels", "padded_vocab_size",
-)  # fmt: skip
-"""The header after magic and version."""
 FIELDS = {
     "max_seq_len": "n_positions",
     "vocab_size": "vocab_size",
@@ -53,6 +47,8 @@ FIELDS = {
     "channels": "n_embd",
 }
 """The header's names -> ours."""
+SIZES = (*FIELDS, "padded_vocab_size")
+"""The header after magic and version."""
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
 BLOCK = {
     "ln_1.weight": (1,), "ln_1.bias": (1,),
@@ -65,9 +61,9 @@ BLOCK = {
 """A layer's parameters in the file's order, their sizes in units of D."""
 ROW_MULTIPLE = 128
 """wte is written with a multiple of this many rows, as llm.c wants it."""
-MAX_TOKENS = 1 << 20
+MAX_TOKENIZER = 16 << 20
+"""Bytes of a tokenizer; GPT-2's has 0.4 million."""
 GPT2_VOCABULARY = 50_257
-DOWNLOAD_AGAIN = "download the file again"
 
 
 def detect(path: Path, head: bytes) -> bool:
@@ -86,25 +82,39 @@ def read(path: Path) -> Checkpoint:
             file_size = path.stat().st_size
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    sizes, dtype = _read_header(path, raw)
-    width, channels, rows = 4 if dtype == "float32" else 2, sizes["channels"], sizes["vocab_size"]
-    layout = (sizes["num_layers"], channels, sizes["padded_vocab_size"], sizes["max_seq_len"])
-    expected = HEADER.size + count(*layout) * width
+    _, version, *rest = HEADER.unpack(raw.ljust(HEADER.size, b"\0"))
+    sizes = dict(zip(SIZES, rest, strict=False))
+    rows, padded, width = (sizes[n] for n in ("vocab_size", "padded_vocab_size", "channels"))
+    if version == 1 and padded == 0:
+        sizes["padded_vocab_size"] = padded = rows
+    if (
+        not raw.startswith(MAGIC)
+        or version not in DTYPES
+        or min(sizes.values()) < 1
+        or padded < rows
+    ):
+        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        raise CorruptInputError(
+            f"{path} is no checkpoint of llm.c, or its header is damaged: version {version} with "
+            f"{shown}; versions 1 and 3 (float32) and 5 (bfloat16) are read"
+        )
+    dtype = DTYPES[version]
+    layout = (sizes["num_layers"], width, padded, sizes["max_seq_len"])
+    expected = HEADER.size + count(*layout) * FLOATS[dtype]
     if expected != file_size:
         raise CorruptInputError(
-            f"{path} is {'cut off' if file_size < expected else 'too long'}, or its header is "
-            f"wrong: it describes {expected:,} bytes, the file has {file_size:,}"
+            f"{path} is cut off, or its header is wrong: it describes {expected:,} bytes, the file "
+            f"has {file_size:,}"
         )
     tensors: dict[str, StoredTensor] = {}
     at = HEADER.size
     for name, shape in parameters(*layout):
-        stored = (rows, channels) if name == "wte.weight" else shape
-        n_bytes = math.prod(stored) * width
-        tensors[name] = StoredTensor(
-            name, stored, dtype, n_bytes, Storage(str(path), at, at + n_bytes),
-            plain_reader(path, at, stored[-1], width),
-        )  # fmt: skip
-        at += math.prod(shape) * width
+        stored = (rows, width) if name == "wte.weight" else shape
+        n_bytes = math.prod(stored) * FLOATS[dtype]
+        storage = Storage(str(path), at, at + n_bytes)
+        reader = plain_reader(path, at, stored[-1], FLOATS[dtype])
+        tensors[name] = StoredTensor(name, stored, dtype, n_bytes, storage, reader)
+        at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
         path, "llm.c", tensors, config=sizes, files=(path,),
         claim_source="the llm.c format has one matrix, wte, that reads and predicts",
@@ -139,35 +149,6 @@ def count(n_layer: int, width: int, rows: int, n_positions: int) -> int:
     return (rows + n_positions + 2) * width + n_layer * block
 
 
-def _read_header(path: Path, raw: bytes) -> tuple[dict[str, int], str]:
-    """Return the sizes in the header, and the dtype of the numbers."""
-    if len(raw) < HEADER.size:
-        raise CorruptInputError(
-            f"{path} is cut off or not a checkpoint of llm.c: it has {len(raw):,} bytes, the "
-            f"header takes {HEADER.size:,}"
-        )
-    _, version, *rest = HEADER.unpack(raw)
-    if not raw.startswith(MAGIC):
-        raise CorruptInputError(f"{path} is not a checkpoint of llm.c: its first bytes are wrong")
-    sizes = dict(zip(SIZES, rest, strict=False))
-    if version == 1 and sizes["padded_vocab_size"] == 0:
-        sizes["padded_vocab_size"] = sizes["vocab_size"]
-    if version not in DTYPES or (version == 3 and sizes["padded_vocab_size"] == 0):
-        raise CorruptInputError(
-            f"{path}: version {version} of llm.c's checkpoints is not supported; 1 and 3 (float32) "
-            "and 5 (bfloat16) are: write it again with today's llm.c"
-        )
-    for name, value in sizes.items():
-        if value < 1:
-            raise CorruptInputError(f"{path}: {name} must be positive, its header says {value}")
-    if sizes["padded_vocab_size"] < sizes["vocab_size"]:
-        raise CorruptInputError(
-            f"{path}: padded_vocab_size={sizes['padded_vocab_size']} in its header is less than "
-            f"vocab_size={sizes['vocab_size']}"
-        )
-    return sizes, DTYPES[version]
-
-
 def write(
     model: GPT,
     path: Path,
@@ -198,9 +179,9 @@ def write(
     require_computed("llm.c", model, FIXED)
     require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
     tensors = plain_parameters(model, "llm.c")
-    if precision is None:
-        own = model.wte.weight.dtype
-        precision = next((name for name, dtype in PRECISIONS.items() if dtype == own), str(own))
+    own = model.wte.weight.dtype
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    precision = precision or names.get(own, str(own))
     if precision not in VERSIONS:
         raise UserError(f"precision must be {' or '.join(VERSIONS)} for llm.c, got {precision!r}")
     dtype = PRECISIONS[precision]
@@ -231,6 +212,8 @@ def tokenizer(path: Path) -> Tokenizer:
 
     It is a byte-level BPE, or of characters where each token is one. Raises as `read_tokens`.
     """
+    from tiedgpt.text.characters import tokenizer_of_ids
+    from tiedgpt.text.codec import SPECIAL
     from tiedgpt.text.merges import tokenizer_of_tokens
     from tiedgpt.text.tokenizer import Tokenizer
 
@@ -238,29 +221,21 @@ def tokenizer(path: Path) -> Tokenizer:
     if set(tokens).issuperset(bytes([byte]) for byte in range(256)):
         rust = tokenizer_of_tokens(tokens, str(path))
     else:
-        rust = _character_tokenizer(tokens, path)
+        texts = [token.decode("utf-8", errors="replace") for token in tokens]
+        n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))
+        ids = {text: id for id, text in enumerate(texts[:n_characters])}
+        specials = texts[n_characters:]
+        if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
+            raise UserError(
+                f"{path}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor "
+                "characters; give the tokenizer that the model was trained with"
+            )
+        rust = tokenizer_of_ids(ids)
+        rust.add_special_tokens(specials)
     if end_of_text is None:
         return Tokenizer(rust, None, str(path))
     end = rust.id_to_token(end_of_text)
     return Tokenizer(rust, {"bos_token": end, "eos_token": end}, str(path))
-
-
-def _character_tokenizer(tokens: list[bytes], path: Path) -> tokenizers.Tokenizer:
-    from tiedgpt.text.characters import tokenizer_of_ids
-    from tiedgpt.text.codec import SPECIAL
-
-    texts = [token.decode("utf-8", errors="replace") for token in tokens]
-    n_characters = next((id for id, text in enumerate(texts) if len(text) > 1), len(texts))
-    ids = {text: id for id, text in enumerate(texts[:n_characters])}
-    specials = texts[n_characters:]
-    if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
-        raise UserError(
-            f"{path}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor single "
-            "characters; give the tokenizer that the model was trained with"
-        )
-    rust = tokenizer_of_ids(ids)
-    rust.add_special_tokens(specials)
-    return rust
 
 
 def read_tokens(path: Path) -> tuple[list[bytes], int | None]:
@@ -270,45 +245,28 @@ def read_tokens(path: Path) -> tuple[list[bytes], int | None]:
     read.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            raw = file.read(HEADER.size)
-            if len(raw) < HEADER.size or not raw.startswith(TOKENIZER_MAGIC):
-                raise CorruptInputError(
-                    f"{path}: no header of llm.c's tokenizers; {DOWNLOAD_AGAIN}"
-                )
-            _, version, n_tokens, named = struct.unpack_from("<4i", raw)
-            if version not in (1, 2):
-                raise CorruptInputError(f"{path}: version must be 1 or 2, got {version}")
-            n_bytes = size - HEADER.size
-            if not 0 < n_tokens <= MAX_TOKENS or not 2 * n_tokens <= n_bytes <= 256 * n_tokens:
-                raise CorruptInputError(
-                    f"{path}: {n_tokens} tokens cannot take {size} bytes; {DOWNLOAD_AGAIN}"
-                )
-            content = file.read(n_bytes + 1)
+            content = file.read(MAX_TOKENIZER + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
-    tokens = _tokens(content, n_tokens, path)
-    end_of_text: int | None = named
-    if version == 1 and not named:  # version 1 was written for GPT-2, whose last id ends a text
+    header = content[: HEADER.size].ljust(HEADER.size, b"\0")
+    _, version, n_tokens, end, *_ = HEADER.unpack(header)
+    tokens: list[bytes] = []
+    at = HEADER.size
+    while at < len(content) and content[at]:
+        tokens.append(content[at + 1 : at + 1 + content[at]])
+        at += 1 + content[at]
+    end_of_text: int | None = end
+    if version == 1 and not end:  # version 1 was written for GPT-2, whose last id ends a text
         end_of_text = n_tokens - 1 if n_tokens == GPT2_VOCABULARY else None
-    if end_of_text is not None and not 0 <= end_of_text < n_tokens:
+    if (
+        not content.startswith(TOKENIZER_MAGIC) or version not in (1, 2) or at != len(content)
+        or not tokens or not len(tokens) == len(set(tokens)) == n_tokens
+        or not 0 <= (end_of_text or 0) < n_tokens
+    ):  # fmt: skip
         raise CorruptInputError(
-            f"{path}: the id that ends a text must be one of {n_tokens} tokens, got {end_of_text}"
+            f"{path} is no tokenizer of llm.c, or damaged: its header says version {version}, "
+            f"{n_tokens} different tokens and {end} for the end of a text; {len(tokens)} are "
+            "there: download the file again"
         )
     return tokens, end_of_text
-
-
-def _tokens(content: bytes, n_tokens: int, path: Path) -> list[bytes]:
-    tokens, at = [], 0
-    for id in range(n_tokens):
-        end = at + 1 + content[at] if at < len(content) else at
-        if end > len(content) or end <= at + 1:
-            raise CorruptInputError(f"{path}: token {id} is empty or cut off; {DOWNLOAD_AGAIN}")
-        tokens.append(content[at + 1 : end])
-        at = end
-    if at < len(content):
-        raise CorruptInputError(f"{path}: there is more after {n_tokens} tokens; {DOWNLOAD_AGAIN}")
-    if len(set(tokens)) < n_tokens:
-        raise CorruptInputError(f"{path}: two ids have the same token; {DOWNLOAD_AGAIN}")
-    return tokens

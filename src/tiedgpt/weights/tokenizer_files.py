@@ -2,8 +2,7 @@
 
 A directory is searched for the files of each project. A file is recognized by its content; a file
 of weights stands for its directory. `text/directory.py` reads the files of transformers and OpenAI;
-the modules of the formats read the others: nanoGPT's `meta.pkl`, llm.c's `gpt2_tokenizer.bin`, and
-what is inside a GGUF file or a .keras archive.
+the modules of the formats read the others.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from tiedgpt.weights import gguf, keras, llmc, nanogpt
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.plain_pickle import BEGINS
 
-META = "meta.pkl"
-TOKENS = "gpt2_tokenizer.bin"
+META, TOKENS = "meta.pkl", "gpt2_tokenizer.bin"
 _TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 """How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
 _WEIGHTS = (
@@ -36,10 +34,7 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     `CorruptInputError` where a file of it is damaged.
     """
     path = local_directory(source, [*FILE_NAMES, META, TOKENS, f"{_KERAS}/*"])
-    if path.is_dir():
-        found = _in_directory(path) or _in_only_gguf(path)
-    else:
-        found = _in_file(path)
+    found = _in_directory(path, with_gguf=True) if path.is_dir() else _in_file(path)
     if found is None:
         raise UserError(
             f"{path} holds no tokenizer{'' if path.is_dir() else ', nor does its directory'}; "
@@ -49,34 +44,28 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     return found
 
 
-def _in_directory(directory: Path) -> Tokenizer | None:
+def _in_directory(directory: Path, *, with_gguf: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a directory, transformers' and OpenAI's files first."""
-    if (directory / _KERAS).is_dir() and (found := read_tokenizer(directory / _KERAS)):
-        return Tokenizer(*found, str(directory))
-    if found := read_tokenizer(directory):
-        return Tokenizer(*found, str(directory))
+    for place in (directory / _KERAS, directory):
+        if place.is_dir() and (found := read_tokenizer(place)):
+            return Tokenizer(*found, str(directory))
     if (directory / META).is_file():
         return nanogpt.tokenizer(directory / META)
     binary = sorted(directory.glob("*.bin"))
-    files = [file for file in binary if _head(file).startswith(llmc.TOKENIZER_MAGIC)]
-    if len(files) > 1:
-        raise UserError(f"{directory} holds {len(files)} tokenizers of llm.c: name one")
-    return llmc.tokenizer(files[0]) if files else None
-
-
-def _in_only_gguf(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer inside a directory's GGUF file, if there is one such file."""
-    files = [file for file in sorted(directory.glob("*.gguf")) if file.is_file()]
-    if len(files) > 1:
-        raise UserError(f"{directory} holds {len(files)} GGUF files: name one")
-    return _in_file(files[0]) if files else None
+    kinds = {
+        "tokenizers of llm.c": [f for f in binary if _head(f).startswith(llmc.TOKENIZER_MAGIC)],
+        "GGUF files": sorted(directory.glob("*.gguf")) if with_gguf else [],
+    }
+    for kind, files in kinds.items():
+        if len(files) > 1:
+            raise UserError(f"{directory} holds {len(files)} {kind}: name one")
+        if files:
+            return _in_file(files[0])
+    return None
 
 
 def _in_file(path: Path) -> Tokenizer | None:
-    """Return the tokenizer that a file is or holds; for a file of weights, its directory's.
-
-    None where there is none, and for a file of another purpose.
-    """
+    """Return the tokenizer that a file is or holds; for a file of weights, its directory's."""
     head = _head(path)
     if gguf.detect(path, head):
         return gguf.tokenizer(path)
@@ -96,9 +85,9 @@ def _in_file(path: Path) -> Tokenizer | None:
 
 def _head(path: Path) -> bytes:
     try:
-        if not path.is_file():
-            return b""
         with path.open("rb") as file:
             return file.read(32)
+    except (FileNotFoundError, IsADirectoryError):
+        return b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
