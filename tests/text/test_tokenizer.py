@@ -57,6 +57,19 @@ def test_array_holds_the_same_ids_as_the_list(tokenizer, text):
     assert array.tolist() == tokenizer.encode(text)
 
 
+def test_a_batch_holds_the_ids_of_each_text(tokenizer):
+    texts = ["", "to be<|endoftext|>", "the end\n" * 2000]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    (ids,) = tokenizer.encode_batch(texts[1:2], allow_special=True)
+    assert ids == tokenizer.encode(texts[1], allow_special=True)
+    with pytest.raises(UserError, match="texts is one string"):
+        tokenizer.encode_batch("one string")
+
+
+def test_vocab_size_is_the_number_of_rows_that_a_model_needs(tokenizer):
+    assert tokenizer.vocab_size == len(tokenizer) == tokenizer.eos_token_id + 1
+
+
 def test_array_is_uint32_only_if_the_vocabulary_needs_it():
     fits = Tokenizer.characters([chr(0x10000 + i) for i in range(65_535)])
     exceeds = Tokenizer.characters([chr(0x10000 + i) for i in range(65_536)])

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tiedgpt.errors import UserError
-from tiedgpt.text.codec import END_OF_TEXT, Codec
+from tiedgpt.text.codec import END_OF_TEXT, Codec, Ids
 
 if TYPE_CHECKING:
     import tiktoken
@@ -33,15 +32,11 @@ def _byte_alphabet() -> list[str]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
-PLAIN_MODEL = {
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "ignore_merges": False,
-    "byte_fallback": False,
-    "unk_token": None,
-}
-"""Settings of a model in `tokenizer.json` in which only merges decide."""
+OTHER_SETTINGS = (
+    "dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "byte_fallback",
+    "unk_token",
+)  # fmt: skip
+"""Settings of a model in `tokenizer.json` that are off where only merges decide."""
 _TO_LATIN_1 = {ord(character): byte for byte, character in enumerate(BYTE_ALPHABET)}
 LONG_TEXT = 4_000
 """Characters from which tiktoken encodes: building its tables takes longer than a short text."""
@@ -58,8 +53,7 @@ ahead only after blanks: text may be cut there. (Python's \\s covers more than t
 def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
     """The parts of a `tokenizer.json` of a byte-level BPE that work differently in GPT-2's."""
     model, cutter = stored["model"], stored["pre_tokenizer"] or {}
-    # An affix may be stored as "" and then does nothing.
-    odd = [key for key, plain in PLAIN_MODEL.items() if (model.get(key) or None) != (plain or None)]
+    odd = [key for key in OTHER_SETTINGS if model.get(key)]
     is_gpt2s = cutter.get("type") == "ByteLevel" and cutter.get("use_regex") is True
     if not is_gpt2s or cutter.get("add_prefix_space") is not False:
         odd.append("pre_tokenizer")
@@ -97,11 +91,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
         )
     rust = byte_level_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        min_frequency=2,
-        initial_alphabet=BYTE_ALPHABET,
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=BYTE_ALPHABET,
         show_progress=False,
-    )
+    )  # fmt: skip
     rust.train_from_iterator((chunk for text in texts for chunk in chunks(text)), trainer)
     rust.add_special_tokens([END_OF_TEXT])  # added after training: the last id, as in GPT-2
     return rust
@@ -144,28 +136,21 @@ class ByteLevelBPE(Codec):
         ids = map(self._rust.token_to_id, BYTE_ALPHABET)
         return {byte for byte, id in enumerate(ids) if id is None}
 
-    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
+    def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> (N,) ids.
 
         Raises UserError for a character with a byte outside the vocabulary. Only foreign
         vocabularies lack some of the 256.
         """
         if len(text) <= LONG_TEXT or self._twin is None:
-            return np.array(self._encode_by_tokenizers(text, at), dtype=np.uint32)
-        twin = self._twin
+            return self._encode_by_tokenizers(text, at)
         parts = [
-            twin.encode_to_numpy(chunk, disallowed_special=())
+            self._twin.encode_to_numpy(chunk, disallowed_special=())
             if len(chunk) <= CHUNK + LONGEST_RUN
-            else np.array(self._encode_by_tokenizers(chunk, at), dtype=np.uint32)
+            else np.array(self._encode_by_tokenizers(chunk, at), np.uint32)
             for chunk in chunks(text)
         ]
         return np.concatenate(parts)
-
-    def encode(self, text: str, at: int = 0) -> list[int]:
-        """`text` -> ids; as `encode_array`."""
-        if len(text) <= LONG_TEXT:
-            return self._encode_by_tokenizers(text, at)
-        return self.encode_array(text, at).tolist()
 
     def _encode_by_tokenizers(self, text: str, at: int) -> list[int]:
         if self._lost_bytes:

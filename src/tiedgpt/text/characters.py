@@ -8,6 +8,7 @@ transformers loads its `tokenizer.json` with the same ids. Encoding is one numpy
 import json
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -32,14 +33,10 @@ def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     """The tokenizer with these ids of single characters, and no other token."""
     # No character is called "<unk>": transformers, too, refuses unknown characters.
     rust = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    rust.pre_tokenizer = _split_characters()
+    every_character = tokenizers.Regex(r"[\s\S]")  # `.` leaves newlines out
+    rust.pre_tokenizer = pre_tokenizers.Split(every_character, behavior="isolated")
     rust.decoder = decoders.Fuse()
     return rust
-
-
-def _split_characters() -> pre_tokenizers.Split:
-    every_character = tokenizers.Regex(r"[\s\S]")  # `.` leaves newlines out
-    return pre_tokenizers.Split(every_character, behavior="isolated")
 
 
 class Characters(Codec):
@@ -52,10 +49,7 @@ class Characters(Codec):
         """Whether `rust` is such a tokenizer as `tokenizer_of_ids` makes."""
         return (
             isinstance(rust.model, models.WordLevel)
-            and isinstance(rust.decoder, decoders.Fuse)
-            and isinstance(rust.pre_tokenizer, pre_tokenizers.Split)
-            and _state(rust.pre_tokenizer) == _state(_split_characters())
-            and rust.normalizer is None
+            and _steps(rust) == _steps(tokenizer_of_ids({}))
             and all(len(token) == 1 for token in rust.get_vocab(with_added_tokens=False))
         )
 
@@ -68,7 +62,7 @@ class Characters(Codec):
             ids[ord(character)] = id
         return ids
 
-    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
+    def encode(self, text: str, at: int = 0) -> NDArray[np.uint32]:
         """`text` of N characters -> (N,) ids; `UserError` for a character without an id."""
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         known = self._id_of_code_point
@@ -82,11 +76,7 @@ class Characters(Codec):
             )
         return ids.astype(np.uint32)
 
-    def encode(self, text: str, at: int = 0) -> list[int]:
-        """`text` -> ids; as `encode_array`."""
-        return self.encode_array(text, at).tolist()
 
-
-def _state(part: pre_tokenizers.PreTokenizer) -> object:
-    state: object = json.loads(part.__getstate__())
-    return state
+def _steps(rust: tokenizers.Tokenizer) -> list[Any]:
+    stored = json.loads(rust.to_str())
+    return [stored[step] for step in ("normalizer", "pre_tokenizer", "decoder")]

@@ -10,6 +10,9 @@ END_OF_TEXT = "<|endoftext|>"
 SPECIAL = re.compile(r"<.*>|\[.*\]|madeupword\d+")
 """Special tokens, which no merge makes: <|endoftext|>, <s>, [PAD]; and fairseq's padding."""
 
+Ids = list[int] | NDArray[np.uint32]
+"""(N,) ids, as they come from the library that encodes."""
+
 
 class Codec:
     """Base of `ByteLevelBPE`, `LowerCaseBPE` and `Characters`. No method knows special tokens."""
@@ -24,13 +27,9 @@ class Codec:
         """Whether `rust` is of this kind."""
         raise NotImplementedError
 
-    def encode(self, text: str, at: int = 0) -> list[int]:
-        """`text` -> ids; `at` is the position of `text` in what the user gave, for errors."""
+    def encode(self, text: str, at: int = 0) -> Ids:
+        """`text` -> (N,) ids; `at` is the position of `text` in what the user gave, for errors."""
         raise NotImplementedError
-
-    def encode_array(self, text: str, at: int = 0) -> NDArray[np.uint32]:
-        """`text` -> (N,) ids; raises as `encode`."""
-        return np.array(self.encode(text, at), dtype=np.uint32)
 
     def token_bytes(self, token: str) -> bytes:
         """The bytes that a token of the vocabulary stands for."""

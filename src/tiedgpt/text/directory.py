@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json, replacing, write_json
+from tiedgpt.files import read_json
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.codec import END_OF_TEXT, SPECIAL
 from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
@@ -50,13 +50,6 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | 
     return None
 
 
-def write_tokenizer(directory: Path, rust: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, each atomically."""
-    with replacing(directory / WHOLE) as temporary:
-        temporary.write_text(rust.to_str(pretty=True), encoding="utf-8")
-    write_json(directory / CONFIG, config)
-
-
 def special_id(
     rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: str
 ) -> int | None:
@@ -64,12 +57,10 @@ def special_id(
 
     Raises CorruptInputError if the named token is not in the vocabulary.
     """
-    if config.get(key) is None:
-        id: int | None = rust.token_to_id(END_OF_TEXT)
-        return id
-    token = token_of(config, key)
-    id = rust.token_to_id(token) if token is not None else None
-    if id is None:
+    is_named = config.get(key) is not None
+    token = token_of(config, key) if is_named else END_OF_TEXT
+    id: int | None = None if token is None else rust.token_to_id(token)
+    if is_named and id is None:
         raise CorruptInputError(
             f"{where}: {CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
             "correct or remove that key"
@@ -104,9 +95,24 @@ def _read_pair(
             f"{vocabulary_file}: lacks some of the 256 bytes, so it is not byte-level, and has no "
             f"token that ends with {END_OF_WORD}, as GPT-1's; use GPT-2's or GPT-1's kind of BPE"
         )
-    merges = _read_merges(merges_file, vocabulary, vocabulary_file.name)
-    made = {left + right for left, right in merges}
-    unmade = [token for token in vocabulary if token not in made and not _is_basic(token, of_bytes)]
+    unknown, ending = token_of(config, "unk_token") or UNKNOWN, "" if of_bytes else END_OF_WORD
+    options = {} if of_bytes else {"unk_token": unknown, "end_of_word_suffix": ending}
+    try:
+        lines = merges_file.read_text(encoding="utf-8").split("\n")
+        lines = lines[1:] if lines[0].startswith("#version") else lines
+        merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
+        model = models.BPE(vocab=vocabulary, merges=merges, **options)
+    except OSError as error:
+        raise UserError(f"{merges_file}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise CorruptInputError(
+            f"{merges_file}: not the merges of {vocabulary_file.name} ({reason}); {DOWNLOAD_AGAIN}"
+        ) from error
+    # Merging starts from one byte, or from one character that may end a word.
+    made = {"".join(merge) for merge in merges}
+    made |= {token for token in vocabulary if len(token.removesuffix(ending)) == 1}
+    unmade = [token for token in vocabulary if token not in made]
     lost = [token for token in unmade if not SPECIAL.fullmatch(token)]
     if lost:
         raise CorruptInputError(
@@ -114,30 +120,15 @@ def _read_pair(
             f"{vocabulary_file.name}; it is cut off or of another vocabulary; {DOWNLOAD_AGAIN}"
         )
     if of_bytes:
-        model = models.BPE(vocab=vocabulary, merges=merges)
         rust = byte_level_tokenizer(model, prefix_space=config.get("add_prefix_space") is True)
     else:
-        unknown = token_of(config, "unk_token") or UNKNOWN
-        if unknown not in vocabulary:
-            raise CorruptInputError(
-                f"{vocabulary_file}: has no {unknown!r}, which stands for unknown characters in a "
-                f"BPE as GPT-1's; {DOWNLOAD_AGAIN}"
-            )
-        config = config | {"unk_token": unknown}
-        model = models.BPE(
-            vocab=vocabulary, merges=merges, unk_token=unknown, end_of_word_suffix=END_OF_WORD
-        )
         rust = lower_case_tokenizer(model)
-        unmade = list({*unmade, unknown})
+        config = config | {"unk_token": unknown}
+        unmade = list({*unmade, unknown} & vocabulary.keys())
     rust.add_special_tokens(sorted(unmade, key=vocabulary.__getitem__))
     if (vocabulary_file.parent / ADDED).is_file():
         _add_tokens(rust, vocabulary_file.parent / ADDED)
     return rust, config
-
-
-def _is_basic(token: str, of_bytes: bool) -> bool:
-    """Whether merging starts from a token: one byte, or one character that may end a word."""
-    return len(token) == 1 or (not of_bytes and len(token.removesuffix(END_OF_WORD)) == 1)
 
 
 def _add_tokens(rust: tokenizers.Tokenizer, file: Path) -> None:
@@ -153,39 +144,7 @@ def _add_tokens(rust: tokenizers.Tokenizer, file: Path) -> None:
 
 def _read_ids(file: Path) -> dict[str, int]:
     ids = read_json(file)
-    for token, id in ids.items():
-        if not (type(id) is int and 0 <= id < 1 << 32 and token):
-            raise CorruptInputError(f"{file}: gives {token!r} the id {id!r}; {DOWNLOAD_AGAIN}")
-    if len(set(ids.values())) < len(ids):
-        raise CorruptInputError(f"{file}: gives two tokens the same id; {DOWNLOAD_AGAIN}")
+    sound = all(type(id) is int and 0 <= id < 1 << 32 for id in ids.values())
+    if not sound or "" in ids or len(set(ids.values())) < len(ids):
+        raise CorruptInputError(f"{file}: not one id for each token; {DOWNLOAD_AGAIN}")
     return ids
-
-
-def _read_merges(
-    file: Path, vocabulary: dict[str, int], vocabulary_name: str
-) -> list[tuple[str, str]]:
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(
-            f"{file}: not UTF-8 text at byte {error.start}; {DOWNLOAD_AGAIN}"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
-    merges = []
-    for number, line in enumerate(lines, 1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            raise CorruptInputError(
-                f"{file}, line {number}: not two tokens: {line!r}; {DOWNLOAD_AGAIN}"
-            )
-        for token in (left, right, left + right):
-            if token not in vocabulary:
-                raise CorruptInputError(
-                    f"{file}, line {number}: {token!r} is not in {vocabulary_name}; "
-                    "use the two files of one vocabulary"
-                )
-        merges.append((left, right))
-    return merges

@@ -11,9 +11,8 @@ Each character outside the vocabulary becomes `<unk>`.
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tiedgpt.errors import UserError
 from tiedgpt.text.bpe import chunks
-from tiedgpt.text.codec import Codec
+from tiedgpt.text.codec import Codec, Ids
 
 END_OF_WORD = "</w>"
 UNKNOWN = "<unk>"
@@ -35,18 +34,12 @@ class LowerCaseBPE(Codec):
 
     def __init__(self, rust: tokenizers.Tokenizer) -> None:
         super().__init__(rust)
-        unknown = rust.model.unk_token
-        if unknown is None or rust.token_to_id(unknown) is None:
-            raise UserError(
-                f"this BPE with {END_OF_WORD} has no token for unknown characters, which would be "
-                f"lost silently; use a vocabulary with {UNKNOWN}, as GPT-1's"
-            )
         added = rust.get_added_tokens_decoder().values()
         self._finds_tokens_in_text = any(not token.special for token in added)
 
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
-        """Whether `rust` normalizes, splits, merges and joins as GPT-1's tokenizer."""
+        """Whether `rust` works as GPT-1's tokenizer, and loses no unknown character silently."""
         return (
             isinstance(rust.model, models.BPE)
             and isinstance(rust.normalizer, normalizers.BertNormalizer)
@@ -54,6 +47,7 @@ class LowerCaseBPE(Codec):
             and isinstance(rust.decoder, decoders.BPEDecoder)
             and rust.decoder.suffix == rust.model.end_of_word_suffix == END_OF_WORD
             and not rust.model.continuing_subword_prefix
+            and rust.token_to_id(rust.model.unk_token or "") is not None
         )
 
     def token_bytes(self, token: str) -> bytes:
@@ -69,13 +63,13 @@ class LowerCaseBPE(Codec):
             if END_OF_WORD in token
         }
 
-    def encode(self, text: str, at: int = 0) -> list[int]:
+    def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> ids, of any text.
 
         It is cut before blanks, across which nothing is merged, unless an added token may reach
         across.
         """
-        parts = [text] if self._finds_tokens_in_text else chunks(text)
-        return [
-            id for part in parts for id in self._rust.encode(part, add_special_tokens=False).ids
-        ]
+        ids: list[int] = []
+        for part in [text] if self._finds_tokens_in_text else chunks(text):
+            ids += self._rust.encode(part, add_special_tokens=False).ids
+        return ids

@@ -25,51 +25,36 @@ def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Token
     """The byte-level BPE with these tokens, of which the 256 bytes are some, in their order.
 
     A token that no merge makes must look like a special token, such as `<|endoftext|>`; if it does
-    not, raises CorruptInputError with `where`.
-    """
-    merges, unmade = merges_in_order(tokens, where)
-    vocabulary = {as_characters(token): id for id, token in enumerate(tokens)}
-    specials = []
-    for token in unmade:
-        text = token.decode("utf-8", errors="replace")
-        if not SPECIAL.fullmatch(text) or text not in vocabulary:
-            raise CorruptInputError(
-                f"{where}: token {tokens.index(token)}, {token!r}, is not made of two tokens "
-                "before it, as a BPE's are; download the file again"
-            )
-        specials.append(text)
-    pairs = [(as_characters(left), as_characters(right)) for left, right in merges]
-    rust = byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    rust.add_special_tokens(specials)
-    return rust
-
-
-def merges_in_order(
-    tokens: Sequence[bytes], where: str
-) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
-    """The merges that make the tokens, in order, and the tokens that no merge makes.
-
-    Raises CorruptInputError with `where` for tokens that are far longer than a BPE's.
+    not, or the tokens are far longer than a BPE's, raises CorruptInputError with `where`.
     """
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise CorruptInputError(
             f"{where}: its tokens are far longer than those of a BPE; download the file again"
         )
+    merges: list[tuple[str, str]] = []
+    specials: list[str] = []
     ranks: dict[bytes, int] = {}  # of the tokens made so far
-    merges, unmade = [], []
-    for rank, token in enumerate(tokens):
-        if len(token) > 1:
-            parts = _merged(token, ranks)
-            if len(parts) > 2:
-                unmade.append(token)
-                continue
-            merges.append((parts[0], parts[1]))
-        ranks[token] = rank
-    return merges, unmade
+    vocabulary = {_as_characters(token): id for id, token in enumerate(tokens)}
+    for id, token in enumerate(tokens):
+        parts = _merged(token, ranks)
+        if len(parts) == 2:
+            merges.append((_as_characters(parts[0]), _as_characters(parts[1])))
+        if len(parts) <= 2:
+            ranks[token] = id
+            continue
+        text = token.decode("utf-8", errors="replace")
+        if not SPECIAL.fullmatch(text) or text not in vocabulary:
+            raise CorruptInputError(
+                f"{where}: token {id}, {token!r}, is not made of two tokens before it, as a BPE's "
+                "are; download the file again"
+            )
+        specials.append(text)
+    rust = byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    rust.add_special_tokens(specials)
+    return rust
 
 
-def as_characters(token: bytes) -> str:
-    """A token's bytes as files write them, in BYTE_ALPHABET."""
+def _as_characters(token: bytes) -> str:
     return "".join(BYTE_ALPHABET[byte] for byte in token)
 
 

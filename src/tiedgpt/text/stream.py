@@ -19,16 +19,12 @@ class StreamDecoder:
     """
 
     def __init__(
-        self,
-        bytes_of: Callable[[int], bytes],
-        last_bytes: Mapping[int, bytes] | None = None,
-        after: int | None = None,
+        self, bytes_of: Callable[[int], bytes], last_bytes: Mapping[int, bytes], after: int | None
     ) -> None:
-        self._bytes_of = bytes_of
-        self._last_bytes = last_bytes or {}
+        self._bytes_of, self._last_bytes = bytes_of, last_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._if_more, self._if_last = b"", b""  # the rest of the newest token
-        if after is not None and operator.index(after) in self._last_bytes:
+        if after is not None and operator.index(after) in last_bytes:
             _, self._if_more, _ = self._split(operator.index(after))
 
     def push(self, id: int) -> str:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import replacing, write_json
 from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.codec import Codec
-from tiedgpt.text.directory import special_id, write_tokenizer
+from tiedgpt.text.directory import CONFIG, WHOLE, special_id
 from tiedgpt.text.gpt1 import LowerCaseBPE
 from tiedgpt.text.stream import StreamDecoder
 
@@ -31,13 +32,10 @@ KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side
 class Tokenizer:
     """Text to ids and back. Made by `from_pretrained`, `train` or `characters`.
 
-    `len(tokenizer)` is V, the number of rows that a model's embedding needs.
+    `kind` tells what a token is made of: "bpe" (bytes), "gpt1" (of a word) or "char" (one
+    character). `bos_token_id` and `eos_token_id` are the ids of the tokens that begin and end a
+    text, or None. `len(tokenizer)` is V, the number of rows that a model's embedding needs.
     """
-
-    bos_token_id: int | None
-    """Id of the token that begins a text, or None."""
-    eos_token_id: int | None
-    """Id of the token that ends a text, or None."""
 
     def __init__(
         self, rust: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, where: str = ""
@@ -48,6 +46,7 @@ class Tokenizer:
         self._rust = rust
         self._settings = settings or {}
         self._codec = _codec_for(rust, where)
+        self.kind = self._codec.kind
         self._size = _checked_size(rust, where)
         self.bos_token_id = special_id(rust, self._settings, "bos_token", where)
         self.eos_token_id = special_id(rust, self._settings, "eos_token", where)
@@ -84,9 +83,9 @@ class Tokenizer:
         return cls(character_tokenizer(_checked_texts(texts)))
 
     @property
-    def kind(self) -> str:
-        """What a token is made of: "bpe" (bytes), "gpt1" (of a word) or "char" (one character)."""
-        return self._codec.kind
+    def vocab_size(self) -> int:
+        """V, as `len(tokenizer)`."""
+        return self._size
 
     def __len__(self) -> int:
         return self._size
@@ -95,19 +94,18 @@ class Tokenizer:
         return f"Tokenizer(kind={self.kind!r}, len={len(self)}, eos_token_id={self.eos_token_id})"
 
     def __reduce__(self) -> tuple[Any, ...]:  # for worker processes
-        return _restored, (self._rust.to_str(), self._settings)
+        return Tokenizer, (self._rust, self._settings)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """`text` -> ids, without a token before or after it.
 
-        "<|endoftext|>" in the text is ordinary text, which cannot end a document, unless
-        `allow_special`. GPT-1's vocabulary has `<unk>` for characters that it lacks. Raises
-        UserError if the text is not valid Unicode or has a character outside a character
-        vocabulary.
+        Unless `allow_special`, "<|endoftext|>" in the text is ordinary text. GPT-1's vocabulary has
+        `<unk>` for characters that it lacks. Raises UserError if the text is not valid Unicode or
+        has a character outside a character vocabulary.
         """
         _refuse_surrogates(text)
         if not (allow_special and self._special_ids):
-            return self._codec.encode(text)
+            return self._listed(text)
         ids: list[int] = []
         splitter, special_ids = self._special_splitter
         parts = splitter.encode(text)
@@ -115,8 +113,16 @@ class Tokenizer:
             if number in special_ids:
                 ids.append(special_ids[number])
             else:
-                ids += self._codec.encode(text[start:end], start)
+                ids += self._listed(text[start:end], start)
         return ids
+
+    def _listed(self, text: str, at: int = 0) -> list[int]:
+        ids = self._codec.encode(text, at)
+        return ids if isinstance(ids, list) else ids.tolist()
+
+    def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
+        """The ids of each text; as `encode`."""
+        return [self.encode(text, allow_special=allow_special) for text in _checked_texts(texts)]
 
     def encode_array(self, text: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """`text` -> (N,) ids, for bulk data: uint16 if V is at most 65,536, else uint32.
@@ -124,7 +130,7 @@ class Tokenizer:
         Special tokens in the text are ordinary text. Raises as `encode`.
         """
         _refuse_surrogates(text)
-        ids = self._codec.encode_array(text)
+        ids = np.asarray(self._codec.encode(text), np.uint32)
         return ids.astype(np.uint16) if len(self) <= 1 << 16 else ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -133,7 +139,11 @@ class Tokenizer:
         Bytes that are not UTF-8 become U+FFFD; special tokens are shown. After GPT-1's last word
         there is no blank. Raises UserError for an id outside the vocabulary, or no integer.
         """
-        known = _integers(ids)
+        listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
+        try:
+            known = list(map(operator.index, listed))
+        except TypeError as error:
+            raise UserError(f"ids must be integers in one dimension: {error}") from error
         parts = list(map(self.token_bytes, known))
         if known:
             parts[-1] = self._last_bytes.get(known[-1], parts[-1])
@@ -156,9 +166,8 @@ class Tokenizer:
     def byte_lengths(self) -> NDArray[np.int64]:
         """(V,): how many bytes of text each id stands for; 0 for special tokens.
 
-        The sum over a text's ids is its length in bytes, as bits per byte needs it. With GPT-1's
-        vocabulary that is the decoded text, with a blank after the last word, too, and without what
-        became `<unk>`.
+        Their sum is a text's length in bytes. With GPT-1's vocabulary that is the decoded text,
+        with a blank after the last word, too, and without what became `<unk>`.
         """
         lengths = np.array([len(token or b"") for token in self._bytes], dtype=np.int64)
         lengths[list(self._special_ids.values())] = 0
@@ -188,7 +197,9 @@ class Tokenizer:
         config |= {key: self._rust.id_to_token(id) for key, id in named.items() if id is not None}
         if self.kind == "bpe" and "eos_token" in config:  # as GPT-2's own; CTranslate2 needs one
             config["unk_token"] = config.get("unk_token") or config["eos_token"]
-        write_tokenizer(Path(directory), self._rust, config)
+        with replacing(Path(directory) / WHOLE) as temporary:
+            temporary.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
+        write_json(Path(directory) / CONFIG, config)
 
     @cached_property
     def _bytes(self) -> list[bytes | None]:
@@ -221,18 +232,14 @@ class Tokenizer:
         return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
 
 
-def _restored(stored: str, settings: dict[str, Any]) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(stored), settings)
-
-
 def _codec_for(rust: tokenizers.Tokenizer, where: str) -> Codec:
     for codec in CODECS:
         if codec.reads(rust):
             return codec(rust)
-    model, decoder = type(rust.model).__name__, type(rust.decoder).__name__
     raise UserError(
-        f"{where}: a tokenizer with the model {model} and the decoder {decoder} is not supported; "
-        "use one with a byte-level BPE, as GPT-2's, GPT-1's BPE, or single characters"
+        f"{where}: a tokenizer with the model {type(rust.model).__name__} is not supported; use "
+        "GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown characters, or single "
+        "characters"
     )
 
 
@@ -246,14 +253,6 @@ def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
             "is damaged; download it again"
         )
     return size
-
-
-def _integers(ids: Any) -> list[int]:
-    """The ids of a list, array or tensor as plain integers, which are equal by their values."""
-    try:
-        return list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
-    except TypeError as error:
-        raise UserError(f"ids must be integers in one dimension: {error}") from error
 
 
 def _checked_texts(texts: Iterable[str]) -> Iterator[str]:

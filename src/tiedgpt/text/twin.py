@@ -19,7 +19,6 @@ the same order, at every step. (tiktoken's look-up of a whole piece gives [T] as
 
 import itertools
 import json
-from typing import Any
 
 import tiktoken
 import tokenizers
@@ -38,27 +37,16 @@ def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
     stored = json.loads(rust.to_str())
     if unlike_gpt2(stored) or not all(token["special"] for token in stored["added_tokens"]):
         return None
-    ids = _ids_of_bytes_and_merges(stored["model"])
-    if not ids:
+    vocabulary: dict[str, int] = stored["model"]["vocab"]
+    made = [left + right for left, right in stored["model"]["merges"]]
+    in_order = all(vocabulary[a] < vocabulary[b] for a, b in itertools.pairwise(made))
+    if not in_order or not set("".join(made)) <= set(BYTE_ALPHABET) <= vocabulary.keys():
         return None
-    for token, id in ids.items():
-        if [piece.id for piece in rust.model.tokenize(token)] != [id]:
-            return None
+    ids = {token: vocabulary[token] for token in [*BYTE_ALPHABET, *made]}
+    if any([piece.id for piece in rust.model.tokenize(token)] != [ids[token]] for token in ids):
+        return None
     to_bytes = ByteLevelBPE(rust).token_bytes
     ranks = {to_bytes(token): id for token, id in ids.items()}
     return tiktoken.Encoding(
         "tiedgpt", pat_str=_GPT2_PIECES, mergeable_ranks=ranks, special_tokens={}
     )
-
-
-def _ids_of_bytes_and_merges(model: dict[str, Any]) -> dict[str, int]:
-    """Every token that can come out, with its id; empty if 1 or 3 above does not hold."""
-    vocabulary: dict[str, int] = model["vocab"]
-    made = [left + right for left, right in model["merges"]]
-    made_ids = [vocabulary[token] for token in made]
-    if any(later <= earlier for earlier, later in itertools.pairwise(made_ids)):
-        return {}
-    alphabet = set(BYTE_ALPHABET)
-    if not vocabulary.keys() >= alphabet or not alphabet.issuperset("".join(made)):
-        return {}
-    return {token: vocabulary[token] for token in [*BYTE_ALPHABET, *made]}
