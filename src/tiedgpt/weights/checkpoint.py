@@ -227,8 +227,3 @@ def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     if not config.bias:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
     return shapes
-
-
-def with_biases(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes for a format that knows no model without biases."""
-    return shapes(replace(config, bias=True))

@@ -11,12 +11,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.core.config import ACTIVATIONS, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor, plain
+from tiedgpt.weights.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    GPTCheckpoint,
+    LazyTensor,
+    plain,
+    unwrapped,
+)
 from tiedgpt.weights.tensors import by_storage, printable
 
 if TYPE_CHECKING:
@@ -135,10 +143,8 @@ def from_file(name: str, model_type: ModelType) -> str | None:
     if name == "lm_head.weight":
         return HEAD
     bare = name.removeprefix(model_type.prefix)
-    if MASK_BUFFERS.fullmatch(bare):
-        return None
     theirs = {their_name: ours for ours, their_name in model_type.tensor_names.items()}
-    return theirs.get(bare, bare)
+    return None if MASK_BUFFERS.fullmatch(bare) else theirs.get(bare, bare)
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
@@ -166,9 +172,9 @@ def read_module(module: nn.Module) -> Checkpoint:
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     config = to_dict()
-    groups = [{t.name for t in group} for group in by_storage(tensors.values())]
-    if any(len(group) > 1 and "lm_head.weight" in group for group in groups):
-        config["tie_word_embeddings"] = True
+    for group in by_storage(tensors.values()):
+        if len(group) > 1 and any(unwrapped(t.name) == "lm_head.weight" for t in group):
+            config["tie_word_embeddings"] = True
     name = f"the {type(module).__name__} in memory"
     return plain(Checkpoint(name, "module", tensors, config=config))
 
@@ -179,13 +185,12 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     tensors: dict[str, LazyTensor] = {}
     for their_name, stored in checkpoint.tensors.items():
         name = from_file(their_name, model_type)
-        if name is None:
-            continue
         if name in tensors:
             raise CorruptInputError(
                 f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
-        tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
+        if name is not None:
+            tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
     if EMBEDDING not in tensors and HEAD not in tensors:
         raise CorruptInputError(
             f"{checkpoint.source} holds no GPT: there is no {EMBEDDING} among its tensors"
@@ -194,7 +199,8 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     notes: tuple[str, ...] = ()
     biases = [name for name in tensors if BODY_BIAS.fullmatch(name)]
     if fields.get("bias") is False and biases:  # zeros that transformers' classes need
-        if any(_has_values(tensors[name]) for name in biases):
+        kept = [tensors[name].stored for name in biases]
+        if any(t.is_decodable and t.rows(0, t.matrix_shape[0]).any() for t in kept):
             fields["bias"] = True
             notes = (
                 "config.json says that there are no biases, but some are not zero: they are kept",
@@ -206,11 +212,6 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
 
 
-def _has_values(tensor: LazyTensor) -> bool:
-    stored = tensor.stored
-    return stored.is_decodable and bool(stored.rows(0, stored.matrix_shape[0]).any())
-
-
 def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a config.json into our fields and the keys that change nothing here.
 
@@ -219,7 +220,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     """
     model_type = model_type_from(config)
     for key, neutral in NEUTRAL.items():
-        if key in config and config[key] not in neutral:
+        if config.get(key, neutral[0]) not in neutral:
             raise UserError(
                 f"the model's config has {key}={config[key]!r}, which changes the computation and "
                 "is not built here"
@@ -262,8 +263,8 @@ def drop_foreign_ids(fields: dict[str, Any]) -> None:
         if isinstance(value, list):  # some configs list several ends; the first is the model's own
             fields[name] = value = value[0] if value else None
         if type(value) is int and not 0 <= value < fields["vocab_size"]:
-            dropped.append(f"{name}={value}")
             fields[name] = None
+            dropped.append(f"{name}={value}")
     if dropped:
         warnings.warn(
             f"{' and '.join(dropped)} outside this model's vocabulary of {fields['vocab_size']} "
@@ -280,18 +281,16 @@ def config_json(
     A model that no class of transformers computes is described under our own `model_type`.
     """
     model_type = model_type or model_type_of(config)
-    fields = {
-        name: value for name, value in asdict(config).items() if name in _fields_of(model_type)
-    }
+    fields = {name: getattr(config, name) for name in _fields_of(model_type)}
     if config.bias:
         del fields["bias"]  # transformers' classes ignore it
     fields["activation_function"] = model_type.activations[config.activation_function]
-    named = {model_type.config_names.get(name, name): value for name, value in fields.items()}
-    fixed = {
+    described = {
         "model_type": model_type.name,
         "architectures": [model_type.architecture],
         "n_ctx": config.n_positions,
         "torch_dtype": dtype,
     }
-    kept = {key: value for key, value in foreign.items() if key not in ("dtype", *fixed)}
-    return fixed | named | kept
+    kept = {key: value for key, value in foreign.items() if key not in ("dtype", *described)}
+    described |= {model_type.config_names.get(name, name): value for name, value in fields.items()}
+    return described | kept

@@ -132,7 +132,7 @@ def _choose(
         if fields.setdefault(name, value) != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
     fields |= given
-    guesses = tuple(note for name, note in gpt.guesses.items() if name not in fields)
+    guesses = tuple(note for name, note in gpt.guesses.items() if note and name not in fields)
     matrices = choose_matrices(
         path,
         claim=fields.get("tie_word_embeddings"),

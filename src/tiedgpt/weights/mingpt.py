@@ -36,17 +36,14 @@ FIRST_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.([\w.]+)\.(weight|bias)")
 FIRST_MASK = re.compile(r"blocks\.\d+\.attn\.mask")
 QKV = ("attn.query", "attn.key", "attn.value")
 """What c_attn holds, in its order."""
+LOGGED = ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether it is a state dict of either minGPT: mask buffers, biases and a head of its own."""
-    if checkpoint.format not in ("torch", "safetensors"):
-        return False
     if _is_first(checkpoint):
         return True
-    if "model_args" in checkpoint.config or "lm_head.weight" not in checkpoint.tensors:
-        return False
-    if not has_our_layout(checkpoint):
+    if "model_args" in checkpoint.config or not has_our_layout(checkpoint):
         return False
     tensors, masked = our_tensors(checkpoint)
     return masked and HEAD in tensors and any(name.endswith(".bias") for name in tensors)
@@ -58,28 +55,14 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         tensors, activation = _first_tensors(checkpoint), "gelu"
     else:
         tensors, activation = our_tensors(checkpoint)[0], "gelu_new"
-    return GPTCheckpoint(
-        "minGPT", _fields(checkpoint, tensors), tensors,
-        assumed={"activation_function": activation},
-    )  # fmt: skip
-
-
-def _fields(checkpoint: Checkpoint, tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Return the claim, and what minGPT's own config.json says where it lies beside."""
-    claim = checkpoint.claim
-    fields: dict[str, Any] = {
-        "tie_word_embeddings": HEAD not in tensors if claim is None else claim
-    }
-    model = checkpoint.config.get("model")
-    if not isinstance(model, Mapping):
-        return fields
-    for name in ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdrop"):
-        if model.get(name) is not None:
-            fields[name] = model[name]
-    kind = model.get("model_type")
-    if isinstance(kind, str) and kind in HEADS:
-        fields.setdefault("n_head", HEADS[kind])
-    return fields
+    tied = HEAD not in tensors if checkpoint.claim is None else checkpoint.claim
+    fields: dict[str, Any] = {"tie_word_embeddings": tied}
+    logged = checkpoint.config.get("model")  # of minGPT's own config.json
+    if isinstance(logged, Mapping):
+        fields |= {name: logged[name] for name in LOGGED if logged.get(name) is not None}
+        if logged.get("model_type") in tuple(HEADS):
+            fields.setdefault("n_head", HEADS[logged["model_type"]])
+    return GPTCheckpoint("minGPT", fields, tensors, assumed={"activation_function": activation})
 
 
 def _is_first(checkpoint: Checkpoint) -> bool:
@@ -88,44 +71,33 @@ def _is_first(checkpoint: Checkpoint) -> bool:
 
 def _first_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
     """Return the first minGPT's tensors by our names, queries, keys and values joined."""
-    tensors: dict[str, LazyTensor] = {}
-    apart: dict[str, list[StoredTensor | None]] = {}
-
-    def put(name: str, stored: StoredTensor) -> None:
-        if name in tensors:
-            raise CorruptInputError(f"{checkpoint.source} holds {printable(name)} under two names")
-        tensors[name] = LazyTensor(stored)
-
-    for their_name, stored in checkpoint.tensors.items():
-        match = FIRST_BLOCK.fullmatch(their_name)
-        if FIRST_MASK.fullmatch(their_name):
+    pairs: list[tuple[str, StoredTensor]] = []
+    apart: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in checkpoint.tensors.items():
+        match = FIRST_BLOCK.fullmatch(name)
+        if FIRST_MASK.fullmatch(name):
             continue
         if match is None:
-            name = FIRST_NAMES.get(their_name, their_name)
-            if name == "wpe.weight" and len(stored.shape) == 3 and stored.shape[0] == 1:
+            if name == "pos_emb" and len(stored.shape) == 3 and stored.shape[0] == 1:
                 stored = stored.reshaped(stored.shape[1:])
-            put(name, stored)
+            pairs.append((FIRST_NAMES.get(name, name), stored))
             continue
         layer, part, kind = match.groups()
         if part in QKV:
-            parts = apart.setdefault(f"h.{layer}.attn.c_attn.{kind}", [None, None, None])
-            parts[QKV.index(part)] = stored
+            apart.setdefault(f"h.{layer}.attn.c_attn.{kind}", {})[part] = stored
         else:
-            put(f"h.{layer}.{FIRST_NAMES.get(part, part)}.{kind}", stored)
+            pairs.append((f"h.{layer}.{FIRST_NAMES.get(part, part)}.{kind}", stored))
     for name, parts in apart.items():
-        put(name, _joined(checkpoint, name, parts))
+        whole = joined(name, [parts[part] for part in QKV]) if len(parts) == 3 else None
+        if whole is None:
+            raise CorruptInputError(
+                f"{checkpoint.source}: {name} is made of {', '.join(QKV)}, one shape and type each"
+            )
+        pairs.append((name, whole))
+    tensors: dict[str, LazyTensor] = {}
+    for name, stored in pairs:
+        if name in tensors:
+            raise CorruptInputError(f"{checkpoint.source} holds {printable(name)} under two names")
+        tensors[name] = LazyTensor(stored)
     drop_shared_head(tensors)
     return tensors
-
-
-def _joined(checkpoint: Checkpoint, name: str, parts: list[StoredTensor | None]) -> StoredTensor:
-    """Return queries, keys and values as the rows of one tensor; nothing is read."""
-    present = [part for part in parts if part is not None]
-    whole = joined(name, present) if len(present) == len(parts) else None
-    if whole is None:
-        shapes = ", ".join(f"{part.name} {part.shape} {part.dtype}" for part in present)
-        raise CorruptInputError(
-            f"{checkpoint.source}: {name} is made of {', '.join(QKV)}, one shape and type each; "
-            f"there are {shapes}"
-        )
-    return whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
@@ -18,21 +18,14 @@ from tiedgpt.weights.plain_pickle import read_plain_pickle
 from tiedgpt.weights.tensors import printable
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
     from tiedgpt.core.model import GPT
     from tiedgpt.text.tokenizer import Tokenizer
 
 PREFIX = "transformer."
 MODEL_ARGS = {
-    "block_size": ("n_positions",),
-    "vocab_size": ("vocab_size",),
-    "n_layer": ("n_layer",),
-    "n_head": ("n_head",),
-    "n_embd": ("n_embd",),
-    "bias": ("bias",),
-    "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
-}
+    "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
+    "bias": "bias", "vocab_size": "vocab_size", "dropout": "resid_pdrop",
+}  # fmt: skip
 """nanoGPT's names -> ours. A fork's further ones are refused where they switch something on."""
 KEPT_BESIDE = (
     "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id",
@@ -41,23 +34,20 @@ KEPT_BESIDE = (
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
 """What nanoGPT computes, besides its GELU, and a model must have."""
-_AGAIN = "get the file again from where it came from"
 NO_LOSS = 1e9
 """nanoGPT's own best_val_loss before the first evaluation."""
-GELU_NOTE = (
-    "the file does not say which GELU it was trained with; {taken} is taken, as {whose} has it: "
-    "activation_function={other!r} (--activation-function) takes the other"
-)
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether it has "model_args", or is a bare state dict whose c_attn lies as (out, in)."""
-    if checkpoint.format not in ("torch", "safetensors"):
-        return False
     if {"n_embd", "block_size"} <= _model_args(checkpoint).keys():
         return True
-    prefixed = any(name.startswith((PREFIX, "lm_head.")) for name in checkpoint.tensors)
-    return prefixed and has_our_layout(checkpoint)
+    return is_prefixed(checkpoint) and has_our_layout(checkpoint)
+
+
+def is_prefixed(checkpoint: Checkpoint) -> bool:
+    """Whether its names begin as nanoGPT's, minGPT's and transformers' do."""
+    return any(name.startswith((PREFIX, "lm_head.")) for name in checkpoint.tensors)
 
 
 def has_our_layout(checkpoint: Checkpoint) -> bool:
@@ -74,18 +64,28 @@ def has_our_layout(checkpoint: Checkpoint) -> bool:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; one storage under two names is one matrix."""
     tensors, masked = our_tensors(checkpoint)
-    args = _model_args(checkpoint)
+    args, beside = _model_args(checkpoint), checkpoint.config.get("config")
     fields: dict[str, Any] = {"bias": any(name.endswith(".bias") for name in tensors)}
     if checkpoint.claim is not None:
         fields["tie_word_embeddings"] = checkpoint.claim
-    fields |= _fields(checkpoint, args)
+    for name, value in args.items():
+        if name not in MODEL_ARGS and value:
+            raise UserError(
+                f"{checkpoint.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
+                "itself does not know and which may change the computation: it is not built here"
+            )
+        if name in MODEL_ARGS and value is not None:
+            fields[MODEL_ARGS[name]] = value
+    if "resid_pdrop" in fields:
+        fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), fields["resid_pdrop"])
+    if isinstance(beside, Mapping):
+        fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
     assumed, guess = _gelu(args, masked)
     trained = fields.get("activation_function", "gelu")
     notes = (f"it was trained with {trained}; nanoGPT since June 2023 computes gelu on it",)
     return GPTCheckpoint(
         "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
-        notes=notes if trained != "gelu" else (),
-        guesses={} if guess is None else {"activation_function": guess},
+        notes=notes if trained != "gelu" else (), guesses={"activation_function": guess},
     )  # fmt: skip
 
 
@@ -94,8 +94,7 @@ def our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], bool]:
     tensors: dict[str, LazyTensor] = {}
     masked = False
     for their_name, stored in checkpoint.tensors.items():
-        name = their_name.removeprefix(PREFIX)
-        name = HEAD if name == "lm_head.weight" else name
+        name = HEAD if their_name == "lm_head.weight" else their_name.removeprefix(PREFIX)
         if MASK_BUFFERS.fullmatch(name):
             masked = True
         elif name in tensors:
@@ -109,10 +108,9 @@ def our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], bool]:
 def drop_shared_head(tensors: dict[str, LazyTensor]) -> None:
     """Leave the head out where it is wte under a second name."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if embedding is None or head is None or embedding.shape != head.shape:
-        return
-    if head.stored.is_view_of(embedding.stored):
-        del tensors[HEAD]
+    if embedding and head and embedding.shape == head.shape:
+        if head.stored.is_view_of(embedding.stored):
+            del tensors[HEAD]
 
 
 def _model_args(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -120,37 +118,22 @@ def _model_args(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return args if isinstance(args, Mapping) else {}
 
 
-def _fields(checkpoint: Checkpoint, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what model_args say, and what `write` adds in "config", under our names."""
-    fields: dict[str, Any] = {}
-    for name, value in args.items():
-        if name in MODEL_ARGS:
-            if value is not None:
-                fields |= dict.fromkeys(MODEL_ARGS[name], value)
-        elif value:
-            raise UserError(
-                f"{checkpoint.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
-                "itself does not know and which may change the computation: it is not built here"
-            )
-    beside = checkpoint.config.get("config")
-    if isinstance(beside, Mapping):
-        fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
-    return fields
-
-
-def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str | None]:
-    """Return the GELU that is most likely meant, and a note unless it is certain.
+def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str]:
+    """Return the GELU that is most likely meant, and a note, which is empty if it is certain.
 
     nanoGPT computed the tanh form until June 2023 and the exact one since. "bias" stands in
     model_args since January 2023. Mask buffers were saved where PyTorch was older than 2.0, of
     March 2023, or the model was trained with dropout shortly before.
     """
     if args and "bias" not in args:
-        return "gelu_new", None
+        return "gelu_new", ""
     taken, other, whose = "gelu", "gelu_new", "nanoGPT since June 2023"
     if masked:
         taken, other, whose = "gelu_new", "gelu", "nanoGPT in the days of PyTorch 1 and its masks"
-    return taken, GELU_NOTE.format(taken=taken, other=other, whose=whose)
+    return taken, (
+        f"the file does not say which GELU it was trained with; {taken} is taken, as {whose} has "
+        f"it: activation_function={other!r} (--activation-function) takes the other"
+    )
 
 
 def write(
@@ -165,82 +148,47 @@ def write(
     """Write `path` for nanoGPT in "fp32", "bf16" or "fp16"; None is the model's own type.
 
     nanoGPT's `sample.py --init_from=resume` loads it as it is. There is no "optimizer": train.py
-    cannot resume from it.
+    cannot resume from it. The tokenizer has no place in the file.
 
     nanoGPT computes the exact GELU since June 2023 and did the tanh form before. A model of GPT-2's
     tanh form (`gelu_new`) is therefore refused unless `approximate_gelu` says that it may run a
-    little differently there, as GPT-2 itself does in nanoGPT. Read back here, the model is what it
-    was: the activation, each dropout and the special ids are noted in "config" (nanoGPT's one
-    dropout is `resid_pdrop`).
+    little differently there. Read back here, the model is what it was: the activation, each dropout
+    and the special ids are noted in "config" (nanoGPT's one dropout is `resid_pdrop`).
 
     Raises `UserError`, before anything is written, for what nanoGPT does not compute: a head of its
-    own, GPT-1's norm, banded attention, other activations, another MLP width or epsilon. The
-    tokenizer has no place in the file.
+    own, GPT-1's norm, banded attention, other activations, another MLP width or epsilon.
     """
     import torch
 
-    from tiedgpt.weights.plain_model import (
-        PRECISIONS,
-        plain_parameters,
-        require_computed,
-        require_gelu,
-    )
+    from tiedgpt.weights import plain_model
 
     config = model.config
-    require_computed("nanoGPT", model, FIXED)
-    require_gelu("nanoGPT (since June 2023)", model, "gelu", approximate_gelu=approximate_gelu)
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
-    parameters = plain_parameters(model, "nanoGPT")
-    dtype = model.wte.weight.dtype if precision is None else PRECISIONS[precision]
-    n_bytes = config.parameter_count() * dtype.itemsize
+    plain_model.require_computed("nanoGPT", model, FIXED)
+    plain_model.require_gelu(
+        "nanoGPT (since June 2023)", model, "gelu", approximate_gelu=approximate_gelu
+    )
+    dtypes = {None: model.wte.weight.dtype} | plain_model.PRECISIONS
+    if precision not in dtypes:
+        raise UserError(f"precision={precision!r} is none of {', '.join(plain_model.PRECISIONS)}")
+    state = {}
+    for name, parameter in plain_model.plain_parameters(model, "nanoGPT").items():
+        tensor = plain_model.converted(name, parameter, dtypes[precision])
+        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # storages are saved whole
+        state[PREFIX + name] = tensor if alone else tensor.clone()
+    n_bytes = sum(tensor.nbytes for tensor in state.values())
     require_room(path.parent, n_bytes)
-    state = {PREFIX + name: _on_its_own(name, p, dtype) for name, p in parameters.items()}
     state["lm_head.weight"] = state[PREFIX + EMBEDDING]
     checkpoint = {
         "model": state,
-        "model_args": {
-            "n_layer": config.n_layer,
-            "n_head": config.n_head,
-            "n_embd": config.n_embd,
-            "block_size": config.n_positions,
-            "bias": config.bias,
-            "vocab_size": config.vocab_size,
-            "dropout": config.resid_pdrop,
-        },
+        "model_args": {theirs: getattr(config, ours) for theirs, ours in MODEL_ARGS.items()},
         "iter_num": 0,
         "best_val_loss": NO_LOSS,
         "config": {name: getattr(config, name) for name in KEPT_BESIDE},
     }
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        torch.save(checkpoint, _Counted(file, n_bytes, progress))  # type: ignore[arg-type]
-
-
-def _on_its_own(name: str, parameter: Tensor, dtype: dtype) -> Tensor:
-    """Return the values on a storage that holds nothing else, since storages are saved whole."""
-    from tiedgpt.weights.plain_model import converted
-
-    tensor = converted(name, parameter, dtype)
-    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if alone else tensor.clone()
-
-
-class _Counted:
-    """A file that reports how much of `n_bytes` was written."""
-
-    def __init__(
-        self, file: BinaryIO, n_bytes: int, progress: Callable[[int, int], None] | None
-    ) -> None:
-        self.file, self.n_bytes, self.progress, self.done = file, n_bytes, progress, 0
-
-    def write(self, data: bytes) -> int:
-        self.done += self.file.write(data)
-        if self.progress is not None:
-            self.progress(min(self.done, self.n_bytes), self.n_bytes)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
+    with replacing(path) as temporary:
+        torch.save(checkpoint, temporary)
+        if progress is not None:
+            progress(n_bytes, n_bytes)
 
 
 def tokenizer(path: Path) -> Tokenizer:
@@ -255,36 +203,22 @@ def tokenizer(path: Path) -> Tokenizer:
     meta = read_plain_pickle(path)
     ids = meta.get("stoi") if isinstance(meta, dict) else None
     if not isinstance(ids, dict) or not ids:
-        raise CorruptInputError(f"{path} has no stoi, which gives each character its id; {_AGAIN}")
-    for character, id in ids.items():
-        if type(character) is not str or type(id) is not int or not 0 <= id < len(ids):
-            raise CorruptInputError(
-                f"{path} gives {_shown(character)} the id {_shown(id)} among {len(ids)} characters"
-                f"; {_AGAIN}"
-            )
+        raise CorruptInputError(f"{path} has no stoi, which gives each character its id")
+    characters = {id: character for character, id in ids.items() if type(id) is int}
+    if (
+        set(characters) != set(range(len(ids)))
+        or any(type(c) is not str or "\ud800" <= c[:1] <= "\udfff" for c in ids)
+        or meta.get("itos", characters) != characters
+        or meta.get("vocab_size", len(ids)) != len(ids)
+    ):
+        raise CorruptInputError(
+            f"{path}: its stoi does not give each of its {len(ids)} characters an id from 0 on, or "
+            "its itos or vocab_size says otherwise; get the file again from where it came from"
+        )
+    for character in ids:
         if len(character) != 1:
             raise UserError(
-                f"{path} gives an id to {_shown(character)}, which is not one character; only "
-                f"vocabularies of single characters are read from such files"
+                f"{path} gives an id to {character[:40]!r}, which is not one character; only "
+                "vocabularies of single characters are read from such files"
             )
-        if "\ud800" <= character <= "\udfff":
-            raise CorruptInputError(f"{path} has {character!r}, which is no character; {_AGAIN}")
-    characters = {id: character for character, id in ids.items()}
-    if len(characters) < len(ids):
-        raise CorruptInputError(f"{path} gives two characters the same id; {_AGAIN}")
-    if meta.get("itos", characters) != characters:
-        raise CorruptInputError(f"{path}: its itos is not its stoi the other way round; {_AGAIN}")
-    size = meta.get("vocab_size", len(ids))
-    if type(size) is not int or size != len(ids):
-        raise CorruptInputError(
-            f"{path} says vocab_size {_shown(size)} and has {len(ids)} characters; {_AGAIN}"
-        )
     return Tokenizer(tokenizer_of_ids(ids), None, str(path))
-
-
-def _shown(value: object) -> str:
-    """Show a value of a file in a line, whatever its length."""
-    if not isinstance(value, str | int):
-        return f"a {type(value).__name__}"
-    text = repr(value) if isinstance(value, str) or -(10**20) < value < 10**20 else "a huge number"
-    return text if len(text) <= 40 else text[:40] + "..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped, with_biases
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDED = {
@@ -34,36 +35,6 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
     `whose` names the format in messages. Raises `UserError` for a head that is not a matrix (V, D),
     for parameters that are missing, added, of another shape than the config says, or without data.
     """
-    require_plain_head(model, whose)
-    parameters: dict[str, Tensor] = {}
-    for wrapped, parameter in model.named_parameters(remove_duplicate=False):
-        parameters[unwrapped(wrapped)] = parameter
-    expected = shapes(model.config)
-    for name in sorted(parameters, key=lambda name: name in expected) + list(expected):
-        problem = ""
-        if name not in expected:
-            problem = next(
-                (why for part, why in ADDED.items() if re.search(part, name)),
-                "is not a GPT's: merge or remove it",
-            )
-        elif name not in parameters:
-            problem = "is missing"
-        elif tuple(parameters[name].shape) != expected[name]:
-            shape = tuple(parameters[name].shape)
-            problem = f"is {shape}, its config says {expected[name]}"
-        elif parameters[name].is_meta:
-            problem = "has no data (it is on the meta device)"
-        elif hasattr(parameters[name], "full_tensor"):
-            problem = "is one process's shard: gather the model first"
-        if problem:
-            raise UserError(f"this model cannot be written for {whose}: {name} {problem}")
-    if parameters.get(HEAD) is parameters[EMBEDDING]:
-        raise UserError("the head holds W itself while the config says untied: call tie(model)")
-    return {name: parameters[name] for name in expected}
-
-
-def require_plain_head(model: GPT, whose: str) -> None:
-    """Raise `UserError` for a head that is no matrix (V, D), or not what the config says."""
     if model.head is not None and plain_matrix(model.head) is None:
         raise UserError(
             f"a head of {type(model.head).__name__} cannot be written: {whose} has a matrix (V, D) "
@@ -71,12 +42,37 @@ def require_plain_head(model: GPT, whose: str) -> None:
         )
     if (model.head is None) != model.config.tie_word_embeddings:
         raise UserError("the model's head and its config's tie_word_embeddings disagree")
+    named = model.named_parameters(remove_duplicate=False)
+    parameters: dict[str, Tensor] = {unwrapped(name): parameter for name, parameter in named}
+    expected = shapes(model.config)
+    for name in [*(parameters.keys() - expected.keys()), *expected]:
+        if problem := _problem(name, parameters.get(name), expected.get(name)):
+            raise UserError(f"this model cannot be written for {whose}: {name} {problem}")
+    if parameters.get(HEAD) is parameters[EMBEDDING]:
+        raise UserError("the head holds W itself while the config says untied: call tie(model)")
+    return {name: parameters[name] for name in expected}
+
+
+def _problem(name: str, parameter: Tensor | None, expected: tuple[int, ...] | None) -> str:
+    if expected is None:
+        known = (why for part, why in ADDED.items() if re.search(part, name))
+        return next(known, "is not a GPT's: merge or remove it")
+    if parameter is None:
+        return "is missing"
+    if tuple(parameter.shape) != expected:
+        return f"is {tuple(parameter.shape)}, its config says {expected}"
+    if parameter.is_meta:
+        return "has no data (it is on the meta device)"
+    if hasattr(parameter, "full_tensor"):
+        return "is one process's shard: gather the model first"
+    return ""
 
 
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return zeros for the biases that a model does not have, by our names."""
-    absent = with_biases(config).keys() - shapes(config).keys()
-    return {name: torch.zeros(with_biases(config)[name], dtype=dtype) for name in sorted(absent)}
+    own = shapes(config)
+    complete = shapes(replace(config, bias=True)).items()
+    return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in own}
 
 
 def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> None:
@@ -110,7 +106,8 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
     a model of one be run with the other.
     """
     own = model.config.activation_function
-    if own == computed or (approximate_gelu and own in GELUS and computed in GELUS):
+    is_gelu = own in GELUS and computed in GELUS
+    if own == computed or (approximate_gelu and is_gelu):
         return
     anyway = (
         "; its logits would differ a little there: approximate_gelu (--approximate-gelu) writes it "
@@ -118,7 +115,7 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
     )
     raise UserError(
         f"activation_function={own!r} cannot be written: {whose} computes {computed!r}"
-        f"{anyway if own in GELUS else ''}"
+        + (anyway if is_gelu else "")
     )
 
 
