@@ -13,12 +13,16 @@ are padded on the right, where causal attention does not see the padding, and co
     SequenceClassifier.from_pretrained("out")                              # and the reverse
 """
 
-from tiedgpt.heads.choice import MultipleChoice
-from tiedgpt.heads.features import FeatureExtractor
 from tiedgpt.heads.head import Head
-from tiedgpt.heads.labels import SequenceClassifier, TokenClassifier
+from tiedgpt.heads.kinds import (
+    FeatureExtractor,
+    MultipleChoice,
+    SequenceClassifier,
+    SpanFinder,
+    TokenClassifier,
+    best_spans,
+)
 from tiedgpt.heads.padding import pad
-from tiedgpt.heads.spans import SpanFinder, best_spans
 
 __all__ = [
     "FeatureExtractor",

@@ -31,18 +31,6 @@ from tiedgpt.weights.save import OUR_CARD, describe, tensors_of, write_directory
 
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
 """The classes that transformers has for GPT-1. For GPT-2 it has all."""
-DROPOUT = 0.1
-"""transformers' dropout before a head where config.json does not give one."""
-CARD = f"""---
-library_name: {{library}}
-tags: [{{tag}}]
----
-# {{name}}
-
-{OUR_CARD}
-
-A head on the body of a GPT. Load it with `tiedgpt.heads.{{ours}}.from_pretrained(directory)`.
-"""
 
 
 class Head(nn.Module):
@@ -79,7 +67,7 @@ class Head(nn.Module):
         """Return the loss, (), in nats; the arguments are those of `losses`."""
         return torch.stack(self.losses(*batch)).sum()
 
-    def linear(self, n_outputs: int, *, bias: bool) -> nn.Linear:
+    def _linear(self, n_outputs: int, *, bias: bool) -> nn.Linear:
         """Return a fresh linear layer (..., D) -> (..., n_outputs): N(0, 0.02), bias 0."""
         like = self.gpt.wte.weight
         width = self.gpt.config.n_embd
@@ -89,12 +77,12 @@ class Head(nn.Module):
             nn.init.zeros_(layer.bias)
         return layer
 
-    def config_keys(self) -> dict[str, Any]:
+    def _config_keys(self) -> dict[str, Any]:
         """Return what config.json says about the head."""
         return {}
 
     @classmethod
-    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+    def _options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
         """Return the constructor's options from a config.json and the rows of `own[0]`.
 
         Raises `UserError`, naming the key, for a value that is not supported.
@@ -128,7 +116,7 @@ class Head(nn.Module):
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
         n_outputs = next((tensor.shape[0] for tensor in own.values() if tensor.shape), 0)
-        options = cls.options_from(checkpoint.config, n_outputs) | options
+        options = cls._options_from(checkpoint.config, n_outputs) | options
         gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
         head = cls(gpt, **options)
         expected = {name: tuple(head.get_parameter(name).shape) for name in cls.own}
@@ -153,15 +141,12 @@ class Head(nn.Module):
         tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
         tensors |= {name: Stored(self.get_parameter(name)) for name in self.own}
         name = self._class_name(gpt.config)
-        description = describe(gpt) | self.config_keys() | {"architectures": [name]}
+        description = describe(gpt) | self._config_keys() | {"architectures": [name]}
         if description.get("pad_token_id") is None:  # transformers finds the last token by it
             description["pad_token_id"] = gpt.config.eos_token_id
-        card = CARD.format(
-            library="tiedgpt" if model_type is TIEDGPT else "transformers",
-            tag=model_type.name,
-            name=name,
-            ours=type(self).__name__,
-        )
+        library = "tiedgpt" if model_type is TIEDGPT else "transformers"
+        use = f"tiedgpt.heads.{type(self).__name__}.from_pretrained(directory)"
+        card = f"---\nlibrary_name: {library}\n---\n# {name}\n\n{OUR_CARD}\n\nLoad it: `{use}`\n"
         write_directory(directory, tensors, {"config.json": description}, card)
 
     @classmethod
@@ -203,13 +188,3 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED)
-
-
-def dropout_from(config: Mapping[str, Any], *keys: str) -> float:
-    """Return the first dropout that a config.json gives under one of these keys, else 0.1."""
-    given = [(key, config[key]) for key in keys if config.get(key) is not None]
-    for key, value in given[:1]:
-        if type(value) not in (int, float) or not 0 <= value < 1:
-            raise CorruptInputError(f"{key} must be a probability in [0, 1), got {value!r}")
-        return float(value)
-    return DROPOUT
