@@ -2,7 +2,7 @@
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, json_lines
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
-from tiedgpt.data.order import IGNORED, Batch, Batches, Tokens, in_order, permutation
+from tiedgpt.data.order import IGNORED, Batch, Batches, in_order, permutation
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Side, Split, plan_split
@@ -20,7 +20,6 @@ __all__ = [
     "Shards",
     "Side",
     "Split",
-    "Tokens",
     "documents",
     "encode_corpus",
     "in_order",

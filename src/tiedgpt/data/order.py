@@ -7,25 +7,16 @@ aligned to the end of the stream; targets that the window before it has, too, ar
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
 
 IGNORED = -100  # a target that is not counted, as in torch's cross_entropy
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-class Tokens(Protocol):
-    """A sequence of tokens read by position, such as `Shards`."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Return tokens `start` to `stop`, (stop - start,)."""
 
 
 class Batches:
@@ -35,7 +26,7 @@ class Batches:
         UserError: there are fewer than n_positions + 1 tokens, or a size is not positive.
     """
 
-    def __init__(self, tokens: Tokens, *, batch_size: int, n_positions: int, seed: int) -> None:
+    def __init__(self, tokens: Shards, *, batch_size: int, n_positions: int, seed: int) -> None:
         _check_sizes(batch_size, n_positions)
         if len(tokens) < n_positions + 1:
             raise UserError(
@@ -68,7 +59,7 @@ def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
 
 
-def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[Batch]:
+def in_order(tokens: Shards, *, batch_size: int, n_positions: int) -> Iterator[Batch]:
     """Yield every window once, from the first, for evaluation: int64 (B, T), the last (<= B, T).
 
     A text shorter than the context makes one window of its own length.
@@ -86,7 +77,7 @@ def in_order(tokens: Tokens, *, batch_size: int, n_positions: int) -> Iterator[B
         yield _read(tokens, windows, n_positions)
 
 
-def _read(tokens: Tokens, windows: Sequence[int], n_positions: int) -> Batch:
+def _read(tokens: Shards, windows: Sequence[int], n_positions: int) -> Batch:
     """Return inputs and targets of windows, given by number, both (len(windows), T)."""
     ids, targets = np.empty((2, len(windows), n_positions), np.int64)
     for row, window in enumerate(windows):

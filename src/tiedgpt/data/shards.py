@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -35,6 +36,7 @@ def header(n_tokens: int) -> bytes:
     return fields.tobytes()
 
 
+@dataclass
 class ShardWriter:
     """Write ids into `{prefix}_000000.bin`, `{prefix}_000001.bin`, ... of a directory.
 
@@ -46,28 +48,23 @@ class ShardWriter:
         NoRoomError: the disk is full; the unfinished shard is removed.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        prefix: str,
-        *,
-        vocab_size: int,
-        tokens_per_shard: int = TOKENS_PER_SHARD,
-    ) -> None:
-        if vocab_size > LARGEST_VOCABULARY:
+    directory: str | Path
+    prefix: str
+    _: KW_ONLY
+    vocab_size: int
+    tokens_per_shard: int = TOKENS_PER_SHARD
+    paths: list[Path] = field(default_factory=list, init=False)
+    n_tokens: int = field(default=0, init=False)
+    _file: BinaryIO | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size > LARGEST_VOCABULARY:
             raise UserError(
-                f"a vocabulary of {vocab_size:,} tokens does not fit a shard's 16 bits: "
+                f"a vocabulary of {self.vocab_size:,} tokens does not fit a shard's 16 bits: "
                 f"use a tokenizer of at most {LARGEST_VOCABULARY:,}"
             )
-        if not 1 <= tokens_per_shard < 2**31:
-            raise UserError(f"tokens_per_shard must be 1 to 2**31 - 1, got {tokens_per_shard}")
-        self.directory = Path(directory)
-        self.prefix = prefix
-        self.vocab_size = vocab_size
-        self.tokens_per_shard = tokens_per_shard
-        self.paths: list[Path] = []
-        self.n_tokens = 0
-        self._file: BinaryIO | None = None
+        if not 1 <= self.tokens_per_shard < 2**31:
+            raise UserError(f"tokens_per_shard must be 1 to 2**31 - 1, got {self.tokens_per_shard}")
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +89,7 @@ class ShardWriter:
         while tokens.size:
             part = tokens[: self.tokens_per_shard - self.n_tokens % self.tokens_per_shard]
             if self._file is None:
-                path = self.directory / f"{self.prefix}_{len(self.paths):06d}.bin"
+                path = Path(self.directory) / f"{self.prefix}_{len(self.paths):06d}.bin"
                 with writing(path):
                     self._file = open(path, "xb")
                 self.paths.append(path)
