@@ -56,7 +56,7 @@ import fnmatch, sys
 import huggingface_hub
 from tiedgpt.infer import Engine
 
-def snapshot_download(name, allow_patterns):
+def snapshot_download(name, allow_patterns, **_):
     assert name == "someone/packed"
     assert any(fnmatch.fnmatch(file, p) for file in wanted for p in allow_patterns)
     return sys.argv[1]

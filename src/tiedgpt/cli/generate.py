@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
 
 
+OPTIONS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words"),
+    *("speculate", "seed", "stop", "context_end"),
+)
+"""The arguments that `Engine.generate` takes as they are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Continue a text."""
@@ -102,26 +110,9 @@ def run(arguments: list[str]) -> int:
     )
     for note in engine.notes:
         print(f"({note})", file=sys.stderr)
-    temperature = given.temperature
-    if temperature is None:
-        temperature = 0.8 if given.search.draws else 0
-    options = dict(
-        max_new_tokens=given.max_new_tokens,
-        temperature=temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        typical_p=given.typical_p,
-        repetition_penalty=given.repetition_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        bad_words=given.bad_words,
-        speculate=given.speculate,
-        seed=given.seed,
-        stop=given.stop,
-        context_end=given.context_end,
-        **given.search.keywords(),
-    )
+    options = {name: getattr(given, name) for name in OPTIONS} | given.search.keywords()
+    if given.temperature is None:
+        options["temperature"] = 0.8 if given.search.draws else 0
     human = given.format == "human"
     with _telling_of_compilation(engine):
         if given.search.shown_at_its_end:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 from tiedgpt.errors import UserError
 from tiedgpt.infer.continuation import Completion, Continuation
 from tiedgpt.infer.joint import Search, streamed, together
-from tiedgpt.infer.opening import runner_for
+from tiedgpt.infer.opening import How, runner_for
 from tiedgpt.infer.prompts import Prompt, one_or_many, prompt_ids
 from tiedgpt.infer.request import Request, require_positive
 from tiedgpt.infer.scheduler import Scheduler
 from tiedgpt.infer.scoring import Scored, score_ids
 from tiedgpt.infer.searching import search_for
 from tiedgpt.infer.strategy import SearchOptions, Strategy, split
+from tiedgpt.infer.threads import check_threads
 from tiedgpt.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,18 +57,9 @@ class Engine:
         threads: int | None = None,
         **config: Any,
     ) -> None:
-        opened = runner_for(
-            model_or_source,
-            precision,
-            backend=backend,
-            tokenizer=tokenizer,
-            resolve=resolve,
-            threads=threads,
-            **config,
-        )
-        self.runner = opened.runner
-        self.tokenizer = opened.tokenizer
-        self.notes = opened.notes
+        how = How(precision, backend, None if threads is None else check_threads(threads))
+        opened = runner_for(model_or_source, how, tokenizer, resolve, config)
+        self.runner, self.tokenizer, self.notes = opened
 
     @property
     def model(self) -> GPT:

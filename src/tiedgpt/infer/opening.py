@@ -6,13 +6,14 @@ torch is imported here, when a runner is made that needs it, and nowhere else on
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.session import Runner
-from tiedgpt.infer.threads import OnThreads, check_threads
+from tiedgpt.infer.threads import OnThreads
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
@@ -37,35 +38,40 @@ MAX_PADDING = 1024
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What an engine is made of."""
-
-    runner: Runner
-    tokenizer: Tokenizer | None
-    notes: tuple[str, ...]
-    """What opening has to tell: two equal matrices, tied; a tokenizer shorter than the model."""
-
-
-@dataclass(frozen=True)
-class _How:
-    """What is asked of a runner."""
+class How:
+    """What is asked of a runner; impossible choices raise `UserError`."""
 
     precision: str
     backend: str
     threads: int | None
 
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision={self.precision!r} is none of {', '.join(PRECISIONS)}")
+        if self.backend not in BACKENDS:
+            raise UserError(f"backend={self.backend!r} is none of {', '.join(BACKENDS)}")
+        if self.backend == "torch" and self.precision in QUANTIZED:
+            raise UserError(
+                f"torch does not compute {self.precision}: backend='kernels' does, on the CPU"
+            )
+        if self.backend == "kernels" and self.precision == "fp16":
+            raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
+
     def torch(self, model: GPT) -> Runner:
+        """Return a runner in torch."""
         from tiedgpt.infer.torch_session import TorchRunner
 
         runner = TorchRunner(model)
         return runner if self.threads is None else OnThreads(runner, self.threads)
 
     def kernels(self, packed: PackedModel) -> Runner:
+        """Return a runner of packed weights."""
         from tiedgpt.infer.packed_session import PackedRunner
 
         return PackedRunner(packed, threads=self.threads)
 
     def packing(self, model: GPT) -> Runner:
+        """Return a runner of a model packed for it."""
         from tiedgpt.weights.packed_write import pack_gpt
 
         return self.kernels(pack_gpt(model, _form(model, self.precision)))
@@ -73,17 +79,12 @@ class _How:
 
 def runner_for(
     model_or_source: GPT | str | os.PathLike[str],
-    precision: str = "auto",
-    *,
-    backend: str = "auto",
-    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-    resolve: str | None = None,
-    threads: int | None = None,
-    **config: Any,
-) -> Opened:
-    """Return what computes a model; see `Engine` for the arguments and for what is raised."""
-    _check_choices(precision, backend)
-    how = _How(precision, backend, None if threads is None else check_threads(threads))
+    how: How,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None,
+    resolve: str | None,
+    config: Mapping[str, Any],
+) -> tuple[Runner, Tokenizer | None, tuple[str, ...]]:
+    """Return what computes a model, its tokenizer, and notes on how it was opened; see `Engine`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
     notes: tuple[str, ...] = ()
@@ -94,21 +95,10 @@ def runner_for(
         raise UserError("resolve and config are for a source that is loaded")
     else:
         runner = _from_model(model_or_source, how)
-    return Opened(runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size))
+    return runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size)
 
 
-def _check_choices(precision: str, backend: str) -> None:
-    if precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
-    if backend not in BACKENDS:
-        raise UserError(f"backend={backend!r} is none of {', '.join(BACKENDS)}")
-    if backend == "torch" and precision in QUANTIZED:
-        raise UserError(f"torch does not compute {precision}: backend='kernels' does, on the CPU")
-    if backend == "kernels" and precision == "fp16":
-        raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
-
-
-def _from_model(model: GPT, how: _How) -> Runner:
+def _from_model(model: GPT, how: How) -> Runner:
     """Return a runner of a model, or of a copy where precision or backend ask for one."""
     import copy
 
@@ -128,7 +118,7 @@ def _from_model(model: GPT, how: _How) -> Runner:
 
 def _from_source(
     source: str | os.PathLike[str],
-    how: _How,
+    how: How,
     *,
     resolve: str | None,
     **config: Any,
@@ -168,7 +158,7 @@ def _open_packed(directory: Path, precision: str) -> PackedModel:
     return model
 
 
-def _require_cpu(gpu: bool, how: _How) -> None:
+def _require_cpu(gpu: bool, how: How) -> None:
     if gpu and how.backend == "auto":
         raise UserError(
             f"{how.precision} is computed on CPUs only: take bf16 on the GPU, or backend='kernels' "
