@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -22,6 +24,12 @@ def assert_is(model: GPT, tiny: GPT) -> None:
 
 def test_the_table_of_shapes_is_the_models_own(tiny):
     assert shapes(tiny.config) == {n: tuple(p.shape) for n, p in tiny.named_parameters()}
+
+
+def test_loading_draws_no_numbers_and_imports_no_compiler_for_them(saved):
+    code = "import sys; from tiedgpt import GPT; GPT.from_pretrained(sys.argv[1]); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, saved], check=True)
 
 
 def test_keys_without_the_prefix_are_read(rewrite, tiny):

@@ -225,6 +225,8 @@ class _NoDraws(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.normal_, torch.Tensor.uniform_):
             return args[0]
+        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # they would draw out of our sight
+            return kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
 
