@@ -130,19 +130,18 @@ class Guard:
         self._remember()
         frame = _user_frame(inspect.currentframe())
         self._body = (frame, frame.f_lineno if frame else 0)
-        if frame is not None:
-            self._where = (frame.f_code.co_filename, frame.f_lineno)
         self._active = True
+        self.step(frame)
         self._tracer = _Tracer.of_this_thread()
-        self._tracer.add(self, frame)
+        self._tracer.guards += (self,)
+        self._tracer.install(frame)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._active = False
         if self._tracer is not None:
             self._tracer.remove(self, _user_frame(inspect.currentframe()))
-        self._tracer = None
-        self._body = (None, 0)
+        self._tracer, self._body = None, (None, 0)
         self._compare(may_raise=error is None)
 
     def before_line(self, frame: FrameType) -> None:
@@ -151,24 +150,20 @@ class Guard:
             self.step(frame)
 
     def step(self, frame: FrameType | None) -> None:
-        """Check what was done, and remember where what comes next will happen."""
-        if self._active:
-            self._check()
-            if frame is not None:
-                self._where = (frame.f_code.co_filename, frame.f_lineno)
+        """Check what was done, and remember where what comes next will happen.
 
-    def _check(self) -> None:
-        """Compare if needed. If that raises (an error, or a warning made one), stop watching.
-
-        Python drops a trace function that raises; `__exit__` restores it for other guards.
+        All is compared if a watched parameter moved, or something was called that can replace one.
+        If that raises, the watch ends: Python drops a trace function that raises, and `__exit__`
+        restores it for other guards.
         """
-        if not self.changed and self._look() == self._seen:
+        if not self._active:
             return
-        try:
-            self._compare(may_raise=True)
-        except BaseException:
+        if self.changed or self._look() != self._seen:
             self._active = False
-            raise
+            self._compare(may_raise=True)
+            self._active = True
+        if frame is not None:
+            self._where = (frame.f_code.co_filename, frame.f_lineno)
 
     def _compare(self, *, may_raise: bool) -> None:
         """Compare all parameters with what they were; report what differs."""
@@ -210,10 +205,9 @@ class Guard:
 
 
 class _Slot(NamedTuple):
-    """What a parameter's name stood for at one moment."""
+    """What a parameter's name stood for. It is kept alive, so that its id is not used again."""
 
     parameter: Tensor
-    """Kept alive, so that its id and its memory are not reused meanwhile."""
     storage: Hashable
     shape: tuple[int, ...]
 
@@ -257,22 +251,21 @@ def _state(slots: Slots, places: list[list[str]]) -> str:
 
 def _changes(before: Slots, after: Slots) -> Iterator[Change]:
     """Yield what became of each group of names, old or new."""
-    for names in _groups(before):
-        places = [_places(name, names, before, after) for name in names]
-        was, now = _state(before, [[name] for name in names]), _state(after, places)
-        called = f"{_named(names)} {before[names[0]].shape}"
-        if now == TWO:
-            text = f"{called} were one matrix and are not: "
-            text += ", ".join(_became(names, places, before, after))
-            yield KINDS[now], names, text, _advice(places, before[names[0]], after)
-        elif now != was:
-            yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
+    groups = _groups(before)
     for group in _groups(after):
         names = tuple(name for name in group if name in before)
-        places = [[name] for name in names]
-        if names and _state(before, places) == TWO:
-            called, now = f"{_named(names)} {after[names[0]].shape}", _state(after, places)
-            yield KINDS[now], names, f"{called} were {TWO} and are {now}", ADVICE[now]
+        if names and _state(before, [[name] for name in names]) == TWO:
+            groups.append(names)
+    for names in groups:
+        places = [_places(name, names, before, after) for name in names]
+        was, now = _state(before, [[name] for name in names]), _state(after, places)
+        called = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
+        if now == TWO:
+            became = ", ".join(_became(names, places, before, after))
+            advice = _advice(places, before[names[0]], after)
+            yield KINDS[now], names, f"{called} were one matrix and are not: {became}", advice
+        elif now != was:
+            yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
 
 
 def _places(name: str, group: tuple[str, ...], before: Slots, after: Slots) -> list[str]:
@@ -325,10 +318,6 @@ def _advice(places: list[list[str]], before: _Slot, after: Slots) -> str:
     return f"{again}; if two are meant, set config.tie_word_embeddings=False so that files say so"
 
 
-def _named(names: tuple[str, ...]) -> str:
-    return " and ".join((*names[1:], names[0]))
-
-
 class _Tracer:
     """The one trace function of a thread, for all guards that are active there.
 
@@ -349,11 +338,6 @@ class _Tracer:
         tracer = getattr(sys.gettrace(), "__self__", None)
         return tracer if isinstance(tracer, cls) and tracer.guards else cls()
 
-    def add(self, guard: Guard, frame: FrameType | None) -> None:
-        """Let a guard see each line from now on."""
-        self.guards += (guard,)
-        self._install(frame)
-
     def remove(self, guard: Guard, frame: FrameType | None) -> None:
         """Let a guard see no more; after the last one, all is as it was before the first."""
         self.guards = tuple(other for other in self.guards if other is not guard)
@@ -365,9 +349,9 @@ class _Tracer:
                 known.f_trace = before
             self._frames.clear()
         elif here and sys.gettrace() is None:  # Python dropped it because a guard raised
-            self._install(frame)
+            self.install(frame)
 
-    def _install(self, frame: FrameType | None) -> None:
+    def install(self, frame: FrameType | None) -> None:
         """Trace new frames, and those of user code that are running and not traced yet."""
         first = not self._frames
         while frame is not None:
