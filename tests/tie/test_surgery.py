@@ -166,7 +166,7 @@ def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
     assert not report.tied and not tiny.config.tie_word_embeddings
     assert report.change.came_in == {"head.1.weight": (97, 32), "head.1.bias": (97,)}
     assert report.change.parameters_after == total(tiny)
-    assert "Sequential(Dropout, Linear 32 -> 97 with bias)" in str(report)
+    assert "Linear(in_features=32, out_features=97, bias=True)" in str(report)
     assert "tie(model) lets wte.weight take the place of head.1.weight" in str(report)
     tie(tiny)
     assert total(tiny) == report.change.parameters_before + 97
@@ -205,7 +205,7 @@ def test_a_second_name_outside_a_linear_layer_is_tied_and_warned_of(tiny):
     report = replace_head(tiny, Own(tiny.wte.weight))
     assert report.tied and "head.table is wte.weight under a second name" in str(report)
     for operation in (untie, lambda model: resize_vocab(model, 99)):
-        with pytest.raises(UserError, match=r"head\.table is wte\.weight"):
+        with pytest.raises(UserError, match=r"head\.table .*wte\.weight"):
             operation(tiny)
 
 

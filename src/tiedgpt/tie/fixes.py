@@ -102,7 +102,9 @@ def fix(
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     before = examine(checkpoint, roles)
     plan = _plan(checkpoint, replace(roles, output_transposed=before.transposed), before, keep)
-    copies = _copies(checkpoint, roles, plan)
+    matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
+    copies = {n: Copy(t) for n, t in checkpoint.tensors.items() if n not in matrices}
+    copies |= plan.tensors
     for copy in copies.values():
         _ = copy.format_name  # refuses a type that cannot be written, before anything is
     beside, left = _beside(checkpoint)
@@ -285,13 +287,6 @@ def _check_dest(dest: Path, source: Path) -> None:
     home = source.parent if source.name.endswith(".index.json") else source
     if home.is_dir() and dest.resolve().is_relative_to(home.resolve()):
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
-
-
-def _copies(checkpoint: Checkpoint, roles: Roles, plan: Plan) -> dict[str, Copy]:
-    """Return what the new file holds."""
-    matrices = {t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None}
-    others = {n: Copy(t) for n, t in checkpoint.tensors.items() if n not in matrices}
-    return others | plan.tensors
 
 
 def _write_config(path: Path, checkpoint: Checkpoint, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -49,17 +50,12 @@ class Unembed(nn.Module):
 
 def require_gpt(model: object) -> GPT:
     """Return the model if it is an unsharded `tiedgpt.GPT`; else raise `UserError`."""
-    if not isinstance(model, GPT):
-        raise UserError(
-            f"{type(model).__name__} is no tiedgpt.GPT; of these functions only `tie` changes "
-            "other modules"
-        )
-    if type(model.wte.weight) is not nn.Parameter:
-        raise UserError(
-            f"wte.weight is a {type(model.wte.weight).__name__}: change the model before it is "
-            "sharded or wrapped"
-        )
-    return model
+    if isinstance(model, GPT) and type(model.wte.weight) is nn.Parameter:
+        return model
+    raise UserError(
+        f"{type(model).__name__} is no tiedgpt.GPT, or wte.weight is sharded or wrapped: change "
+        "the GPT before that; of these functions only `tie` changes other modules"
+    )
 
 
 def is_tied(model: GPT) -> bool:
@@ -128,13 +124,8 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 
 def describe(module: nn.Module) -> str:
-    """Return a module in a few words: `Sequential(Dropout, Linear 32 -> 97)`."""
-    if isinstance(module, nn.Linear):
-        bias = "" if module.bias is None else " with bias"
-        return f"Linear {module.in_features} -> {module.out_features}{bias}"
-    if isinstance(module, nn.Sequential):
-        return f"Sequential({', '.join(describe(part) for part in module)})"
-    return type(module).__name__
+    """Return torch's text of a module in one line."""
+    return shorten(str(module), 200)
 
 
 def storage_key(tensor: Tensor) -> Hashable:

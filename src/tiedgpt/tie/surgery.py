@@ -128,9 +128,10 @@ def tie(
         owner, _, last = name.rpartition(".")
         if isinstance(model, GPT):
             _predict_with_wte(model, owner)
+            model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
         else:
             setattr(model.get_submodule(owner), last, matrix)
-    notes += _claim_tied(model)
+            notes += _claim_tied(model)
     change, replaced = Change.since(before, model), ", ".join(outputs)
     lines = [
         f"tied: {reads} {tuple(matrix.shape)} reads and predicts; it replaces {replaced}",
@@ -261,10 +262,7 @@ def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linea
 
 
 def _claim_tied(model: nn.Module) -> list[str]:
-    """Correct the config, if there is one that says something else."""
-    if isinstance(model, GPT):
-        model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
-        return []
+    """Correct the config of a foreign model, if there is one that says something else."""
     config = getattr(unwrapped(model), "config", None)
     if getattr(config, "tie_word_embeddings", True) is True:
         return []
@@ -273,16 +271,13 @@ def _claim_tied(model: nn.Module) -> list[str]:
 
 
 def _notes_on_the_rest(model: nn.Module, predicts: str) -> list[str]:
-    """Tell of a bias, which stays, and of a larger head, which files have no place for."""
+    """Tell of a bias, which stays, and of a larger head, under whose names nothing is saved."""
     owner = predicts.rpartition(".")[0]
-    layer = model.get_submodule(owner)
-    head = model.head if isinstance(model, GPT) else output_module(model)[1]
-    notes = []
+    layer, notes = model.get_submodule(owner), []
     if isinstance(getattr(layer, "bias", None), nn.Parameter):
         notes.append(f"{owner}.bias stays: logits = h W^T + b")
-    if isinstance(model, GPT) and layer is not head:
-        notes.append(f"{owner} predicts with W; transformers' files have no place for such a head")
-    elif head is not None and layer is not head:
+    head = None if isinstance(model, GPT) else output_module(model)[1]
+    if head is not None and layer is not head:
         notes.append(
             f"save_pretrained refuses a tie under the name {predicts}: put a plain Linear that "
             "holds the Parameter back as the head before saving"
@@ -295,33 +290,26 @@ def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> Report:
     tied, change = is_tied(model), Change.since(before, model)
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     head = "none: wte predicts" if model.head is None else describe(model.head)
-    lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens"]
-    lines.append(
-        "tied: wte.weight reads and predicts"
-        if tied
-        else "NOT tied: wte.weight only reads, the head predicts with a matrix of its own"
-    )
-    lines += [str(change), NEW_OPTIMIZER]
-    if not tied:
-        lines.append(_how_to_tie(model))
-    if second := second_names(model):
+    lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens", str(change)]
+    layers, second = list(head_layers(model)), second_names(model)
+    if tied:
+        lines.append("tied: wte.weight reads and predicts")
+    else:
+        lines.append("NOT tied: wte.weight only reads, the head predicts with its own parameters")
+    if layers and not tied:
+        call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
+        lines.append(
+            f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight; "
+            'keep="output" keeps the values of the head'
+        )
+    elif not tied:
+        lines.append(
+            f"no layer of this head has a matrix {tuple(model.wte.weight.shape)}, so nothing in it "
+            "can be wte.weight; replace_head(model, None) lets wte predict instead"
+        )
+    if second:
         lines.append(
             f"{second[0]} is wte.weight under a second name: replacing one of them (to_empty, "
             "load_state_dict(assign=True)) unties them; guard(model) notices"
         )
-    return Report(tied, change, "\n".join(lines))
-
-
-def _how_to_tie(model: GPT) -> str:
-    """Say which call lets W predict again with this head."""
-    layers = list(head_layers(model))
-    if not layers:
-        return (
-            f"no layer of this head has a matrix {tuple(model.wte.weight.shape)}, so nothing in it "
-            "can be wte.weight; replace_head(model, None) lets wte predict instead"
-        )
-    call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
-    return (
-        f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight; "
-        'keep="output" keeps the values of the head'
-    )
+    return Report(tied, change, "\n".join([*lines, NEW_OPTIMIZER]))

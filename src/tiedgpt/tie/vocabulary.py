@@ -76,7 +76,7 @@ class VocabularyReport:
     mass: Mass | None = None
     """None if no row was added, or the weights are on the meta device."""
     old_ids: tuple[int, ...] | None = None
-    """After `prune`: the old id of each new id."""
+    """After rows were dropped: the old id of each new id."""
 
     def __str__(self) -> str:
         if not self.matrices:
@@ -107,7 +107,7 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
     if n == before:
         return VocabularyReport(n, n, (), Change.since(parameters, model))
     if n < before:
-        return _select(model, list(range(n)))
+        return prune(model, range(n))
     grown = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
     states, mass = _states(model, sample, seed), None
     with _replaced(model, {name: table for name, (table, *_) in grown.items()}, {}):
@@ -139,21 +139,15 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
     for ids outside the vocabulary or given twice, or if a special id would be lost. The report's
     `old_ids` holds the old id of each new id; the tokenizer must be pruned in the same way.
     """
-    size = require_gpt(model).config.vocab_size
+    model = require_gpt(model)
+    before, parameters = model.config.vocab_size, dict(model.named_parameters())
     try:
         ids = [operator.index(i) for i in keep_ids]
     except TypeError:
         raise UserError("keep_ids must be whole numbers, the ids to keep") from None
-    wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < size]
+    wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < before]
     if wrong or not ids:
-        raise UserError(f"keep_ids must be ids from 0 to {size - 1}, each once; got {wrong[:1]}")
-    return dataclasses.replace(_select(model, ids), old_ids=tuple(ids))
-
-
-@torch.no_grad()
-def _select(model: GPT, ids: list[int]) -> VocabularyReport:
-    """Keep these rows, in this order, in every table; move the special ids."""
-    before, parameters = model.config.vocab_size, dict(model.named_parameters())
+        raise UserError(f"keep_ids must be ids from 0 to {before - 1}, each once; got {wrong[:1]}")
     own = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
     foreign = {key: id for key, id in model.foreign_config.items() if key.endswith("_token_id")}
     special = {k: v for k, v in (own | foreign).items() if type(v) is int and 0 <= v < before}
@@ -163,14 +157,12 @@ def _select(model: GPT, ids: list[int]) -> VocabularyReport:
             f"{' and '.join(lost)} would be lost with {before} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
-    rows = {
-        name: table.detach()[torch.tensor(ids, device=table.device)]
-        for name, table in _tables(model).items()
-    }
+    rows = {name: table.detach()[ids] for name, table in _tables(model).items()}
     moved = {name: place[old] for name, old in special.items()}
     with _replaced(model, rows, {name: new for name, new in moved.items() if name in own}):
         model.foreign_config |= {name: new for name, new in moved.items() if name in foreign}
-    return VocabularyReport(before, len(ids), tuple(rows), Change.since(parameters, model))
+    change = Change.since(parameters, model)
+    return VocabularyReport(before, len(ids), tuple(rows), change, old_ids=tuple(ids))
 
 
 def _tables(model: GPT) -> dict[str, nn.Parameter]:
@@ -181,20 +173,17 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
     found = {"wte.weight": model.wte.weight}
     if model.head is None:
         return found
-    if second := second_names(model):
-        raise UserError(
-            f"{second[0]} is wte.weight under a second name; resize before the head is replaced"
-        )
     size, layers = model.config.vocab_size, (*head_layers(model), *unembeds(model))
     tables = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+    tables -= set(second_names(model))
     for name, tensor in [*model.head.named_parameters("head"), *model.head.named_buffers("head")]:
-        if size in tensor.shape and name not in tables:
-            raise UserError(
-                f"{name} {tuple(tensor.shape)} has {size} entries in a head that is no plain "
-                "product with a matrix (V, D): resize before the head is replaced"
-            )
         if name in tables:
             found[name] = model.get_parameter(name)
+        elif size in tensor.shape:
+            raise UserError(
+                f"{name} {tuple(tensor.shape)} cannot follow: it is wte.weight under a second "
+                "name, or no matrix (V, D) or bias of one; resize before the head is replaced"
+            )
     return found
 
 
