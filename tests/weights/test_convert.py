@@ -164,7 +164,7 @@ def test_nothing_is_replaced_unasked(source, tokenizer, tmp_path):
         to(source, tmp_path / "x.bin", "llmc", tokenizer)
     with pytest.raises(UserError, match="new or empty"):
         to(source, tmp_path / "d", "transformers", tokenizer)
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match="is no file that could be replaced"):
         to(source, tmp_path / "d", "gguf", tokenizer)
     to(source, tmp_path / "x.bin", "llmc", tokenizer, overwrite=True)
     assert (tmp_path / "x.bin").stat().st_size > 4

@@ -11,7 +11,7 @@ import glob
 import hashlib
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,22 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
-from tiedgpt.files import remove, sync, writing
+from tiedgpt.files import remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, as_gpt
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, as_gpt
 from tiedgpt.weights.huggingface import TIEDGPT
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.plain_model import PRECISIONS
-from tiedgpt.weights.save import save_tokenizer, write_description
+from tiedgpt.weights.save import descriptions, save_tokenizer
 from tiedgpt.weights.tensors import by_storage
 
 
 @dataclass(frozen=True)
 class Target:
-    """A format that can be written."""
+    """A format that can be written, by the function `write` of a module of this package."""
 
-    writer: str
-    """The module of this package, and its function `write(model, path, *, tokenizer, precision,
-    progress, **options)`."""
+    module: str
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     suffix: str = ""
     """Of a file; "": a directory is written."""
@@ -55,19 +53,16 @@ class Target:
 
 
 TARGETS = {
-    "transformers": Target("save:write", holds_tokenizer=True),
+    "transformers": Target("save", holds_tokenizer=True),
     "gguf": Target(
-        "gguf_write:write", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
+        "gguf_write", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
         options=("duplicate_head", "approximate_gelu"),
     ),
-    "onnx": Target("onnx_write:write", suffix=".onnx", bundled="model.onnx"),
-    "nanogpt": Target("nanogpt:write", suffix=".pt", options=("approximate_gelu",)),
-    "llmc": Target(
-        "llmc:write", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)
-    ),
+    "onnx": Target("onnx_write", suffix=".onnx", bundled="model.onnx"),
+    "nanogpt": Target("nanogpt", suffix=".pt", options=("approximate_gelu",)),
+    "llmc": Target("llmc", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
     "packed": Target(
-        "packed_write:write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
-        default="int8",
+        "packed_write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True, default="int8"
     ),
 }  # fmt: skip
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
@@ -145,7 +140,7 @@ def convert(
             _move(hidden, path, overwrite)
     finally:
         remove(hidden)
-    return Written(path, **written)
+    return replace(written, path=path)
 
 
 def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str:
@@ -154,9 +149,9 @@ def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str
         raise UserError(f"{to!r} is no format that is written here; there are {', '.join(TARGETS)}")
     target = TARGETS[to]
     if precision is None:
-        names = {torch_dtype: name for name, torch_dtype in PRECISIONS.items()}
-        own = target.default or names.get(dtype, "fp32")
-        return own if own in target.precisions else "fp32"
+        own = [name for name, torch_dtype in PRECISIONS.items() if torch_dtype == dtype]
+        names = [target.default, *own, "fp32"]
+        return next(name for name in names if name in target.precisions)
     if precision not in target.precisions:
         others = [name for name, other in TARGETS.items() if precision in other.precisions]
         raise UserError(
@@ -171,14 +166,14 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new: give DEST a name")
     with writing(path):
-        directory, exists = TARGETS[to].is_directory(path), path.exists()
-        if directory and exists and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} is there already: give a directory that is new or empty")
-        if not directory and path.is_dir():
-            raise UserError(f"{path} is a directory: give the name of a file")
-        if not directory and exists and not path.is_file():
-            raise UserError(f"{path} is no file that could be replaced: give another name")
-        if not directory and exists and not overwrite:
+        if not path.exists():
+            return
+        if TARGETS[to].is_directory(path):
+            if not path.is_dir() or any(path.iterdir()):
+                raise UserError(f"{path} is there already: give a directory that is new or empty")
+        elif not path.is_file():
+            raise UserError(f"{path} is no file that could be replaced: give the name of a file")
+        elif not overwrite:
             raise UserError(f"{path} is there already: give another name, or --overwrite")
 
 
@@ -207,10 +202,10 @@ def _write(
     target, place = TARGETS[to], path
     directory = target.is_directory(path)
     if directory and target.bundled:
-        write_description(model, path, PRECISIONS[precision])
+        for name, description in descriptions(model, PRECISIONS[precision]).items():
+            write_json(path / name, description)
         place = path / target.bundled
-    module, _, function = target.writer.partition(":")
-    write = getattr(import_module(f"tiedgpt.weights.{module}"), function)
+    write = import_module(f"tiedgpt.weights.{target.module}").write
     inside = None if directory else tokenizer
     write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
     if directory and tokenizer is not None:
@@ -221,11 +216,10 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     """Put the checked files in their place, the file that names the others last."""
     made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
     for file in made:
-        place = path.parent / file.name
-        if place.exists() and not place.is_dir() and not overwrite:
-            raise UserError(f"{place} is there already: give another name, or --overwrite")
+        if file.name != path.name:
+            require_place(path.parent / file.name, "llmc", overwrite=overwrite)
     for file in made:
-        for part in [file, *file.rglob("*")] if file.is_dir() else [file]:
+        for part in [file, *file.rglob("*")]:
             sync(part)
         os.replace(file, path.parent / file.name)
     sync(path.parent)
@@ -248,14 +242,11 @@ class Fingerprint:
             n = min(CHECKED_SHAPE[1], config.n_positions)
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(config.vocab_size, (CHECKED_SHAPE[0], n), generator=generator)
-        with torch.inference_mode():
-            if dtype in (torch.float32, torch.float64):
-                logits = model(ids)
-            else:
-                try:
-                    logits = model.float()(ids)
-                finally:
-                    model.to(dtype)  # exact: every value came from this type
+        try:
+            with torch.inference_mode():
+                logits = model.to(torch.promote_types(dtype, torch.float32))(ids)
+        finally:
+            model.to(dtype)  # exact: every value came from this type
         digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
         return cls(digests, dtype, ids, logits)
 
@@ -274,12 +265,12 @@ def _compare(
     tokenizer: Tokenizer | None,
     precision: str,
     loaded: Loaded,
-) -> dict[str, Any]:
-    """Open what was written; return the facts of `Written`, or raise `CheckFailedError`."""
+) -> Written:
+    """Open what was written; `CheckFailedError` where it is another model."""
     carried = TARGETS[to].holds_tokenizer or TARGETS[to].is_directory(path)
     try:
         again = load(path)
-        checkpoint = open_checkpoint(path)
+        copies, matrix_bytes = _copies(path)
         if carried and tokenizer is not None:
             again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
@@ -299,13 +290,12 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    copies, matrix_bytes = _copies(checkpoint)
-    return {
-        "n_bytes": _size(path), "matrix_bytes": matrix_bytes, "copies": copies,
-        "exact": exact, "difference": difference, "tolerance": tolerance,
-        "with_tokenizer": carried and tokenizer is not None,
-        "notes": _notes(loaded, again),
-    }  # fmt: skip
+    files = path.rglob("*") if path.is_dir() else path.parent.iterdir()
+    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    return Written(
+        path, n_bytes, matrix_bytes, copies, exact, difference, tolerance,
+        with_tokenizer=carried and tokenizer is not None, notes=_notes(loaded, again),
+    )  # fmt: skip
 
 
 def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
@@ -329,18 +319,12 @@ def _sample(tokenizer: Tokenizer) -> str:
         return tokenizer.decode(ids)
 
 
-def _copies(checkpoint: Checkpoint) -> tuple[int, int]:
+def _copies(path: Path) -> tuple[int, int]:
     """Count the places of W and of matrices like it, unlisted bytes included; and W's bytes."""
+    checkpoint = open_checkpoint(path)
     tensors = as_gpt(checkpoint).tensors
     matrices = [tensors[name].stored for name in (EMBEDDING, HEAD) if name in tensors]
-    copies = len(by_storage(matrices))
     listed = sum(group[0].n_bytes for group in by_storage(checkpoint.tensors.values()))
-    whole = sum(file.stat().st_size for file in checkpoint.files)
-    one = matrices[0].n_bytes
+    whole, one = sum(file.stat().st_size for file in checkpoint.files), matrices[0].n_bytes
     unlisted = (whole - listed) // one if one > HEADERS_AND_VOCABULARY else 0
-    return copies + unlisted, one
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else path.parent.iterdir()
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return len(by_storage(matrices)) + unlisted, one

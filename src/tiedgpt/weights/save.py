@@ -32,11 +32,7 @@ def save_model(
     its config says: adapters, parametrizations, other parameters, a head that is no plain matrix.
     """
     tensors = tensors_of(model, dtype)
-    descriptions = {
-        "config.json": describe(model, dtype),
-        "generation_config.json": _generation_config(model.config),
-    }
-    write_directory(directory, tensors, descriptions, model_card(model.config))
+    write_directory(directory, tensors, descriptions(model, dtype), model_card(model.config))
 
 
 def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored]:
@@ -54,7 +50,7 @@ def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored
 def write_directory(
     directory: str | os.PathLike[str],
     tensors: Mapping[str, Stored],
-    descriptions: Mapping[str, object],
+    described: Mapping[str, object],
     card: str,
 ) -> None:
     """Write model.safetensors, JSON files by name and a card, unless one was edited.
@@ -67,7 +63,7 @@ def write_directory(
     require_room(directory, sum(tensor.n_bytes for tensor in tensors.values()))
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
-    for name, description in descriptions.items():
+    for name, description in described.items():
         write_json(directory / name, description)
     path = directory / "README.md"
     if not path.exists() or OUR_CARD in path.read_text(encoding="utf-8", errors="replace"):
@@ -108,15 +104,11 @@ def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
     return description
 
 
-def write_description(model: GPT, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and generation_config.json."""
-    write_json(directory / "config.json", describe(model, dtype))
-    write_json(directory / "generation_config.json", _generation_config(model.config))
-
-
-def _generation_config(config: GPTConfig) -> dict[str, Any]:
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+def descriptions(model: GPT, dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+    """Return config.json and generation_config.json by name; `UserError` as `describe`."""
+    ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
+    generation = {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+    return {"config.json": describe(model, dtype), "generation_config.json": generation}
 
 
 def peculiarities(config: GPTConfig) -> str:
@@ -132,20 +124,16 @@ def peculiarities(config: GPTConfig) -> str:
 
 def model_card(config: GPTConfig) -> str:
     """Return a short model card: what the model is and how to load it."""
-    count = f"{config.parameter_count():,}"
-    tie = (
-        f"one matrix of {config.vocab_size:,} x {config.n_embd} reads and predicts, counted once"
-        if config.tie_word_embeddings
-        else "the head predicts with a matrix of its own"
-    )
-    theirs = model_type_of(config) is not TIEDGPT
-    loads = (
-        " or with transformers\n(`AutoModelForCausalLM.from_pretrained(directory)`)."
-        if theirs
-        else ";\ntransformers has no class that computes it."
-    )
+    tie = "the head predicts with a matrix of its own"
+    if config.tie_word_embeddings:
+        size = f"{config.vocab_size:,} x {config.n_embd}"
+        tie = f"one matrix of {size} reads and predicts, counted once"
+    library = "transformers"
+    loads = " or with transformers\n(`AutoModelForCausalLM.from_pretrained(directory)`)."
+    if model_type_of(config) is TIEDGPT:
+        library, loads = "tiedgpt", ";\ntransformers has no class that computes it."
     return f"""---
-library_name: {"transformers" if theirs else "tiedgpt"}
+library_name: {library}
 pipeline_tag: text-generation
 tags: [{model_type_of(config).name}]
 ---
@@ -153,7 +141,7 @@ tags: [{model_type_of(config).name}]
 
 {OUR_CARD}
 
-{count} parameters; {tie}.
+{config.parameter_count():,} parameters; {tie}.
 {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;
 {config.n_positions} positions{peculiarities(config)}.
 
