@@ -29,6 +29,7 @@ class Fake:
 
     def start(self, run, config, step):
         self._call("start", step)
+        return self.log, self.finish
 
     def log(self, step, values, texts):
         self._call("log", step, values, texts)
@@ -41,7 +42,7 @@ def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(new_run, conf
     run, tokenizer = new_run()
     fake, warnings = Fake(), []
     task = LanguageModelling(run, config, tokenizer)
-    with Tracking(fake, run.path, {}, warn=warnings.append) as tracking:
+    with Tracking("Fake", fake.start, run.path, {}, warn=warnings.append) as tracking:
         *_, ended = train(run, task, plan, CPU, track=tracking.log)
     assert isinstance(ended, Ended) and not warnings
     names = [call[0] for call in fake.calls]
@@ -57,7 +58,7 @@ def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(new_run, conf
 @pytest.mark.parametrize("breaks", ["start", "log", "finish"])
 def test_what_a_tracker_raises_becomes_one_line_and_it_is_given_no_more(tmp_path, breaks):
     fake, warnings = Fake(breaks), []
-    with Tracking(fake, tmp_path, {}, warn=warnings.append) as tracking:
+    with Tracking("Fake", fake.start, tmp_path, {}, warn=warnings.append) as tracking:
         for step in range(1, 4):
             tracking.log({"step": step, "loss": 1.0})
     assert warnings == ["Fake failed and is given no more metrics (RuntimeError: no network)"]
@@ -71,7 +72,9 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
     fake = Fake()
     fake.start = lambda run, config, step: release.wait(10)
     began = time.perf_counter()
-    with Tracking(fake, tmp_path, {}, warn=warnings.append, patience=0.05) as tracking:
+    with Tracking(
+        "Fake", fake.start, tmp_path, {}, warn=warnings.append, patience=0.05
+    ) as tracking:
         for step in range(1, 40):
             tracking.log({"step": step, "loss": 1.0})
     assert time.perf_counter() - began < 5
@@ -109,10 +112,9 @@ def test_a_run_that_goes_on_goes_on_under_the_same_name(monkeypatch, tmp_path, n
     monkeypatch.setitem(sys.modules, name, module)
     (tmp_path / "run.toml").write_text("[options]\nseed = 1\n")
     for step in (0, 7):
-        tracker = open_tracker(name)
-        tracker.start(tmp_path, {"training": {"lr": 0.1, "data": ["a"]}}, step)
-        tracker.log(step + 1, {"loss": 1.0}, {"sample": "a"})
-        tracker.finish()
+        log, finish = open_tracker(name)(tmp_path, {"training": {"lr": 0.1, "data": ["a"]}}, step)
+        log(step + 1, {"loss": 1.0}, {"sample": "a"})
+        finish()
     first, logged, finished, again, *_ = calls
     assert first == again and first["resume"] == "allow" and first["project"] == "tiedgpt"
     assert logged == (1, {"loss": 1.0, "sample": "a"}) and finished == "finish"
@@ -134,10 +136,9 @@ def test_tensorboard_hides_what_an_earlier_call_wrote_of_later_steps(monkeypatch
     writer.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboard", package)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    tracker = open_tracker("tensorboard")
-    tracker.start(tmp_path, {"training": {"lr": 0.1}}, 7)
-    tracker.log(8, {"loss": 1.0}, {"sample": "a"})
-    tracker.finish()
+    log, finish = open_tracker("tensorboard")(tmp_path, {"training": {"lr": 0.1}}, 7)
+    log(8, {"loss": 1.0}, {"sample": "a"})
+    finish()
     assert calls[0] == (str(tmp_path / "tensorboard"), 8)
     assert calls[1][2] == "    training.lr = 0.1\n"
     assert calls[2:] == [

@@ -187,9 +187,10 @@ def _train_in(
             stop = stack.enter_context(stop_on_signals())
             stack.enter_context(display.training(plan))
             tracking = None
-            if tracker is not None:
+            if track is not None and tracker is not None:
+                tables = directory.read_record()
                 tracking = stack.enter_context(
-                    Tracking(tracker, out, directory.read_record(), warn=display.say)
+                    Tracking(track, tracker, out, tables, warn=display.say)
                 )
             fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
             for event in train(

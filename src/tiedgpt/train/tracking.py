@@ -1,7 +1,7 @@
 """Metrics to a tracker: trackio, Weights & Biases or TensorBoard, behind one small adapter.
 
-A tracker lives on a thread of its own, behind a queue: whatever it does, or waits for, training
-neither stops nor slows down. What it raises becomes one line, and it is given nothing more.
+A tracker has a thread of its own, behind a queue, so it cannot stop or slow training. If it raises,
+one line says so, and it is given nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tiedgpt.errors import UserError
 
@@ -26,99 +26,67 @@ PATIENCE = 20.0
 """Seconds that the end of training waits for a tracker."""
 
 
-class Tracker(Protocol):
-    """What takes a run's metrics somewhere."""
-
-    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
-        """Begin, or go on after a step, with the tables of run.toml."""
-
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Take what was measured in a step."""
-
-    def finish(self) -> None:
-        """Write what is left."""
+Log = Callable[[int, Mapping[str, float], Mapping[str, str]], None]
+"""Takes the numbers and texts of a step."""
+Finish = Callable[[], None]
+Start = Callable[[Path, Mapping[str, Any], int], tuple[Log, Finish]]
+"""Begins a run, or goes on after a step, with the tables of run.toml."""
 
 
-class Trackio:
-    """`trackio`, which keeps its data on this machine: `trackio show --project tiedgpt`."""
+def _trackio() -> Start:
+    """Keep the data on this machine: `trackio show --project tiedgpt`."""
+    trackio = _package("trackio")
 
-    def __init__(self) -> None:
-        self._trackio = _package("trackio")
+    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
+        name = f"{run.name}-{_identity(run)}"
+        trackio.init(project=PROJECT, name=name, config=_flat(config), resume="allow", embed=False)
+        return lambda step, values, texts: trackio.log(
+            {**values, **texts}, step=step
+        ), trackio.finish
 
-    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
-        """Begin, or go on under the same name."""
-        self._trackio.init(
-            project=PROJECT,
-            name=f"{run.name}-{_identity(run)}",
-            config=_flat(config),
-            resume="allow",
-            embed=False,
-        )
-
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Take what was measured in a step."""
-        self._trackio.log({**values, **texts}, step=step)
-
-    def finish(self) -> None:
-        """Write what is left."""
-        self._trackio.finish()
+    return start
 
 
-class WeightsAndBiases:
-    """`wandb`, as its own settings and environment variables say."""
+def _wandb() -> Start:
+    """Weights & Biases, as its own settings and environment variables say."""
+    wandb = _package("wandb")
 
-    def __init__(self) -> None:
-        self._wandb = _package("wandb")
-        self._run: Any = None
-
-    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
-        """Begin, or go on in the same wandb run."""
-        self._run = self._wandb.init(
+    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
+        its = wandb.init(
             project=PROJECT, name=run.name, id=_identity(run), config=dict(config), resume="allow"
         )
+        return lambda step, values, texts: its.log({**values, **texts}, step=step), its.finish
 
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Take what was measured in a step."""
-        self._run.log({**values, **texts}, step=step)
-
-    def finish(self) -> None:
-        """Write what is left."""
-        if self._run is not None:
-            self._run.finish()
+    return start
 
 
-class TensorBoard:
+def _tensorboard() -> Start:
     """Event files in the run's directory: `tensorboard --logdir RUN/tensorboard`."""
+    _package("tensorboard")
 
-    def __init__(self) -> None:
-        _package("tensorboard")
-        self._writer: Any = None
-
-    def start(self, run: Path, config: Mapping[str, Any], step: int) -> None:
-        """Begin, or go on; what an earlier call wrote of later steps is not shown."""
+    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        # what an earlier call wrote of later steps is not shown
+        writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
         rows = "".join(f"    {name} = {value}\n" for name, value in _flat(config).items())
-        self._writer.add_text("run.toml", rows, global_step=step + 1)
+        writer.add_text("run.toml", rows, global_step=step + 1)
 
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Take what was measured in a step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        for name, text in texts.items():
-            self._writer.add_text(name, text, global_step=step)
+        def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, global_step=step)
+            for name, text in texts.items():
+                writer.add_text(name, text, global_step=step)
 
-    def finish(self) -> None:
-        """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
+        return log, writer.close
+
+    return start
 
 
-TRACKERS: dict[TrackerName, Callable[[], Tracker]] = {
-    "trackio": Trackio,
-    "wandb": WeightsAndBiases,
-    "tensorboard": TensorBoard,
+TRACKERS: dict[TrackerName, Callable[[], Start]] = {
+    "trackio": _trackio,
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
 }
 
 
@@ -127,14 +95,15 @@ class Tracking:
 
     def __init__(
         self,
-        tracker: Tracker,
+        name: str,
+        start: Start,
         run: Path,
         config: Mapping[str, Any],
         *,
         warn: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:
-        self._tracker, self._run, self._config = tracker, run, config
+        self._name, self._start, self._run, self._config = name, start, run, config
         self._warn, self._patience = warn, patience
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE)
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
@@ -162,28 +131,22 @@ class Tracking:
                 self._warn(f"{self._name} is too slow: some metrics are not tracked")
             self._dropped = True
 
-    @property
-    def _name(self) -> str:
-        return type(self._tracker).__name__
-
     def _work(self) -> None:
         try:
-            begun = False
+            log: Log | None = None
             while (line := self._lines.get()) is not None:
-                if not begun:
-                    self._tracker.start(self._run, self._config, line["step"] - 1)
-                    begun = True
-                values, texts = parts(line)
-                self._tracker.log(line["step"], values, texts)
-            if begun:
-                self._tracker.finish()
+                if log is None:
+                    log, finish = self._start(self._run, self._config, line["step"] - 1)
+                log(line["step"], *parts(line))
+            if log is not None:
+                finish()
         except BaseException as error:  # whatever a foreign package does, training goes on
             why = " ".join(f"{type(error).__name__}: {error}".split())
             self._warn(f"{self._name} failed and is given no more metrics ({why[:200]})")
 
 
-def open_tracker(name: TrackerName) -> Tracker:
-    """Return the tracker of that name; `UserError` where its package is missing."""
+def open_tracker(name: TrackerName) -> Start:
+    """Return what begins a run of that tracker; `UserError` if its package is missing."""
     return TRACKERS[name]()
 
 
