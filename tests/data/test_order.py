@@ -140,7 +140,7 @@ def test_text_shorter_than_the_context_is_refused_with_both_numbers_and_the_reme
 @pytest.mark.parametrize("name", ["batch_size", "n_positions"])
 def test_sizes_are_positive(name):
     sizes = {"batch_size": 1, "n_positions": 1, name: 0}
-    with pytest.raises(UserError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(UserError, match=f"{name}=0.* must be at least 1"):
         Batches(Stream(10), seed=0, **sizes)
-    with pytest.raises(UserError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(UserError, match=f"{name}=0.* must be at least 1"):
         next(in_order(Stream(10), **sizes))

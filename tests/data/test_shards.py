@@ -174,5 +174,3 @@ def test_missing_shards_are_an_error(tmp_path):
         Shards.in_directory(tmp_path, "val")
     with pytest.raises(UserError, match=r"cannot read .*gone\.bin: No such file"):
         Shards([tmp_path / "gone.bin"])
-    with pytest.raises(UserError, match="no token shards"):
-        Shards([])

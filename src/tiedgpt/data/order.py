@@ -93,6 +93,5 @@ def _count_windows(n_tokens: int, n_positions: int) -> int:
 
 
 def _check_sizes(batch_size: int, n_positions: int) -> None:
-    for name, value in (("batch_size", batch_size), ("n_positions", n_positions)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    if min(batch_size, n_positions) < 1:
+        raise UserError(f"{batch_size=} and {n_positions=} must be at least 1")

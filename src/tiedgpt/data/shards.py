@@ -121,13 +121,11 @@ class Shards:
     before every read, because reading a mapped page that is gone would kill the process.
 
     Raises:
-        UserError: there are no files, or one is missing.
+        UserError: a file is missing.
         CorruptInputError: a file is not a shard, or its length does not match its header.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        if not paths:
-            raise UserError("no token shards were named: encode some text first")
         self.paths = [Path(path) for path in paths]
         self._states = [_state(path) for path in self.paths]
         self._tokens = [_map_tokens(path) for path in self.paths]

@@ -1,10 +1,7 @@
 """What all heads share: a body, the loss as a sum of means, loading and saving.
 
-A head is a `GPT`, of which the body is used, and modules of its own that read the body's states
-(B, T, D). It is stored in a Hugging Face directory of transformers' layout:
-
-config.json          the body's, with the head's class in `architectures` and the head's own keys
-model.safetensors    the body's tensors under transformers' names, and the head's own
+A head is stored in a Hugging Face directory of transformers' layout: config.json with the head's
+class in `architectures`, and the tensors of body and head under transformers' names.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
 
 
 class Head(nn.Module):
-    """A GPT, `gpt`, with modules of its own on the states of the body.
+    """A GPT, `gpt`, with modules of its own on the body's states (B, T, D).
 
     The names of its own parameters and config keys are those of transformers' class.
     """
@@ -69,9 +66,7 @@ class Head(nn.Module):
 
     def _linear(self, n_outputs: int, *, bias: bool) -> nn.Linear:
         """Return a fresh linear layer (..., D) -> (..., n_outputs): N(0, 0.02), bias 0."""
-        like = self.gpt.wte.weight
-        width = self.gpt.config.n_embd
-        layer = nn.Linear(width, n_outputs, bias=bias, device=like.device, dtype=like.dtype)
+        layer = nn.Linear(self.gpt.config.n_embd, n_outputs, bias=bias).to(self.gpt.wte.weight)
         nn.init.normal_(layer.weight, std=0.02)
         if bias:
             nn.init.zeros_(layer.bias)
