@@ -310,13 +310,13 @@ def test_other_architectures_are_refused_by_name(tiny, tmp_path):
             GPT.from_pretrained(their_file(tmp_path / name, tiny, architecture=name))
 
 
-def test_types_that_their_library_cannot_decode_are_refused_with_what_to_do(tiny, tmp_path):
+def test_types_that_their_library_cannot_decode_are_refused(tiny, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, "F16")
     whole = path.read_bytes()
     info = text(b"token_embd.weight") + struct.pack("<IQQI", 2, 32, 97, 1)
     assert info in whole
     path.write_bytes(whole.replace(info, info[:-4] + struct.pack("<I", 9)))  # Q8_1
-    with pytest.raises(UserError, match=r"token_embd\.weight is Q8_1.*llama-quantize"):
+    with pytest.raises(UserError, match=r"token_embd\.weight is Q8_1, which is not read"):
         GPT.from_pretrained(path)
 
 
@@ -347,7 +347,7 @@ def test_missing_and_foreign_tensors_are_named(tiny, tmp_path):
     with pytest.raises(CorruptInputError, match=r"rope_freqs\.weight is not a GPT's"):
         GPT.from_pretrained(their_file(tmp_path / "b", tiny, more=more))
     more = {"wte.weight": np.ones((97, 32), np.float32)}
-    with pytest.raises(CorruptInputError, match=r"wte\.weight twice"):
+    with pytest.raises(CorruptInputError, match="parameter twice, under two names"):
         GPT.from_pretrained(their_file(tmp_path / "c", tiny, more=more))
 
 

@@ -23,14 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import (
-    FLOATS,
-    Storage,
-    StoredTensor,
-    byte_reader,
-    plain_reader,
-    printable,
-)
+from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, plain_reader
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
@@ -41,19 +34,13 @@ SCALARS = {
 }  # fmt: skip
 """GGUF's types of values, as `struct` has them."""
 STRING, ARRAY = 8, 9
-TYPES = {
-    0: ("float32", 4), 1: ("float16", 2), 28: ("float64", 8), 30: ("bfloat16", 2),
-    24: ("int8", 1), 25: ("int16", 2), 26: ("int32", 4), 27: ("int64", 8),
-}  # fmt: skip
-"""ggml's types that are not quantized: number -> dtype, bytes."""
+TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
+"""ggml's types that are not quantized."""
 MAX_TEXT = 64 << 10
 MAX_DIMENSIONS, MAX_ALIGNMENT = 8, 1 << 20
 
 TIE_CLAIM = "tiedgpt.tie_word_embeddings"
 """Our own metadata key, which llama.cpp ignores: whether the model's head is tied."""
-HEAD_RULE = (
-    "the GGUF format: readers predict with output.weight where there is one, else with token_embd"
-)
 ARCHITECTURE = "gpt2"
 NAMES = {
     "wte": "token_embd",
@@ -92,14 +79,12 @@ def read(path: Path) -> Checkpoint:
     """
     metadata, tensors = read_header(path)
     config = {key: value for key, value in metadata.items() if value is not None}
-    claim, claim_source = metadata.get(TIE_CLAIM), HEAD_RULE
+    claim, rule = metadata.get(TIE_CLAIM), "the GGUF format: output.weight predicts, or token_embd"
     if claim is not None:
+        rule = f"the file says {TIE_CLAIM}: {str(claim).lower()}"
         if not isinstance(claim, bool):
             raise CorruptInputError(f"{path}: {TIE_CLAIM} must be true or false, got {claim!r}")
-        claim_source = f"the file says {TIE_CLAIM}: {str(claim).lower()}"
-    return Checkpoint(
-        path, "GGUF", tensors, config, claim=claim, claim_source=claim_source, files=(path,)
-    )
+    return Checkpoint(path, "GGUF", tensors, config, claim=claim, claim_source=rule, files=(path,))
 
 
 def read_header(
@@ -116,7 +101,7 @@ def read_header(
         raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, struct.error) as error:
         raise CorruptInputError(f"{path} is damaged or no GGUF file: {error}") from None
 
 
@@ -137,21 +122,12 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise UserError(
-            f"{source} is a GGUF file of architecture {printable(str(architecture)[:40])!r}; "
-            f"tiedgpt runs the GPT family, which GGUF calls {ARCHITECTURE!r}"
+            f"{source} is a GGUF file of architecture {architecture!r:.40}; tiedgpt runs the GPT "
+            f"family, which GGUF calls {ARCHITECTURE!r}"
         )
-    tensors: dict[str, LazyTensor] = {}
-    for their_name, stored in checkpoint.tensors.items():
-        name = to_ours(their_name)
-        if name in tensors:
-            raise CorruptInputError(f"{source} holds {printable(name)} twice, under two names")
-        if not stored.is_decodable:
-            raise UserError(
-                f"{source}: {printable(their_name)} is {stored.dtype}, which cannot be decoded: "
-                "convert it first with llama.cpp's "
-                "`llama-quantize --allow-requantize FILE NEW_FILE F16`"
-            )
-        tensors[name] = LazyTensor(stored)
+    tensors = {to_ours(name): LazyTensor(stored) for name, stored in checkpoint.tensors.items()}
+    if len(tensors) < len(checkpoint.tensors):
+        raise CorruptInputError(f"{source} holds a parameter twice, under two names")
     quantized = [t.stored.dtype for t in tensors.values() if t.stored.dtype not in FLOATS]
     notes: tuple[str, ...] = ()
     if quantized:
@@ -248,12 +224,12 @@ class _Header:
             return key, None
         if kind not in SCALARS:
             raise ValueError(f"a value has the type {kind}")
-        code = SCALARS[kind]
         if length is None:
-            return key, self.numbers(code)[0]
-        start = self.skip(length * struct.calcsize(code))
-        kept = key in arrays
-        return key, list(struct.unpack_from(f"<{length}{code}", self.data, start)) if kept else None
+            return key, self.numbers(SCALARS[kind])[0]
+        if key in arrays:
+            return key, list(self.numbers(f"{length}{SCALARS[kind]}"))
+        self.skip(length * struct.calcsize(SCALARS[kind]))
+        return key, None
 
 
 def _parse(
@@ -287,8 +263,9 @@ def _tensor(
 ) -> StoredTensor:
     columns = shape[-1] if shape else 1
     if kind in TYPES:
-        dtype, width = TYPES[kind]
-        size, reader = math.prod(shape) * width, plain_reader(path, start, columns, width)
+        dtype = TYPES[kind]
+        size = math.prod(shape) * FLOATS[dtype]
+        reader = plain_reader(path, start, columns, FLOATS[dtype])
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
         if kind not in list(gguf.GGMLQuantizationType):

@@ -120,17 +120,6 @@ GATE = """
     .mlp.half = Mul(.mlp.c_fc.out, constant.half)
     .mlp.active = Mul(.mlp.half, .mlp.gate)
 """
-RELU = """
-    .mlp.active = Relu(.mlp.c_fc.out)
-"""
-SILU = """
-    .mlp.gate = Sigmoid(.mlp.c_fc.out)
-    .mlp.active = Mul(.mlp.c_fc.out, .mlp.gate)
-"""
-GELU = """
-    .mlp.ratio = Div(.mlp.c_fc.out, constant.sqrt_2)
-    .mlp.bent = Erf(.mlp.ratio)
-"""
 GELU_NEW = """
     .mlp.scaled = Mul(.mlp.c_fc.out, constant.cubic)
     .mlp.square = Mul(.mlp.scaled, .mlp.c_fc.out)
@@ -140,6 +129,9 @@ GELU_NEW = """
     .mlp.bent = Tanh(.mlp.cubic)
 """
 """tanh(sqrt(2 / pi) (x + 0.044715 x^3)), factored so that fp16 does not overflow."""
+GELU = ".mlp.ratio = Div(.mlp.c_fc.out, constant.sqrt_2)  .mlp.bent = Erf(.mlp.ratio)"
+SILU = ".mlp.gate = Sigmoid(.mlp.c_fc.out)  .mlp.active = Mul(.mlp.c_fc.out, .mlp.gate)"
+RELU = ".mlp.active = Relu(.mlp.c_fc.out)"
 ACTIVATIONS = {"relu": RELU, "silu": SILU, "gelu": GELU + GATE, "gelu_new": GELU_NEW + GATE}
 PRE = """
     .ln_1.out = Norm({x})
