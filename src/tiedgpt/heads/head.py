@@ -110,16 +110,18 @@ class Head(nn.Module):
                 f"{checkpoint.source} has no {cls.own[0]}, so it is no {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
-        n_outputs = next((tensor.shape[0] for tensor in own.values() if tensor.shape), 0)
-        options = cls._options_from(checkpoint.config, n_outputs) | options
         gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        wrong = CorruptInputError(
+            f"{checkpoint.source}: {cls.__name__} takes tensors of other shapes than {shapes}"
+        )
+        rows = [shape[0] for shape in shapes.values() if shape[1:] == (gpt.config.n_embd,)]
+        if cls.own and not any(rows):
+            raise wrong
+        options = cls._options_from(checkpoint.config, max(rows, default=0)) | options
         head = cls(gpt, **options)
-        expected = {name: tuple(head.get_parameter(name).shape) for name in cls.own}
-        got = {name: tensor.shape for name, tensor in own.items()}
-        if got != expected:
-            raise CorruptInputError(
-                f"{checkpoint.source}: the head's tensors must be {expected}, got {got}"
-            )
+        if shapes != {name: head.get_parameter(name).shape for name in cls.own}:
+            raise wrong
         state = {name: LazyTensor(tensor).read() for name, tensor in own.items()}
         head.load_state_dict(state, strict=False)
         return head.eval()

@@ -66,8 +66,8 @@ class _Classifier(Head):
             names = {number: f"LABEL_{number}" for number in numbers}
         if not isinstance(names, dict) or set(names) != set(numbers):
             raise CorruptInputError(
-                f"id2label in config.json must name labels 0 to {n_outputs - 1}, one for each row "
-                f"of {cls.own[0]}"
+                f"id2label in config.json must name one label for each of the {n_outputs} rows of "
+                f"{cls.own[0]}"
             )
         return {"labels": [names[number] for number in numbers]}
 
