@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor, shapes
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
@@ -50,15 +51,6 @@ FIELDS = {
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
-BLOCK = {
-    "ln_1.weight": (1,), "ln_1.bias": (1,),
-    "attn.c_attn.weight": (3, 1), "attn.c_attn.bias": (3,),
-    "attn.c_proj.weight": (1, 1), "attn.c_proj.bias": (1,),
-    "ln_2.weight": (1,), "ln_2.bias": (1,),
-    "mlp.c_fc.weight": (4, 1), "mlp.c_fc.bias": (4,),
-    "mlp.c_proj.weight": (1, 4), "mlp.c_proj.bias": (1,),
-}  # fmt: skip
-"""A layer's parameters in the file's order, their sizes in units of D."""
 ROW_MULTIPLE = 128
 """wte is written with a multiple of this many rows, as llm.c wants it."""
 MAX_TOKENIZER = 16 << 20
@@ -87,12 +79,8 @@ def read(path: Path) -> Checkpoint:
     rows, padded, width = (sizes[n] for n in ("vocab_size", "padded_vocab_size", "channels"))
     if version == 1 and padded == 0:
         sizes["padded_vocab_size"] = padded = rows
-    if (
-        not raw.startswith(MAGIC)
-        or version not in DTYPES
-        or min(sizes.values()) < 1
-        or padded < rows
-    ):
+    known = raw.startswith(MAGIC) and version in DTYPES
+    if not known or min(sizes.values()) < 1 or padded < rows:
         shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
         raise CorruptInputError(
             f"{path} is no checkpoint of llm.c, or its header is damaged: version {version} with "
@@ -124,29 +112,28 @@ def read(path: Path) -> Checkpoint:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
-    fields |= {"norm": "pre", "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
-    fields |= {"bias": True, "tie_word_embeddings": True}
+    fields |= FIXED | {"activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True}
     tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
     return GPTCheckpoint("llm.c", fields, tensors)
 
 
 def parameters(
     n_layer: int, width: int, rows: int, n_positions: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield our name and the shape of each parameter, in the file's order."""
-    yield "wte.weight", (rows, width)
-    yield "wpe.weight", (n_positions, width)
-    for name, units in BLOCK.items():
-        for layer in range(n_layer):
-            yield f"h.{layer}.{name}", tuple(n * width for n in units)
-    yield "ln_f.weight", (width,)
-    yield "ln_f.bias", (width,)
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return our name and the shape of each parameter, in the file's order."""
+    config = GPTConfig(
+        vocab_size=rows, n_positions=n_positions, n_embd=width, n_layer=n_layer, n_head=1
+    )
+    by_kind: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes(config).items():
+        kind = name.split(".", 2)[2] if name.startswith("h.") else name
+        by_kind.setdefault(kind, []).append((name, shape))
+    return [parameter for layers in by_kind.values() for parameter in layers]
 
 
 def count(n_layer: int, width: int, rows: int, n_positions: int) -> int:
     """Return how many numbers `parameters` describes, without a loop over the layers."""
-    block = sum(math.prod(n * width for n in units) for units in BLOCK.values())
-    return (rows + n_positions + 2) * width + n_layer * block
+    return (rows + n_positions + 2 + n_layer * (12 * width + 13)) * width
 
 
 def write(
@@ -167,18 +154,13 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights.plain_model import (
-        PRECISIONS,
-        converted,
-        plain_parameters,
-        require_computed,
-        require_gelu,
-    )
+    from tiedgpt.weights import plain_model
+    from tiedgpt.weights.plain_model import PRECISIONS, converted
 
     config = model.config
-    require_computed("llm.c", model, FIXED)
-    require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
-    tensors = plain_parameters(model, "llm.c")
+    plain_model.require_computed("llm.c", model, FIXED)
+    plain_model.require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
+    tensors = plain_model.plain_parameters(model, "llm.c")
     own = model.wte.weight.dtype
     names = {dtype: name for name, dtype in PRECISIONS.items()}
     precision = precision or names.get(own, str(own))
@@ -189,10 +171,8 @@ def write(
     layout = (config.n_layer, config.n_embd, rows, config.n_positions)
     n_bytes = count(*layout) * dtype.itemsize
     require_room(path.parent, HEADER.size + n_bytes)
-    header = [
-        int.from_bytes(MAGIC, "little"), VERSIONS[precision], config.n_positions,
-        config.vocab_size, config.n_layer, config.n_head, config.n_embd, rows,
-    ]  # fmt: skip
+    sizes = [getattr(config, ours) for ours in FIELDS.values()]
+    header = [int.from_bytes(MAGIC, "little"), VERSIONS[precision], *sizes, rows]
     done = 0
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(HEADER.pack(*header, *[0] * (256 - len(header))))
