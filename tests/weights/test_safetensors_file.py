@@ -89,4 +89,4 @@ def test_changed_bytes_of_a_header_give_our_error_or_a_sound_file(saved, data):
 def test_every_type_of_the_format_is_known(tmp_path):
     for dtype, size in {"C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}.items():
         path = file_of(tmp_path / "a", {"a": entry([1], 0, size, dtype)}, bytes(size))
-        assert SafetensorsFile.open(path).entries["a"].size == size
+        assert SafetensorsFile.open(path).entries["a"].n_bytes == size

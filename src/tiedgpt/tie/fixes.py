@@ -24,7 +24,7 @@ from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows
 from tiedgpt.weights.opening import CLAIM
-from tiedgpt.weights.safetensors_file import Copy, write_safetensors
+from tiedgpt.weights.safetensors_file import format_name, write_safetensors
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 Keep = Literal["input", "output", "both"]
@@ -67,7 +67,7 @@ class Repair:
 class Plan:
     """What the copy holds for the matrices over the vocabulary."""
 
-    tensors: dict[str, Copy]
+    tensors: dict[str, StoredTensor]
     """The matrices, and vectors with one entry per token, by their names in the copy."""
     config: dict[str, Any]
     """What config.json must say."""
@@ -103,10 +103,10 @@ def fix(
     before = examine(checkpoint, roles)
     plan = _plan(checkpoint, replace(roles, output_transposed=before.transposed), before, keep)
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
-    copies = {n: Copy(t) for n, t in checkpoint.tensors.items() if n not in matrices}
+    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
     copies |= plan.tensors
     for copy in copies.values():
-        _ = copy.format_name  # refuses a type that cannot be written, before anything is
+        format_name(copy)  # refuses a type that cannot be written, before anything is
     beside, left = _beside(checkpoint)
     if left:
         listed = ", ".join(printable(name) for name in left[:8]) + (", ..." if left[8:] else "")
@@ -162,13 +162,13 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
     elif roles.fits and (
         (untied and keep in (None, "both")) or (keep == "both" and not roles.extra_rows)
     ):
-        plan = Plan({matrix.name: Copy(matrix) for matrix in roles.pair}, {CLAIM: False}, [])
+        plan = Plan({matrix.name: matrix for matrix in roles.pair}, {CLAIM: False}, [])
     else:
         plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
     for copy in plan.tensors.values():
-        if copy.tensor.name in turned:
+        if copy.name in turned:
             how = f"{size(copy.shape)}, a token in each row"
-            plan.actions.append(f"{copy.tensor.name} is transposed to {how}")
+            plan.actions.append(f"{copy.name} is transposed to {how}")
     if plan.config[CLAIM] is untied:
         plan.actions.append(f"config.json says {CLAIM}: {str(not untied).lower()}")
     if not plan.actions:
@@ -186,13 +186,13 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
             "none is made up"
         )
     if roles.input is not None:
-        return Plan({matrix.name: Copy(matrix)}, {CLAIM: True}, [])
+        return Plan({matrix.name: matrix}, {CLAIM: True}, [])
     for name in checkpoint.tensors:
         for position, token in (("wpe", "wte"), ("positions_embed", "tokens_embed")):
             if name.endswith(f"{position}.weight"):
                 name = name.replace(position, token)
                 action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
-                return Plan({name: Copy(matrix)}, {CLAIM: True}, [action])
+                return Plan({name: matrix}, {CLAIM: True}, [action])
     raise UserError(
         f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
         "here: rename it yourself"
@@ -254,16 +254,16 @@ def _plan_tie(
     if extra and vocabulary not in (None, rows):
         config["vocab_size"] = rows
         actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
-    return Plan({reads.name: Copy(kept, rows), **vectors}, config, actions)
+    return Plan({reads.name: kept.row_range(0, rows), **vectors}, config, actions)
 
 
 def _vectors_of_the_head(
     checkpoint: Checkpoint, roles: Roles, head: StoredTensor, rows: int
-) -> dict[str, Copy]:
+) -> dict[str, StoredTensor]:
     """Cut what has a number for each row of the head; `UserError` if that cannot be done."""
     n_rows, module = head.shape[0], head.name.rpartition(".")[0]
     places = (module, module.rpartition(".")[0]) if module else ()
-    found: dict[str, Copy] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         near = name.rpartition(".")[0] in places or name.endswith("final_logits_bias")
         same = name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head))
@@ -274,7 +274,7 @@ def _vectors_of_the_head(
                 f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
                 f"and {rows:,} are kept: cut or fill it yourself first"
             )
-        found[name] = Copy(tensor, rows)
+        found[name] = tensor.row_range(0, rows)
     return found
 
 

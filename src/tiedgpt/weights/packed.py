@@ -46,7 +46,7 @@ FORMAT, VERSION = PACKED_FORMAT, "1"
 ALIGNMENT = 64
 PADDING = "padding"
 """The name of zeros in the file that align the array after them."""
-TYPES = {np.float32: "F32", np.uint16: "BF16", np.uint8: "U8"}
+TYPES = {np.float32: "float32", np.uint16: "bfloat16", np.uint8: "uint8"}
 STACKS = {
     "c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc",
     "mlp_proj": "mlp.c_proj",
@@ -162,7 +162,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     expected = {name: (TYPES[dtype], shape, 0) for name, (shape, dtype) in described.items()}
     entries = {name: entry for name, entry in file.entries.items() if name != PADDING}
     arrays: dict[str, NDArray[Any]] = {}
-    if expected != {n: (e.dtype, e.shape, e.start % ALIGNMENT) for n, e in entries.items()}:
+    if expected != {n: (e.dtype, e.shape, e.storage.start % ALIGNMENT) for n, e in entries.items()}:
         raise CorruptInputError(
             f"{file.path} does not hold the arrays that its config.json and its precision "
             f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on: pack the "
@@ -173,7 +173,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         raw = np.frombuffer(mapped, np.uint8)
         for name, (shape, dtype) in described.items():
-            start, size = entries[name].start, entries[name].size
+            start, size = entries[name].storage.start, entries[name].n_bytes
             arrays[name] = raw[start : start + size].view(dtype).reshape(shape)
     except (OSError, ValueError) as error:  # it was replaced or cut off since its header was read
         raise UserError(f"cannot read {file.path}: {error}") from None

@@ -8,7 +8,6 @@ place, since the library's numpy reader has no bfloat16. Reading a header needs 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
-from tiedgpt.weights.tensors import BLOCK_BYTES, Native, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import Native, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -51,18 +50,7 @@ def read(path: Path) -> Checkpoint:
         from tiedgpt.weights import packed
 
         return packed.read(path)
-    tensors = {name: file.stored(name) for name in file.entries}
-    return Checkpoint(path, "safetensors", tensors, files=(path,))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies in a file: its type, its shape, its first byte and its size in bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
+    return Checkpoint(path, "safetensors", file.entries, files=(path,))
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class SafetensorsFile:
     """A file whose header was read and agrees with the file's size."""
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
 
     @classmethod
@@ -92,33 +80,23 @@ class SafetensorsFile:
                 raise
             raise CorruptInputError(f"{path} is damaged or no safetensors file: {error}") from None
         metadata = header.pop("__metadata__", None) or {}
-        entries = {}
-        for name, value in header.items():
-            start, end = value["data_offsets"]
-            entries[name] = Entry(
-                value["dtype"], tuple(value["shape"]), 8 + length + start, end - start
-            )
+        entries = {name: _stored(path, name, 8 + length, value) for name, value in header.items()}
         return cls(path, entries, metadata)
-
-    def stored(self, name: str) -> StoredTensor:
-        """Return a tensor that is read when it is asked for its numbers."""
-        entry = self.entries[name]
-        bits = re.search(r"\d+", entry.dtype)
-        width = int(bits[0]) // 8 if bits else 1
-        columns = entry.shape[-1] if entry.shape else 1
-        reader = plain_reader(self.path, entry.start, columns, width) if width else None
-        return StoredTensor(
-            name,
-            entry.shape,
-            TORCH_NAMES.get(entry.dtype, entry.dtype.lower()),
-            entry.size,
-            Storage(str(self.path), entry.start, entry.start + entry.size),
-            reader,
-        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
-        return LazyTensor(self.stored(name)).bits()
+        return LazyTensor(self.entries[name]).bits()
+
+
+def _stored(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> StoredTensor:
+    """Return a tensor that is read when it is asked for its numbers."""
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    start, end = (data + offset for offset in entry["data_offsets"])
+    bits = re.search(r"\d+", dtype)
+    width = int(bits[0]) // 8 if bits else 1
+    reader = plain_reader(path, start, shape[-1] if shape else 1, width) if width else None
+    torch_name, storage = TORCH_NAMES.get(dtype, dtype.lower()), Storage(str(path), start, end)
+    return StoredTensor(name, shape, torch_name, end - start, storage, reader)
 
 
 @dataclass(frozen=True)
@@ -134,9 +112,9 @@ class Stored:
     """None: the tensor's own type."""
 
     @property
-    def format_name(self) -> str:
-        """The format's name of its type."""
-        return _format_name(str(self.written_as or self.tensor.dtype).removeprefix("torch."))
+    def dtype(self) -> str:
+        """The type in the file."""
+        return str(self.written_as or self.tensor.dtype).removeprefix("torch.")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,68 +137,35 @@ class Stored:
         yield tensor.flatten().view(torch.uint8).numpy()
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A stored tensor to be copied, or only its first `rows` rows; its bytes are never decoded."""
-
-    tensor: StoredTensor
-    rows: int | None = None
-
-    @property
-    def format_name(self) -> str:
-        """The format's name of its type; `UserError` if it has none."""
-        return _format_name(self.tensor.dtype, self.tensor.name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the new file."""
-        return self.tensor.shape if self.rows is None else (self.rows, *self.tensor.shape[1:])
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes it takes in the new file."""
-        if self.rows is None or not self.tensor.count:
-            return self.tensor.n_bytes
-        return self.tensor.n_bytes // self.tensor.shape[0] * self.rows
-
-    def blocks(self) -> Iterator[Native]:
-        """Yield the bytes in order, a few megabytes at a time."""
-        tensor, (rows, _) = self.tensor, self.tensor.matrix_shape
-        if len(self.shape) == 1:
-            yield tensor.native(0, 1, 0, self.shape[0])
-            return
-        end = math.prod(self.shape[:-1])
-        step = max(1, BLOCK_BYTES * rows // max(1, tensor.n_bytes))
-        for start in range(0, end, step):
-            yield tensor.native(start, min(end, start + step))
-
-
-def _format_name(torch_name: str, what: str = "a tensor") -> str:
-    if torch_name not in NAMES:
-        raise UserError(f"{what} is {torch_name}, which is not written to safetensors here")
-    return NAMES[torch_name]
+def format_name(tensor: Stored | StoredTensor) -> str:
+    """Return the format's name of a tensor's type; `UserError` if it has none."""
+    if tensor.dtype not in NAMES:
+        raise UserError(f"a tensor is {tensor.dtype}, which is not written to safetensors here")
+    return NAMES[tensor.dtype]
 
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, Stored | Copy],
+    tensors: Mapping[str, Stored | StoredTensor],
     metadata: Mapping[str, str],
     *,
     alignment: int = 8,
 ) -> None:
-    """Write tensors in the order given; besides them, a block of bytes is in memory at a time.
+    """Write tensors in the order given, those of other files exactly as they are stored there.
 
-    The `safetensors` library takes every tensor as bytes before it writes the first, which doubles
-    the memory of a model whose matrices are transposed or rounded, and cannot copy from another
-    file. The first tensor begins at a multiple of `alignment` bytes, a multiple of 8. `path` is
-    written in place: give a temporary one (`files.replacing`).
+    Besides them, a block of bytes is in memory at a time. The `safetensors` library takes every
+    tensor as bytes before it writes the first, which doubles the memory of a model whose matrices
+    are transposed or rounded, and cannot copy from another file. The first tensor begins at a
+    multiple of `alignment` bytes, a multiple of 8. `path` is written in place: give a temporary one
+    (`files.replacing`).
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.n_bytes
-        entry = {"dtype": tensor.format_name, "shape": tensor.shape, "data_offsets": [at, end]}
-        header[name], at = entry, end
+        dtype, shape = format_name(tensor), tensor.shape
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % alignment)
     with path.open("wb") as file:

@@ -8,7 +8,7 @@ floats on request, so that copying is exact and numpy needs no bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,17 @@ class StoredTensor:
         return replace(self, shape=shape, strides=None)
 
     def row_range(self, start: int, stop: int) -> StoredTensor:
-        """Return rows [start, stop) of a tensor of rows, as one of its own."""
-        width = self.n_bytes // self.matrix_shape[0]
+        """Return elements [start, stop) of a vector, or rows of a matrix, as a tensor."""
+        width = self.n_bytes // max(1, self.shape[0])
         place, begin = self.storage.place, self.storage.start
 
         def read(first: int, end: int, left: int, right: int) -> Native:
+            if len(self.shape) == 1:
+                return self.native(0, 1, start + left, start + right)
             return self.native(start + first, start + end, left, right)
 
         return replace(
-            self, shape=(stop - start, self.shape[-1]), n_bytes=(stop - start) * width,
+            self, shape=(stop - start, *self.shape[1:]), n_bytes=(stop - start) * width,
             storage=Storage(place, begin + start * width, begin + stop * width), read=read,
         )  # fmt: skip
 
@@ -133,6 +135,13 @@ class StoredTensor:
         if self.read is None:
             raise UserError(f"{self.name} has no data to read (it lies on the meta device)")
         return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
+
+    def blocks(self) -> Iterator[Native]:
+        """Yield what is stored, a few megabytes of rows at a time."""
+        rows = self.matrix_shape[0]
+        step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
+        for start in range(0, rows, step):
+            yield self.native(start, min(rows, start + step))
 
 
 def printable(name: str) -> str:
