@@ -2,14 +2,13 @@
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, json_lines
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
-from tiedgpt.data.order import IGNORED, Batch, Batches, in_order, permutation
+from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.shards import Shards, ShardWriter
-from tiedgpt.data.split import Side, Split, plan_split
+from tiedgpt.data.split import Split, plan_split
 
 __all__ = [
     "IGNORED",
-    "Batch",
     "Batches",
     "Corpus",
     "Counts",
@@ -18,7 +17,6 @@ __all__ = [
     "FileCorpus",
     "ShardWriter",
     "Shards",
-    "Side",
     "Split",
     "documents",
     "encode_corpus",

@@ -226,24 +226,17 @@ def clean(text: str) -> str:
     text = text.translate(PUNCTUATION).expandtabs()
     for pattern, replacement in MARKUP:
         text = pattern.sub(replacement, text)
-    paragraphs = map(_without_ruler, re.split(r"\n[ \n]*\n", text.strip("\n")))
-    return "\n\n".join(filter(_is_worth_reading, paragraphs))
+    return "\n\n".join(filter(None, map(_prose, re.split(r"\n[ \n]*\n", text.strip("\n")))))
 
 
-def _without_ruler(paragraph: str) -> str:
-    """Drop a line that only separates. The underline of a heading stays."""
+def _prose(paragraph: str) -> str:
+    """Return a paragraph without rulers, "" for tables, legal notices and what is not ASCII."""
     lines = paragraph.strip("\n").split("\n")
-    underline = 1 if len(lines) == 2 else None
-    kept = [line for i, line in enumerate(lines) if i == underline or not RULER.match(line)]
-    return "\n".join(kept)
-
-
-def _is_worth_reading(paragraph: str) -> bool:
-    """Return whether a paragraph is ASCII prose or code, not a table or a legal notice."""
-    lines = paragraph.split("\n")
-    plain = all(line.isascii() and line.isprintable() and len(line) <= 120 for line in lines)
-    table = any(line.lstrip().startswith(("+--", "+==", "|  ")) for line in lines)
-    shown = "".join("".join(line.split()) for line in lines if not RULER.match(line))
-    if not shown or not plain or table or LEGAL.search(paragraph):
-        return False
-    return ">>>" in paragraph or sum(map(str.isalpha, shown)) >= 0.5 * len(shown)
+    shown = [line for line in lines if not RULER.match(line)]
+    is_heading = len(lines) == 2 and shown == lines[:1]  # whose underline stays
+    text = "\n".join(lines if is_heading else shown)
+    signs = "".join("".join(shown).split())
+    dull = sum(map(str.isalpha, signs)) < 0.5 * len(signs) and ">>>" not in text
+    table = any(line.lstrip().startswith(("+--", "+==", "|  ")) for line in shown)
+    plain = all(line.isascii() and line.isprintable() and len(line) <= 120 for line in shown)
+    return text if signs and plain and not (dull or table or LEGAL.search(text)) else ""
