@@ -14,6 +14,7 @@ import shutil
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, get_args
 
 from tiedgpt.errors import CheckFailedError, UserError
@@ -24,7 +25,7 @@ from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows
 from tiedgpt.weights.opening import CLAIM
-from tiedgpt.weights.safetensors_file import format_name, write_safetensors
+from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 Keep = Literal["input", "output", "both"]
@@ -105,16 +106,13 @@ def fix(
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
     copies |= plan.tensors
-    for copy in copies.values():
-        format_name(copy)  # refuses a type that cannot be written, before anything is
     beside, left = _beside(checkpoint)
     if left:
-        listed = ", ".join(printable(name) for name in left[:8]) + (", ..." if left[8:] else "")
+        listed = shorten(", ".join(map(printable, left)), 400)
         plan.actions.append(f"not copied, since no loader needs it: {listed}")
     if not checkpoint.config:
         plan.actions.append(f"no config.json lies beside it: the new one holds {CLAIM} alone")
-    n_bytes = sum(copy.n_bytes for copy in copies.values())
-    require_room(dest.parent, n_bytes + sum(file.stat().st_size for file in beside))
+    require_room(dest.parent, sum(copy.n_bytes for copy in copies.values()))
     with replacing(dest) as temporary:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
@@ -307,12 +305,13 @@ def _beside(checkpoint: Checkpoint) -> tuple[list[Path], list[str]]:
     if not (path.is_dir() or (home / "config.json").is_file()):
         return [], []  # a lone file
     weights = {file.name for file in checkpoint.files} | {"config.json"}
-    others = [file for file in sorted(home.iterdir()) if file.name not in weights]
-    wanted = [
-        file for file in others
-        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in GO_ALONG)
-    ]  # fmt: skip
-    return wanted, [file.name for file in others if file not in wanted]
+    wanted, left = [], []
+    for file in sorted(file for file in home.iterdir() if file.name not in weights):
+        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in GO_ALONG):
+            wanted.append(file)
+        else:
+            left.append(file.name)
+    return wanted, left
 
 
 def _audit_copy(
