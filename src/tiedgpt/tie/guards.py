@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -213,6 +213,8 @@ class _Slot(NamedTuple):
 
 
 Slots = dict[str, _Slot]
+Places = dict[str, list[str]]
+"""The names that stand where each name was; none if it is gone."""
 
 
 def _slots(module: nn.Module) -> Slots:
@@ -241,12 +243,28 @@ def _groups(slots: Slots) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_storage.values() if len(names) > 1]
 
 
-def _state(slots: Slots, places: list[list[str]]) -> str:
-    """Say what names stand for, each given as the names that took its place."""
-    if len({frozenset(slots[name].storage for name in place) for place in places}) > 1:
-        return TWO
-    parameters = {frozenset(id(slots[name].parameter) for name in place) for place in places}
-    return ONE if len(parameters) == 1 else ALIASED
+def _state(slots: Slots, places: Places) -> str:
+    """Say what names stand for."""
+    storages = {frozenset(slots[name].storage for name in place) for place in places.values()}
+    parameters = {frozenset(id(slots[n].parameter) for n in place) for place in places.values()}
+    return TWO if len(storages) > 1 else ONE if len(parameters) == 1 else ALIASED
+
+
+def _places(names: Iterable[str], before: Slots, after: Slots) -> Places:
+    """Return the names that stand where each name was.
+
+    A module that was wrapped or replaced has other names: `lm_head.weight` may have become
+    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original. Those with
+    the matrix's shape count.
+    """
+    shapes = {slots[name].shape for slots in (before, after) for name in names if name in slots}
+    new = {name for name, slot in after.items() if name not in before and slot.shape in shapes}
+    places = {}
+    for name in names:
+        module = f"{name.removesuffix('.weight')}."
+        inside = [other for other in after if other in new and other.startswith(module)]
+        places[name] = [name] if name in after else inside
+    return places
 
 
 def _changes(before: Slots, after: Slots) -> Iterator[Change]:
@@ -254,43 +272,23 @@ def _changes(before: Slots, after: Slots) -> Iterator[Change]:
     groups = _groups(before)
     for group in _groups(after):
         names = tuple(name for name in group if name in before)
-        if names and _state(before, [[name] for name in names]) == TWO:
+        if names and _state(before, _places(names, before, before)) == TWO:
             groups.append(names)
     for names in groups:
-        places = [_places(name, names, before, after) for name in names]
-        was, now = _state(before, [[name] for name in names]), _state(after, places)
-        called = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
+        was, places = _state(before, _places(names, before, before)), _places(names, before, after)
+        now, called = _state(after, places), " and ".join((*names[1:], names[0]))
+        called += f" {before[names[0]].shape}"
         if now == TWO:
-            became = ", ".join(_became(names, places, before, after))
+            became = ", ".join(_became(places, before, after))
             advice = _advice(places, before[names[0]], after)
             yield KINDS[now], names, f"{called} were one matrix and are not: {became}", advice
         elif now != was:
             yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
 
 
-def _places(name: str, group: tuple[str, ...], before: Slots, after: Slots) -> list[str]:
-    """Return the names that stand where a name was.
-
-    A module that was wrapped or replaced has other names: `lm_head.weight` may have become
-    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original. Those with
-    the matrix's shape count.
-    """
-    if name in after:
-        return [name]
-    shapes = {before[n].shape for n in group} | {after[n].shape for n in group if n in after}
-    parent = f"{name.removesuffix('.weight')}."
-    return [
-        new
-        for new, slot in after.items()
-        if new not in before and new.startswith(parent) and slot.shape in shapes
-    ]
-
-
-def _became(
-    names: tuple[str, ...], places: list[list[str]], before: Slots, after: Slots
-) -> Iterator[str]:
+def _became(places: Places, before: Slots, after: Slots) -> Iterator[str]:
     """Say what became of each name of a matrix that is several now."""
-    for name, place in zip(names, places, strict=True):
+    for name, place in places.items():
         if not place:
             yield f"{name} is gone"
         elif name not in after:
@@ -300,16 +298,16 @@ def _became(
             yield f"{name} is another matrix now, {after[name].shape}"
 
 
-def _advice(places: list[list[str]], before: _Slot, after: Slots) -> str:
+def _advice(places: Places, before: _Slot, after: Slots) -> str:
     """Say what to do about names that were one matrix and are not."""
     again = "tie(model) makes them one again"
-    now = [name for place in places for name in place]
+    now = [name for place in places.values() for name in place]
     if any("modules_to_save" in name for name in now):
         return (
             "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True, or adapt "
             "both names"
         )
-    if not all(places):
+    if not all(places.values()):
         return f"nothing of that shape predicts now; if it should, put a head back and {again}"
     if len({after[name].shape for name in now}) > 1:
         return f"only one of them was resized: resize both, then {again}"
