@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.tie.audits import checkpoint_of
 from tiedgpt.tie.findings import megabytes, plain, size
-from tiedgpt.tie.roles import Roles, find_roles, is_position, name_rank
+from tiedgpt.tie.roles import POSITIONS, Roles, find_roles, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
@@ -61,9 +61,9 @@ class Row:
         return len(self.names) > 1
 
     @property
-    def keys(self) -> list[str]:
-        """The names without prefixes, to match the same parameter in another ledger."""
-        return [PREFIXES.sub("", name) for name in self.names]
+    def keys(self) -> dict[str, str]:
+        """The names by what they are without prefixes, to match them in another ledger."""
+        return {PREFIXES.sub("", name): name for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,18 @@ class Ledger:
     source: str
     format: str
     rows: tuple[Row, ...]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
     """Tensors that are no parameters: masks, index tables, constants of a graph."""
-    reads_and_predicts: str | None = None
+    reads_and_predicts: str | None
     """Name of the matrix that does both under one name, if there is one."""
-
-    @property
-    def total(self) -> int:
-        """The number of parameters, each counted once."""
-        return sum(row.parameters for row in self.rows)
-
-    @property
-    def trainable(self) -> int:
-        """The number of parameters that are trained."""
-        return sum(row.parameters for row in self.rows if row.trainable)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the parameters, each storage once."""
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def multiply_adds(self) -> int:
-        """Multiply-adds per token in products with parameters; attention's own are not in it."""
-        return sum(row.multiply_adds for row in self.rows)
+    total: int
+    """The number of parameters, each counted once."""
+    trainable: int
+    """The number of parameters that are trained."""
+    bytes: int
+    """The bytes of the parameters, each storage once."""
+    multiply_adds: int
+    """Multiply-adds per token in products with parameters; attention's own are not in it."""
 
     @property
     def explain(self) -> str:
@@ -129,16 +117,18 @@ class Ledger:
         went_out = tuple(row for row in self.rows if row not in kept)
         reasons = [_why_in(row, self.rows, after.rows) for row in came_in]
         reasons += [_why_out(row, after.rows) for row in went_out]
-        reasons += [why for new, old in pairs.items() if (why := _why_changed(old, new))]
+        for new, old in pairs.items():
+            if old.shape not in (new.shape, new.shape[::-1]):  # a transpose is only layout
+                sizes = f"from {size(old.shape)} to {size(new.shape)}"
+                more = new.parameters - old.parameters
+                reasons.append(f"{new.names[0]} went {sizes}: {more:+,} parameters.")
         added = after.multiply_adds - self.multiply_adds
         return Movement(came_in, went_out, after.total - self.total, added, tuple(reasons))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        totals = ("total", "trainable", "bytes", "multiply_adds", "explain", "source", "format")
-        values = {name: getattr(self, name) for name in totals}
-        values |= {"rows": [vars(row) for row in self.rows], "left_out": self.left_out}
-        return plain(values)
+        rows = [vars(row) for row in self.rows]
+        return plain(vars(self) | {"rows": rows, "explain": self.explain})
 
 
 @dataclass(frozen=True)
@@ -189,11 +179,15 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     alone = roles.input.name if roles.input is not None and roles.output is None else None
     multiplies = any(row.names == (alone,) and row.multiply_adds for row in rows)
     return Ledger(
-        str(checkpoint.source),
-        checkpoint.format,
-        rows,
+        source=str(checkpoint.source),
+        format=checkpoint.format,
+        rows=rows,
         left_out=tuple(name for name in checkpoint.tensors if name not in names),
         reads_and_predicts=alone if multiplies else None,
+        total=sum(row.parameters for row in rows),
+        trainable=sum(row.parameters for row in rows if row.trainable),
+        bytes=sum(row.bytes for row in rows),
+        multiply_adds=sum(row.multiply_adds for row in rows),
     )
 
 
@@ -210,19 +204,15 @@ def _row(
         count = n_bytes // FLOATS[largest.dtype]
     names = tuple(tensor.name for tensor in group)
     tables = [tensor.name for tensor in (roles.input, roles.output) if tensor is not None]
-    padded = checkpoint.vocabulary is not None and not set(tables).isdisjoint(names)
+    padded = 0
+    if checkpoint.vocabulary is not None and not set(tables).isdisjoint(names):
+        padded = max(0, largest.shape[0] - checkpoint.vocabulary)
     live = checkpoint.format == "module"
-    return Row(
-        names=names,
-        shape=largest.shape,
-        dtype=largest.dtype,
-        bytes=n_bytes,
-        parameters=count,
-        trainable=any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group),
-        padded_rows=max(0, largest.shape[0] - (checkpoint.vocabulary or 0)) if padded else 0,
-        multiply_adds=sum(costs.get(name, 0) for name in names),
-        overlapping=not all(tensor.is_view_of(largest) for tensor in group),
-    )
+    trainable = any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group)
+    cost = sum(costs.get(name, 0) for name in names)
+    overlapping = not all(tensor.is_view_of(largest) for tensor in group)
+    shape, dtype = largest.shape, largest.dtype
+    return Row(names, shape, dtype, n_bytes, count, trainable, padded, cost, overlapping)
 
 
 def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
@@ -232,7 +222,7 @@ def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
         return False
     if MASKS.search(tensor.name) and len(tensor.shape) != 1:
         return False
-    return checkpoint.format != "ONNX" or (tensor.count > 1 and bool(tensor.shape))
+    return checkpoint.format != "ONNX" or tensor.count > 1
 
 
 def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
@@ -242,7 +232,7 @@ def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
     looked_up = {tensor.name for tensor in (roles.input, *roles.aliases) if tensor is not None}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
-        table = name in looked_up or is_position(name) or name_rank(name, "input") == 2
+        table = name in looked_up or POSITIONS.search(name) or name_rank(name, "input") == 2
         costs[name] = tensor.count if len(tensor.shape) >= 2 and not table else 0
     head = roles.output
     if head is None and not roles.unreadable and not checkpoint.headless:
@@ -260,9 +250,9 @@ def _match(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
     pairs: dict[Row, Row] = {}
     left = dict.fromkeys(before)
     for n_names in (1, None):  # the first name decides before any other does
-        by_key = {key: row for row in left for key in row.keys[:n_names]}
+        by_key = {key: row for row in left for key in [*row.keys][:n_names]}
         for new in after:
-            old = next((by_key[key] for key in new.keys[:n_names] if key in by_key), None)
+            old = next((by_key[key] for key in [*new.keys][:n_names] if key in by_key), None)
             if old in left and new not in pairs:
                 pairs[new] = old
                 del left[old]
@@ -280,35 +270,18 @@ def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
         )
     twins = [other.names[0] for other in after if other is not row and other.shape == row.shape]
     if twins and len(row.shape) == 2:
-        return (
-            f"{brings}, in the shape of {twins[0]}; nothing had that name before. If it predicts, "
-            "the head is not tied."
-        )
+        brings += f", in the shape of {twins[0]} (if it predicts, the head is not tied)"
     return f"{brings}; nothing had that name before."
 
 
 def _why_out(row: Row, after: tuple[Row, ...]) -> str:
-    loses = f"{row.names[0]} ({size(row.shape)}) went out with {row.parameters:,} parameters"
     partner = _partner(row, after)
-    if partner:
-        return f"{loses}: it is now the same storage as {partner}, counted once."
-    return f"{loses}: nothing has that name now."
-
-
-def _why_changed(old: Row, new: Row) -> str:
-    more = new.parameters - old.parameters
-    if old.shape != new.shape and old.shape != new.shape[::-1]:  # a transpose is only layout
-        sizes = f"from {size(old.shape)} to {size(new.shape)}"
-        return f"{new.names[0]} went {sizes}: {more:+,} parameters."
-    return f"{new.names[0]} holds {more:+,} parameters." if more else ""
+    why = f"it is now the same storage as {partner}, counted once" if partner else ""
+    loses = f"{row.names[0]} ({size(row.shape)}) went out with {row.parameters:,} parameters"
+    return f"{loses}: {why or 'nothing has that name now'}."
 
 
 def _partner(row: Row, others: tuple[Row, ...]) -> str:
     """Return a further name of the storage that had, or has, one of the row's names."""
-    for other in others:
-        further = [
-            name for name, key in zip(other.names, other.keys, strict=True) if key not in row.keys
-        ]
-        if len(further) < len(other.names) and further:
-            return further[0]
-    return ""
+    sharing = [other.keys for other in others if other.keys.keys() & row.keys]
+    return next((keys[key] for keys in sharing for key in keys if key not in row.keys), "")

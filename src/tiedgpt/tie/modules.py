@@ -18,7 +18,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
-from tiedgpt.tie.roles import MAY_PREDICT, PREDICTS, is_position, name_rank
+from tiedgpt.tie.roles import MAY_PREDICT, POSITIONS, PREDICTS, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.torch_file import stored_tensor
@@ -100,7 +100,7 @@ def multiply_adds(module: nn.Module) -> dict[str, int]:
         table = isinstance(part, (*EMBEDDINGS, nn.EmbeddingBag)) and id(part) not in predicting
         for local, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{local}".removeprefix(".")
-            product = parameter.ndim >= 2 and not table and not is_position(name)
+            product = parameter.ndim >= 2 and not table and not POSITIONS.search(name)
             costs[name] = parameter.numel() if product else 0
     return costs
 

@@ -38,6 +38,7 @@ POSITIONS = re.compile(
     r"(^|[._])(wpe|w?pos|positions?(_emb\w*)?|pos_emb\w*|positions_embed|embed_positions|"
     r"token_types?|token_type_embeddings)([._]|$)"
 )
+"""Names of tables of positions and of token types."""
 MAX_WIDTH = 1 << 22
 """No embedding is wider; reading rows of any width could fill the memory."""
 ONE_LAYOUT = ("safetensors", "torch")
@@ -166,11 +167,6 @@ def name_rank(name: str, role: str) -> int:
     return rank
 
 
-def is_position(name: str) -> bool:
-    """Whether a name is that of a table of positions or token types."""
-    return POSITIONS.search(name) is not None
-
-
 def _named(
     checkpoint: Checkpoint, matrices: list[StoredTensor], role: str, name: str | None
 ) -> StoredTensor | None:
@@ -179,18 +175,17 @@ def _named(
         return None
     exact = [t for t in matrices if t.name in (name, f"{name}.weight")]
     inside = [t for t in matrices if t.name.startswith(f"{name}.")]
-    named = _only(checkpoint, role, exact[:1] or inside)
-    if named is None:
-        raise UserError(
-            f"--{role} ({role}_name=) {name!r} is not among the matrices of {checkpoint.source}; "
-            f"the likeliest are {_likeliest(matrices, role)}"
-        )
-    return named
+    if exact or inside:
+        return _only(checkpoint, role, exact[:1] or inside)
+    raise UserError(
+        f"--{role} ({role}_name=) {name!r} is not among the matrices of {checkpoint.source}; the "
+        f"likeliest are {_likeliest(matrices, role)}"
+    )
 
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     """By a certain name, else by what is looked up, else by a possible name."""
-    looked_up = [t for t in matrices if t.name in checkpoint.reads and not is_position(t.name)]
+    looked_up = [t for t in matrices if t.name in checkpoint.reads and not POSITIONS.search(t.name)]
     products = [sorted(t.shape) for t in matrices if t.name in checkpoint.predicts]
     fitting = [t for t in looked_up if sorted(t.shape) in products]
     certain, possible = (_ranked(matrices, "input", rank) for rank in (2, 1))
@@ -217,7 +212,7 @@ def _find_output(
         same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
         similar = [t for t in candidates if _is_similar(t, reads)]
         return _only(checkpoint, "output", same or similar or candidates)
-    twins = [t for t in twins if not (_is_numbered(t) or is_position(t.name))]
+    twins = [t for t in twins if not (_is_numbered(t) or POSITIONS.search(t.name))]
     twins = [t for t in twins if not (t.is_view_of(reads) or _may_hide_a_head(t, reads))]
     twins = [t for t in twins if name_rank(t.name, "input") < 2]
     if twins:
