@@ -45,7 +45,7 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
     named = model.named_parameters(remove_duplicate=False)
     parameters: dict[str, Tensor] = {unwrapped(name): parameter for name, parameter in named}
     expected = shapes(model.config)
-    for name in [*(parameters.keys() - expected.keys()), *expected]:
+    for name in [*(name for name in parameters if name not in expected), *expected]:
         if problem := _problem(name, parameters.get(name), expected.get(name)):
             raise UserError(f"this model cannot be written for {whose}: {name} {problem}")
     if parameters.get(HEAD) is parameters[EMBEDDING]:
