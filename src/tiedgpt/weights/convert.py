@@ -70,8 +70,8 @@ TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e
 HEADERS_AND_VOCABULARY = 16 << 20
 """Bytes beside tensors that a file of a small model may well have."""
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
-CHECKED_SHAPE = (2, 48)
-"""(B, T) of the ids on which logits are compared."""
+N_SEQUENCES, N_TOKENS = 2, 48
+"""Shape of the ids on which logits are compared."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,24 @@ def convert(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
         )
-    before = Fingerprint.of(model)
+    before, target = _fingerprint(model), TARGETS[to]
     hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    made, is_directory = hidden / name, target.is_directory(path)
+    place = made / target.bundled if is_directory and target.bundled else made
+    write = import_module(f"tiedgpt.weights.{target.module}").write
     _remove_leftovers(path)
     try:
         with writing(path):
             hidden.mkdir(parents=True)
-            _write(model, hidden / name, to, tokenizer, precision, progress, options)
-        written = _compare(before, hidden / name, to, tokenizer, precision, loaded)
+            if place != made:
+                for file, description in descriptions(model, PRECISIONS[precision]).items():
+                    write_json(made / file, description)
+            inside = None if is_directory else tokenizer
+            write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
+            if is_directory and tokenizer is not None:
+                save_tokenizer(tokenizer, model.config, made)
+        kept = tokenizer if target.holds_tokenizer or is_directory else None
+        written = _compare(before, made, kept, precision, loaded)
         with writing(path):
             _move(hidden, path, overwrite)
     finally:
@@ -189,29 +199,6 @@ def _remove_leftovers(path: Path) -> None:
             continue
 
 
-def _write(
-    model: GPT,
-    path: Path,
-    to: str,
-    tokenizer: Tokenizer | None,
-    precision: str,
-    progress: Progress | None,
-    options: dict[str, Any],
-) -> None:
-    """Write a file, or a directory with config and tokenizer."""
-    target, place = TARGETS[to], path
-    directory = target.is_directory(path)
-    if directory and target.bundled:
-        for name, description in descriptions(model, PRECISIONS[precision]).items():
-            write_json(path / name, description)
-        place = path / target.bundled
-    write = import_module(f"tiedgpt.weights.{target.module}").write
-    inside = None if directory else tokenizer
-    write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
-    if directory and tokenizer is not None:
-        save_tokenizer(tokenizer, model.config, path)
-
-
 def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     """Put the checked files in their place, the file that names the others last."""
     made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
@@ -225,30 +212,18 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     sync(path.parent)
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What is kept of a model to compare another with, so that both need not be in memory."""
-
-    digests: dict[str, bytes]
-    dtype: torch.dtype
-    ids: Tensor
-    logits: Tensor
-
-    @classmethod
-    def of(cls, model: GPT, ids: Tensor | None = None) -> Fingerprint:
-        """Take it on ids (B, T) that another's was taken on, or on random ones."""
-        config, dtype = model.config, model.wte.weight.dtype
-        if ids is None:
-            n = min(CHECKED_SHAPE[1], config.n_positions)
-            generator = torch.Generator().manual_seed(0)
-            ids = torch.randint(config.vocab_size, (CHECKED_SHAPE[0], n), generator=generator)
-        try:
-            with torch.inference_mode():
-                logits = model.to(torch.promote_types(dtype, torch.float32))(ids)
-        finally:
-            model.to(dtype)  # exact: every value came from this type
-        digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
-        return cls(digests, dtype, ids, logits)
+def _fingerprint(model: GPT) -> tuple[dict[str, bytes], Tensor]:
+    """Return what is kept of a model to compare another: digests by name, and some logits."""
+    config, dtype = model.config, model.wte.weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    shape = (N_SEQUENCES, min(N_TOKENS, config.n_positions))
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    try:
+        with torch.inference_mode():
+            logits = model.to(torch.promote_types(dtype, torch.float32))(ids)
+    finally:
+        model.to(dtype)  # exact: every value came from this type
+    return {name: _digest(parameter) for name, parameter in model.named_parameters()}, logits
 
 
 def _digest(parameter: Tensor) -> bytes:
@@ -259,32 +234,31 @@ def _digest(parameter: Tensor) -> bytes:
 
 
 def _compare(
-    before: Fingerprint,
+    before: tuple[dict[str, bytes], Tensor],
     path: Path,
-    to: str,
     tokenizer: Tokenizer | None,
     precision: str,
     loaded: Loaded,
 ) -> Written:
     """Open what was written; `CheckFailedError` where it is another model."""
-    carried = TARGETS[to].holds_tokenizer or TARGETS[to].is_directory(path)
     try:
         again = load(path)
         copies, matrix_bytes = _copies(path)
-        if carried and tokenizer is not None:
+        if tokenizer is not None:
             again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
                 raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
-    after = Fingerprint.of(again.model, before.ids)
-    names = before.digests.keys() | after.digests.keys()  # zeros for biases that are not there
-    exact = all(before.digests.get(name, b"") == after.digests.get(name, b"") for name in names)
-    apart = (after.logits - before.logits).square().mean().sqrt()
-    difference = float(apart / before.logits.square().mean().sqrt().clamp_min(1e-30))
+    (ours, logits), (theirs, their_logits) = before, _fingerprint(again.model)
+    names = ours.keys() | theirs.keys()  # zeros for biases that are not there
+    exact = all(ours.get(name, b"") == theirs.get(name, b"") for name in names)
+    apart = (their_logits - logits).square().mean().sqrt()
+    difference = float(apart / logits.square().mean().sqrt().clamp_min(1e-30))
     tolerance = TOLERANCES[precision]
     written = PRECISIONS.get(precision)  # None: quantized
-    coarser = written is None or torch.promote_types(before.dtype, written) != written
+    own = loaded.model.wte.weight.dtype
+    coarser = written is None or torch.promote_types(own, written) != written
     if not (exact or (coarser and difference <= tolerance)):
         raise CheckFailedError(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
@@ -294,7 +268,7 @@ def _compare(
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     return Written(
         path, n_bytes, matrix_bytes, copies, exact, difference, tolerance,
-        with_tokenizer=carried and tokenizer is not None, notes=_notes(loaded, again),
+        with_tokenizer=tokenizer is not None, notes=_notes(loaded, again),
     )  # fmt: skip
 
 

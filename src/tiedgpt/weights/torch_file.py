@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
@@ -104,10 +102,9 @@ def _reader(tensor: Tensor) -> Read:
     def read_block(first: int, end: int, left: int, right: int) -> Native:
         import torch
 
-        with torch.no_grad():
-            matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
-            flat = matrix.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        native: Native = flat.view(np.dtype(f"<u{tensor.element_size()}"))
+        matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
+        flat = matrix.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        native: Native = flat.view(f"<u{tensor.element_size()}")
         return native.reshape(end - first, right - left)
 
     return read_block
