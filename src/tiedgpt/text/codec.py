@@ -35,6 +35,6 @@ class Codec:
         """The bytes that a token of the vocabulary stands for."""
         return token.encode()
 
-    def last_bytes(self) -> dict[int, bytes]:
-        """The ids that stand for other bytes at the end of a text, with these bytes."""
-        return {}
+    def word_ends(self) -> set[int]:
+        """The ids whose last byte is a blank that stands only before another id."""
+        return set()

@@ -54,14 +54,10 @@ class LowerCaseBPE(Codec):
         """The bytes that a token of the vocabulary stands for before another token."""
         return token.replace(END_OF_WORD, " ").encode()
 
-    def last_bytes(self) -> dict[int, bytes]:
-        """The bytes of the ids that end a word at the end of a text: without the blank."""
+    def word_ends(self) -> set[int]:
+        """The ids whose last byte is a blank that stands only before another id."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
-        return {
-            id: token.replace(END_OF_WORD, "").encode()
-            for token, id in vocabulary.items()
-            if END_OF_WORD in token
-        }
+        return {id for token, id in vocabulary.items() if token.endswith(END_OF_WORD)}
 
     def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> ids, of any text.

@@ -144,10 +144,10 @@ class Tokenizer:
             known = list(map(operator.index, listed))
         except TypeError as error:
             raise UserError(f"ids must be integers in one dimension: {error}") from error
-        parts = list(map(self.token_bytes, known))
-        if known:
-            parts[-1] = self._last_bytes.get(known[-1], parts[-1])
-        return b"".join(parts).decode("utf-8", errors="replace")
+        text = b"".join(map(self.token_bytes, known))
+        if known and known[-1] in self._word_ends:
+            text = text[:-1]
+        return text.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of text that one id stands for, possibly part of a character.
@@ -179,7 +179,7 @@ class Tokenizer:
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
         first piece begins with a blank.
         """
-        return StreamDecoder(self.token_bytes, self._last_bytes, after)
+        return StreamDecoder(self.token_bytes, self._word_ends, after)
 
     def to_json(self) -> str:
         """The text of this tokenizer's `tokenizer.json`, for writers of other formats."""
@@ -212,10 +212,8 @@ class Tokenizer:
         return table
 
     @cached_property
-    def _last_bytes(self) -> dict[int, bytes]:
-        """The ids that stand for other bytes at the end of a text, with these bytes."""
-        added = self._rust.get_added_tokens_decoder()
-        return {id: last for id, last in self._codec.last_bytes().items() if id not in added}
+    def _word_ends(self) -> set[int]:
+        return self._codec.word_ends() - self._rust.get_added_tokens_decoder().keys()
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
