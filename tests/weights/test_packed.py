@@ -202,7 +202,7 @@ def test_nothing_else_is_packed_or_written_over(tiny, tmp_path):
     with pytest.raises(UserError, match="holds another model"):
         save_packed(pack_gpt(tiny, "int8"), tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="cannot write"):
         save_packed(pack_gpt(tiny, "int8"), tmp_path / "file")
 
 

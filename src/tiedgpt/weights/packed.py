@@ -28,7 +28,6 @@ from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.checkpoint import shapes as gpt_shapes
 from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
-    CHUNK,
     DTYPES,
     PANEL,
     PRECISIONS,
@@ -224,17 +223,11 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
 
 
 def _unpacking(panels: Panels) -> Read:
-    """Return a reader of a matrix in panels, which unpacks a chunk of them at a time."""
-
     def read(first: int, end: int, left: int, right: int) -> Native:
-        values = np.empty((end - first, right - left), np.float32)
-        for panel in range(first // PANEL, -(-end // PANEL), CHUNK):
-            weights, scales = (a[panel : panel + CHUNK] for a in (panels.weights, panels.scales))
-            begin, rows = panel * PANEL, len(weights) * PANEL
-            block = unpack(Panels(weights, scales, rows, right))
-            low, high = max(first, begin), min(end, begin + rows)
-            values[low - first : high - first] = block[low - begin : high - begin, left:]
-        return values.view("<u4")
+        skipped = first // PANEL
+        weights, scales = panels.weights[skipped:], panels.scales[skipped:]
+        values = unpack(Panels(weights, scales, end - skipped * PANEL, right))
+        return np.ascontiguousarray(values[first - skipped * PANEL :, left:]).view("<u4")
 
     return read
 

@@ -145,20 +145,28 @@ def _interleaved(block: NDArray[Any], n: int) -> NDArray[Any]:
 
 def unpack(panels: Panels) -> NDArray[np.float32]:
     """Return the matrix (rows, width) that the panels stand for."""
-    w, precision = panels.weights, panels.precision
+    matrix = np.empty((panels.rows, panels.width), np.float32)
+    for first in range(0, -(-panels.rows // PANEL), CHUNK):
+        weights, scales = (a[first : first + CHUNK] for a in (panels.weights, panels.scales))
+        into = matrix[first * PANEL : (first + CHUNK) * PANEL]
+        into[:] = _unpacked(weights, scales, panels.precision)[: len(into), : panels.width]
+    return matrix
+
+
+def _unpacked(w: NDArray[Any], scales: NDArray[Any], precision: Precision) -> NDArray[Any]:
     n = 1 if precision == "fp32" else w.shape[3]
     flat = w.reshape(w.shape[0], w.shape[1], PANEL, n).transpose(0, 2, 1, 3)
     values = flat.reshape(len(w) * PANEL, -1)
     if precision == "bf16":
-        values = from_bf16(values)
-    elif precision == "int8":
-        values = (values.astype(np.float32) - 128) * panels.scales.reshape(-1, 1)
-    elif precision == "int4":
+        return from_bf16(values)
+    if precision == "int8":
+        return (values.astype(np.float32) - 128) * scales.reshape(-1, 1)
+    if precision == "int4":
         fours = values.reshape(len(values), -1, 1, 4)
         eights = np.concatenate([fours & 15, fours >> 4], axis=2).astype(np.float32) - 8
-        scale = from_bf16(panels.scales.transpose(0, 2, 1).reshape(len(values), -1, 1))
+        scale = from_bf16(scales.transpose(0, 2, 1).reshape(len(values), -1, 1))
         values = (eights.reshape(len(values), -1, GROUP_SIZE) * scale).reshape(len(values), -1)
-    return np.ascontiguousarray(values[: panels.rows, : panels.width], np.float32)
+    return values
 
 
 def to_bf16(values: NDArray[Any]) -> NDArray[np.uint16]:

@@ -82,23 +82,19 @@ def pack_gpt(model: GPT, precision: Precision) -> PackedModel:
 def save_packed(
     model: PackedModel, directory: str | os.PathLike[str], foreign: Mapping[str, Any] | None = None
 ) -> None:
-    """Write config.json, packed.safetensors and a model card.
+    """Write config.json and packed.safetensors.
 
     `foreign` holds keys for config.json that change nothing here. Raises `UserError` where the
     directory holds a model that is not packed, `NoRoomError` where the disk is too full.
     """
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; give a directory to save the model in")
     if (directory / "config.json").exists() and not (directory / FILE).exists():
         raise UserError(f"{directory} holds another model: give a directory of its own")
     require_room(directory, model.nbytes)
     with replacing(directory / FILE) as temporary:
         _write_arrays(temporary, model)
-    description = config_json(model.config, foreign or {}, model.precision, PACKED)
-    write_json(directory / "config.json", description)
-    with replacing(directory / "README.md") as temporary:
-        temporary.write_text(_card(model), encoding="utf-8")
+    config = config_json(model.config, foreign or {}, model.precision, PACKED)
+    write_json(directory / "config.json", config)
 
 
 def _write_arrays(path: Path, model: PackedModel) -> None:
@@ -128,16 +124,3 @@ def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
     for name, array in packed.arrays.items():
         if not np.array_equal(array.view(np.uint8), again.arrays[name].view(np.uint8)):
             raise CheckFailedError(f"{path.name}: {name} was not written as it is")
-
-
-def _card(model: PackedModel) -> str:
-    return f"""---
-library_name: tiedgpt
-pipeline_tag: text-generation
-tags: [{PACKED.name}]
----
-# A GPT of {model.config.parameter_count():,} parameters, packed in {model.precision}
-
-For tiedgpt's CPU kernels: `tiedgpt generate DIRECTORY --prompt "..."`, or
-`tiedgpt.infer.Engine(DIRECTORY)`. `GPT.from_pretrained(DIRECTORY)` unpacks it to float32.
-"""
