@@ -518,7 +518,7 @@ def replaced(name, change):
 
 QUERY = BLOCK + "_self_attention_layer/query_dense/vars/"
 VARIABLES = {
-    "no query": (replaced(QUERY + "0", lambda a: None), "query_dense is missing in h.1.attn"),
+    "no query": (replaced(QUERY + "0", lambda a: None), r"parts of h\.1\.attn.* are missing: "),
     "a query of two axes": (
         replaced(QUERY + "0", lambda a: a.reshape(12, 12)), r"query_dense/vars/0 is \(12, 12\)",
     ),

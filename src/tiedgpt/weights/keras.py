@@ -93,23 +93,20 @@ def read(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         head = file.read(8)
     config: dict[str, Any] = {}
-    if head == HDF5_MAGIC:
-        places = [(path, 0, path.stat().st_size)]
-    elif head.startswith(ZIP_MAGIC):
+    if head.startswith(ZIP_MAGIC):
         with _archive(path) as archive:
             config = {"keras": dict(json.loads(_text(archive, CONFIG)))}
             whole = WEIGHTS in archive.NameToInfo
             names = [WEIGHTS] if whole else _shards(path, json.loads(_text(archive, INDEX)))
             places = [(path, *_range(path, archive, name)) for name in names]
     else:
-        shards = [beside(path, name) for name in _shards(path, read_json(path))]
+        is_index = head != HDF5_MAGIC
+        names = _shards(path, read_json(path)) if is_index else []
+        shards = [beside(path, name) for name in names] or [path]
         places = [(shard, 0, shard.stat().st_size) for shard in shards]
     tensors: dict[str, StoredTensor] = {}
     for place in places:
-        opened = _tensors(h5py, *place)
-        if twice := tensors.keys() & opened.keys():
-            raise CorruptInputError(f"{path}: two shards hold {printable(min(twice))[:200]}")
-        tensors |= opened
+        _add_tensors(h5py, tensors, *place)
     embeddings = tuple(name for name in tensors if name.endswith(EMBEDDING))
     claim, claim_source = None, "the file does not say whether the head is tied"
     if len(embeddings) == 1:
@@ -212,12 +209,15 @@ class _Part(io.RawIOBase):
         return len(content)
 
 
-def _tensors(h5py: Any, path: Path, begin: int, size: int) -> dict[str, StoredTensor]:
-    """Return the arrays of an HDF5 file that is `size` bytes of `path` from `begin` on."""
-    tensors: dict[str, StoredTensor] = {}
+def _add_tensors(
+    h5py: Any, tensors: dict[str, StoredTensor], path: Path, begin: int, size: int
+) -> None:
+    """Add the arrays of an HDF5 file that is `size` bytes of `path` from `begin` on."""
 
     def visit(name: str, item: Any) -> None:  # links to other files are not followed
         if isinstance(item, h5py.Dataset) and not name.startswith("optimizer/"):
+            if name in tensors:
+                raise ValueError(f"two shards hold {name}")
             tensors[name] = _tensor(path, begin, size, name, item)
 
     try:
@@ -228,7 +228,6 @@ def _tensors(h5py: Any, path: Path, begin: int, size: int) -> dict[str, StoredTe
     except Exception as error:  # OSError, KeyError, RuntimeError, TypeError, ... of a damaged file
         why = printable(str(error))[:200]
         raise CorruptInputError(f"{path} is damaged or no HDF5 file: {why}") from None
-    return tensors
 
 
 def _tensor(path: Path, begin: int, size: int, name: str, dataset: Any) -> StoredTensor:
@@ -268,30 +267,28 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         name, part = _our_name(path)
         if name in tensors or part in qkv.get(name, ()):
             raise CorruptInputError(f"{source} holds {name} twice, in two models")
+        matrix = name.startswith("h.") and name.endswith(".weight")
         if part in QKV:
-            if len(stored.shape) != (3 if name.endswith(".weight") else 2) or not stored.count:
+            if len(stored.shape) != 2 + matrix or not stored.count:
                 raise CorruptInputError(
                     f"{source}: {printable(path)[:200]} is {stored.shape}, without an axis of heads"
                 )
             n_heads.add(stored.shape[-2])
             qkv.setdefault(name, {})[part] = _heads_joined(stored)
-            continue
-        if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
-            stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-        matrix = name.startswith("h.") and name.endswith(".weight")
-        tensors[name] = LazyTensor(stored, transposed=matrix)
+        else:
+            if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
+                stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
+            tensors[name] = LazyTensor(stored, transposed=matrix)
     if "wte.weight" not in tensors or not qkv:
         raise UserError(
             f"{source} holds a Keras model other than KerasHub's {BACKBONE}; only that one is read"
         )
     for name, parts in qkv.items():
-        if missing := [part for part in QKV if part not in parts]:
-            raise CorruptInputError(f"{source}: {missing[0]} is missing in {name}")
-        ordered = [parts[part] for part in QKV]
+        ordered = [parts[part] for part in QKV if part in parts]
         whole = joined(name, [part.turned() if len(part.shape) == 2 else part for part in ordered])
-        if whole is None:
-            shapes = ", ".join(f"{part.shape} {part.dtype}" for part in ordered)
-            raise CorruptInputError(f"{source}: the parts of {name} differ: {shapes}")
+        if whole is None or len(ordered) < len(QKV):
+            shown = ", ".join(f"{part} {p.shape} {p.dtype}" for part, p in parts.items())
+            raise CorruptInputError(f"{source}: the parts of {name} differ or are missing: {shown}")
         tensors[name] = LazyTensor(whole)  # (3 D, D)
     if len(n_heads) > 1:
         numbers = " and ".join(map(str, sorted(n_heads)))
