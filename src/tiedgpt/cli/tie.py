@@ -173,10 +173,9 @@ def _table(result: Ledger | Audit, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         right = column in ("parameters", "MB", "products")
-        name = column == columns[0]
-        table.add_column(
-            column, justify="right" if right else "left", overflow="fold", no_wrap=not name
-        )
+        keep = column != columns[0]  # the names fold
+        table.add_column(column, justify="right" if right else "left", no_wrap=keep)
+    table.columns[0].overflow = "fold"
     return table
 
 

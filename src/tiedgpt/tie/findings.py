@@ -237,7 +237,7 @@ def _two_matrices(
         yield _transposed(roles, predicts, TURN_IT if one_layout else STORED_SO)
     if extra:
         longer, shorter = (predicts, reads) if roles.extra_rows > 0 else (reads, predicts)
-        rows, nonzero = min(reads.shape[0], roles.head_shape[0]), None
+        rows, nonzero = reads.shape[0] + min(0, roles.extra_rows), None
         follows = PADDING if checkpoint.claim is False else TWO_SIZES
         if longer.is_decodable:
             turned = across and longer is predicts

@@ -33,9 +33,8 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
         if isinstance(parameter, UninitializedParameter):
             raise UserError(f"{name} has no shape yet (a lazy module): run the model once first")
         tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
-    parts = dict(module.named_modules(remove_duplicate=False))
-    weights = {f"{name}.weight".removeprefix("."): part for name, part in parts.items()}
-    weights = {name: part for name, part in weights.items() if name in tensors}
+    with_weight = [name for name in tensors if f".{name}".endswith(".weight")]
+    weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
     holder = unwrapped(module)
     head_name, head = output_module(module)
     derived = "" if head is None else _why_derived(head)
@@ -96,12 +95,11 @@ def multiply_adds(module: nn.Module) -> dict[str, int]:
     gpts = [part for part in module.modules() if isinstance(part, GPT)]
     predicting = {id(gpt.wte) for gpt in gpts if predicts_through_wte(gpt)}
     costs: dict[str, int] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        part = module.get_submodule(name.rpartition(".")[0])
         table = isinstance(part, (*EMBEDDINGS, nn.EmbeddingBag)) and id(part) not in predicting
-        for local, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{local}".removeprefix(".")
-            product = parameter.ndim >= 2 and not table and not POSITIONS.search(name)
-            costs[name] = parameter.numel() if product else 0
+        product = parameter.ndim >= 2 and not table and not POSITIONS.search(name)
+        costs[name] = parameter.numel() if product else 0
     return costs
 
 
@@ -113,19 +111,21 @@ def _why_derived(head: nn.Module) -> str:
     """Say why a head does not multiply with a parameter as it is; empty if it does."""
     for part in head.modules():
         weight = getattr(part, "weight", None)
-        packed = callable(weight) and not isinstance(weight, (nn.Module, Tensor))
         buffers = ", ".join(name for name, _ in part.named_buffers(recurse=False))
         own = {name for name, _ in part.named_parameters(recurse=False)}
-        reasons = {
-            "is parametrized": is_parametrized(part),
-            "adds an adapter to it": _is_adapted(part),
-            f"has buffers: {buffers}": buffers,
-            "has packed, quantized weights": packed,
-            "computes its weight from weight_g and weight_v": {"weight_v", "weight_g"} <= own,
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                return f"({type(part).__name__}) {reason}"
+        reason = ""
+        if is_parametrized(part):
+            reason = "is parametrized"
+        elif _is_adapted(part):
+            reason = "adds an adapter to it"
+        elif buffers:
+            reason = f"has buffers: {buffers}"
+        elif callable(weight) and not isinstance(weight, (nn.Module, Tensor)):
+            reason = "has packed, quantized weights"
+        elif {"weight_v", "weight_g"} <= own:
+            reason = "computes its weight from weight_g and weight_v"
+        if reason:
+            return f"({type(part).__name__}) {reason}"
     return ""
 
 

@@ -86,20 +86,19 @@ class Roles:
         return reads.owner != predicts.owner and (reads.trainable or predicts.trainable)
 
     @property
-    def head_shape(self) -> tuple[int, ...]:
-        """The output's shape as (V', D)."""
-        assert self.output is not None
-        return self.output.shape[::-1] if self.output_transposed else self.output.shape
-
-    @property
     def fits(self) -> bool:
         """Whether the input and the output have the same width D."""
-        return self.pair is not None and self.head_shape[1] == self.pair[0].shape[1]
+        return self.pair is not None and self._head_shape[1] == self.pair[0].shape[1]
 
     @property
     def extra_rows(self) -> int:
         """Rows that the output has more (or, if negative, fewer) than the input."""
-        return self.head_shape[0] - self.matrix.shape[0] if self.fits else 0
+        return self._head_shape[0] - self.matrix.shape[0] if self.fits else 0
+
+    @property
+    def _head_shape(self) -> tuple[int, ...]:
+        head = self.output or self.matrix
+        return head.shape[::-1] if self.output_transposed else head.shape
 
 
 def find_roles(
