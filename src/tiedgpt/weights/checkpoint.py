@@ -27,15 +27,9 @@ EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 
 MODULES = {
-    "GGUF": "gguf",
-    "ONNX": "onnx",
-    "llm.c": "llmc",
-    "Keras HDF5": "keras",
-    "packed": "packed",
-    "TensorFlow": "openai_gpt2",
-    "numpy": "openai_gpt1",
-    "module": "huggingface",
-}
+    "GGUF": "gguf", "ONNX": "onnx", "llm.c": "llmc", "Keras HDF5": "keras", "packed": "packed",
+    "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "huggingface",
+}  # fmt: skip
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
 IN_SHARED_CONTAINERS = ("huggingface", "mingpt", "nanogpt", "state_dict")
 """Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
@@ -81,11 +75,9 @@ class Checkpoint:
 
     def _size(self, *keys: str) -> int | None:
         inner = self.config.get("text_config")
-        for config in (self.config, inner if isinstance(inner, dict) else {}):
-            for value in map(config.get, keys):
-                if type(value) is int and value > 0:
-                    return value
-        return None
+        told = {**inner, **self.config} if isinstance(inner, dict) else self.config
+        sizes = (told[key] for key in keys if type(told.get(key)) is int and told[key] > 0)
+        return next(sizes, None)
 
 
 @dataclass(frozen=True)
@@ -100,11 +92,6 @@ class LazyTensor:
         """The shape in our layout."""
         turned = self.transposed and len(self.stored.shape) == 2
         return self.stored.shape[::-1] if turned else self.stored.shape
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes that it takes in memory as it is read."""
-        return self.stored.count * FLOATS.get(self.stored.dtype, 4)
 
     def require_readable(self) -> None:
         """Raise `UserError` for a type that is not read here."""
@@ -165,16 +152,16 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     its config.json. Raises `UserError` where it is another kind of model, `CorruptInputError` where
     its tensors contradict each other.
     """
-
-    def module(name: str) -> Any:
-        return import_module(f"tiedgpt.weights.{name}")
-
     name = MODULES.get(checkpoint.format)
     if name is None:
-        recognizing = (n for n in IN_SHARED_CONTAINERS if module(n).recognizes(checkpoint))
-        name = next(recognizing, "huggingface")
-    gpt: GPTCheckpoint = module(name).as_gpt(checkpoint)
+        shared = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
+        name = next(shared, "huggingface")
+    gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
     return gpt
+
+
+def _module(name: str) -> Any:
+    return import_module(f"tiedgpt.weights.{name}")
 
 
 def unwrapped(name: str) -> str:
@@ -202,28 +189,26 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
 
 def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of `GPT(config)` by our names, without torch."""
-    width, inner = config.n_embd, config.inner_dim
-
-    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (config.vocab_size, width),
-        "wpe.weight": (config.n_positions, width),
+    d, inner = config.n_embd, config.inner_dim
+    block: dict[str, tuple[int, ...]] = {
+        "ln_1": (d,),
+        "attn.c_attn": (3 * d, d),
+        "attn.c_proj": (d, d),
+        "ln_2": (d,),
+        "mlp.c_fc": (inner, d),
+        "mlp.c_proj": (d, inner),
     }
-    for layer in range(config.n_layer):
-        block = f"h.{layer}"
-        shapes |= norm(f"{block}.ln_1") | linear(f"{block}.attn.c_attn", 3 * width, width)
-        shapes |= linear(f"{block}.attn.c_proj", width, width) | norm(f"{block}.ln_2")
-        shapes |= linear(f"{block}.mlp.c_fc", inner, width)
-        shapes |= linear(f"{block}.mlp.c_proj", width, inner)
+    all_shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, d),
+        "wpe.weight": (config.n_positions, d),
+    }
+    names = {f"h.{n}.{part}": s for n in range(config.n_layer) for part, s in block.items()}
     if config.norm == "pre":
-        shapes |= norm("ln_f")
+        names["ln_f"] = (d,)
+    for name, shape in names.items():
+        all_shapes[f"{name}.weight"] = shape
+        if config.bias:
+            all_shapes[f"{name}.bias"] = shape[:1]
     if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, width)
-    if not config.bias:
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
-    return shapes
+        all_shapes[HEAD] = (config.vocab_size, d)
+    return all_shapes

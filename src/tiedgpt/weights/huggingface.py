@@ -55,25 +55,17 @@ class ModelType:
 
 
 GPT2 = ModelType(
-    name="gpt2",
-    architecture="GPT2LMHeadModel",
-    activations={"gelu_new": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"},
-    norm="pre",
+    "gpt2", "GPT2LMHeadModel", {name: name for name in ("gelu_new", "gelu", "relu", "silu")}, "pre"
 )
 GPT1 = ModelType(
-    name="openai-gpt",
-    architecture="OpenAIGPTLMHeadModel",
-    activations={"gelu_new": "gelu", "relu": "relu", "silu": "silu"},  # its "gelu" is the tanh form
-    norm="post",
+    "openai-gpt",
+    "OpenAIGPTLMHeadModel",
+    {"gelu_new": "gelu", "relu": "relu", "silu": "silu"},  # its "gelu" is the tanh form
+    "post",
     tensor_names={"wte.weight": "tokens_embed.weight", "wpe.weight": "positions_embed.weight"},
     config_names={"activation_function": "afn"},
 )
-TIEDGPT = ModelType(
-    name="tiedgpt",
-    architecture="TiedGPTLMHeadModel",
-    activations={name: name for name in ACTIVATIONS},
-    norm=None,
-)
+TIEDGPT = ModelType("tiedgpt", "TiedGPTLMHeadModel", {name: name for name in ACTIVATIONS}, None)
 """Ours. transformers refuses the name, so that it never computes something else."""
 PACKED = replace(TIEDGPT, name="tiedgpt-packed", architecture="TiedGPTPackedLMHeadModel")
 """Ours, packed for CPU kernels."""
@@ -89,20 +81,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys of config.json that change the computation, with the values under which it is ours."""
 ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+}  # fmt: skip
 """Other names under which transformers takes the same keys."""
 SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 DEFAULTS = {
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
+    "n_head": 12, "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 """What transformers assumes where a config.json of its own is silent."""
 
 
@@ -133,18 +120,8 @@ def is_transposed(name: str) -> bool:
 
 def to_file(name: str, model_type: ModelType) -> str:
     """Return the name in a file of transformers of a parameter of ours."""
-    if name == HEAD:
-        return "lm_head.weight"
-    return model_type.prefix + model_type.tensor_names.get(name, name)
-
-
-def from_file(name: str, model_type: ModelType) -> str | None:
-    """Return our name of a tensor in a file of transformers; None for a mask buffer."""
-    if name == "lm_head.weight":
-        return HEAD
-    bare = name.removeprefix(model_type.prefix)
-    theirs = {their_name: ours for ours, their_name in model_type.tensor_names.items()}
-    return None if MASK_BUFFERS.fullmatch(bare) else theirs.get(bare, bare)
+    theirs = model_type.prefix + model_type.tensor_names.get(name, name)
+    return "lm_head.weight" if name == HEAD else theirs
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
@@ -182,14 +159,17 @@ def read_module(module: nn.Module) -> Checkpoint:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers."""
     model_type = model_type_from(checkpoint.config)
+    names = {theirs: ours for ours, theirs in model_type.tensor_names.items()}
+    names["lm_head.weight"] = HEAD
     tensors: dict[str, LazyTensor] = {}
     for their_name, stored in checkpoint.tensors.items():
-        name = from_file(their_name, model_type)
+        bare = their_name.removeprefix(model_type.prefix)
+        name = names.get(bare, bare)
         if name in tensors:
             raise CorruptInputError(
                 f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
-        if name is not None:
+        if not MASK_BUFFERS.fullmatch(name):
             tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
     if EMBEDDING not in tensors and HEAD not in tensors:
         raise CorruptInputError(
@@ -232,9 +212,11 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     tied = config.get("tie_word_embeddings", True)
     if not isinstance(tied, bool):
         raise CorruptInputError(f"tie_word_embeddings is {tied!r}, neither true nor false")
-    theirs = {model_type.config_names.get(ours, ours): ours for ours in _fields_of(model_type)}
-    fields = {theirs[key]: value for key, value in config.items() if key in theirs}
-    foreign = {key: value for key, value in config.items() if key not in theirs}
+    fields = {}
+    for ours in _fields_of(model_type):
+        theirs = model_type.config_names.get(ours, ours)
+        if theirs in config:
+            fields[ours] = config.pop(theirs)
     if "activation_function" in fields:
         names = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
         name = fields["activation_function"]
@@ -245,7 +227,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         fields["activation_function"] = names[name]
     if model_type.norm is not None:
         fields["norm"] = model_type.norm
-    return fields, foreign
+    return fields, config
 
 
 def _fields_of(model_type: ModelType) -> tuple[str, ...]:

@@ -247,7 +247,7 @@ def _build(
     shared = {id(stored) for group in groups if len(group) > 1 for stored in group}
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
-    done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
+    done, whole = 0, sum(tensor.stored.n_bytes for tensor in tensors.values())
     for name in sorted(tensors, key=lambda name: name != EMBEDDING):
         tensor = tensors[name].read()
         own, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
@@ -255,7 +255,7 @@ def _build(
         coarser = dtype is None and torch.promote_types(own, common) != common
         if coarser and not torch.equal(state[name].to(own), tensor):
             rounded.append(name)
-        done += tensors[name].n_bytes
+        done += tensors[name].stored.n_bytes
         if progress is not None:
             progress(done, whole)
     model.load_state_dict(state, assign=True)
