@@ -59,7 +59,7 @@ def special_id(
     """
     is_named = config.get(key) is not None
     token = token_of(config, key) if is_named else END_OF_TEXT
-    id: int | None = None if token is None else rust.token_to_id(token)
+    id: int | None = rust.token_to_id(token or "")
     if is_named and id is None:
         raise CorruptInputError(
             f"{where}: {CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "

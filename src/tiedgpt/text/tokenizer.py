@@ -45,7 +45,14 @@ class Tokenizer:
         rust.encode_special_tokens = True  # means: as ordinary text
         self._rust = rust
         self._settings = settings or {}
-        self._codec = _codec_for(rust, where)
+        codec = next((codec for codec in CODECS if codec.reads(rust)), None)
+        if codec is None:
+            raise UserError(
+                f"{where}: a tokenizer with the model {type(rust.model).__name__} is not "
+                "supported; use GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown "
+                "characters, or single characters"
+            )
+        self._codec = codec(rust)
         self.kind = self._codec.kind
         self._size = _checked_size(rust, where)
         self.bos_token_id = special_id(rust, self._settings, "bos_token", where)
@@ -228,17 +235,6 @@ class Tokenizer:
         splitter.add_special_tokens([added[id] for id in self._special_ids.values()])
         numbers = splitter.get_vocab()
         return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
-
-
-def _codec_for(rust: tokenizers.Tokenizer, where: str) -> Codec:
-    for codec in CODECS:
-        if codec.reads(rust):
-            return codec(rust)
-    raise UserError(
-        f"{where}: a tokenizer with the model {type(rust.model).__name__} is not supported; use "
-        "GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown characters, or single "
-        "characters"
-    )
 
 
 def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:

@@ -119,13 +119,12 @@ def place_of(name: str) -> tuple[str, tuple[int, ...]]:
     if scope.startswith("h."):
         _, number, scope = scope.split(".", 2)
         layer = (int(number),)
-    if scope.startswith("ln_"):
-        which = (int(last == "bias"),)
-        return (
-            ("ln_f", which) if scope == "ln_f" else ("norms", (*layer, int(scope[3:]) - 1, *which))
-        )
     if scope == "wpe":
         return scope, ()
+    if scope == "ln_f":
+        return scope, (int(last == "bias"),)
+    if scope.startswith("ln_"):
+        return "norms", (*layer, int(scope[3:]) - 1, int(last == "bias"))
     return f"{IN_LAYER.get(scope, scope)}.{'bias' if last == 'bias' else 'weights'}", layer
 
 
