@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import warnings
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -146,19 +147,16 @@ def _n_tokens(checkpoint: Checkpoint, matrix: StoredTensor, n_positions: Any) ->
 
 
 def _shapes(path: Path) -> list[tuple[int, ...]]:
-    def is_shape(shape: Any) -> bool:
-        sound = isinstance(shape, list) and 1 <= len(shape) <= 8
-        return sound and all(type(size) is int and 0 < size < 1 << 40 for size in shape)
-
-    with path.open("rb") as file:
-        raw = file.read(MAX_JSON + 1)
     try:
-        shapes = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CorruptInputError(f"{path} is not JSON: {error}") from None
-    if not isinstance(shapes, list) or not shapes or not all(map(is_shape, shapes)):
-        raise CorruptInputError(f"{path} must be a list of shapes")
-    return [tuple(shape) for shape in shapes]
+        with path.open("rb") as file:
+            shapes = [tuple(map(operator.index, s)) for s in json.loads(file.read(MAX_JSON))]
+        if not shapes or not all(
+            1 <= len(shape) <= 8 and 0 < min(shape) and max(shape) < 1 << 40 for shape in shapes
+        ):
+            raise ValueError("a size is missing, not positive or too large")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CorruptInputError(f"{path} must be a list of shapes: {error}") from None
+    return shapes
 
 
 def _names(path: Path, shapes: list[tuple[int, ...]]) -> list[str]:
