@@ -171,8 +171,11 @@ def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
 
     def read(first: int, end: int, left: int, right: int) -> Native:
         block = np.empty((end - first, right - left), f"<u{width}")
-        runs = [block] if (left, right) == (0, columns) else block
-        with path.open("rb") as file:
+        whole = (left, right) == (0, columns)
+        # Unbuffered reads are quicker for many short runs, and end at 2 GB for a long one.
+        opened: Any = path.open("rb", buffering=-1 if whole else 0)
+        with opened as file:
+            runs = [block] if whole else block
             for row, run in enumerate(runs, first):
                 file.seek(start + (row * columns + left) * width)
                 if file.readinto(run.data) != run.nbytes:
