@@ -27,7 +27,7 @@ VERBS = {
     "generate": "continue a text",
     "plot": "the curves of runs, in the terminal or as a figure",
     "convert": "any GPT into the format of another tool, proven",
-    "tie": "is the head the embedding? show, audit or mend it, in any model or file",
+    "tie": "is the head the embedding? show, audit or fix it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
 }
 USAGE = """\
