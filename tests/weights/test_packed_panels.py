@@ -10,9 +10,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.weights.packed_panels import (
     PRECISIONS,
     from_bf16,
+    layouts,
     pack,
     padded,
-    shapes,
     to_bf16,
     unpack,
 )
@@ -31,7 +31,8 @@ def test_what_panels_stand_for_is_near_the_matrix(matrix):
     for form in PRECISIONS:
         panels = pack(matrix, form)
         assert panels.precision == form
-        assert (panels.weights.shape, panels.scales.shape) == shapes(form, *matrix.shape)
+        laid_out = ((a.shape, a.dtype) for a in (panels.weights, panels.scales))
+        assert tuple(laid_out) == layouts(form, *matrix.shape)
         back = unpack(panels)
         assert back.shape == matrix.shape
         assert (np.abs(back - matrix) <= bounds[form]).all()

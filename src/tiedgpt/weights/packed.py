@@ -24,17 +24,16 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
-from tiedgpt.weights.checkpoint import shapes as gpt_shapes
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor, shapes
 from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
-    DTYPES,
     PANEL,
     PRECISIONS,
+    Layout,
     Panels,
     Precision,
+    layouts,
     padded,
-    shapes,
     unpack,
 )
 from tiedgpt.weights.safetensors_file import PACKED_FORMAT, SafetensorsFile
@@ -90,22 +89,20 @@ def stack_sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:
     return {"c_attn": (3 * d, d), "attn_proj": (d, d), "c_fc": (inner, d), "mlp_proj": (d, inner)}
 
 
-def layout(config: GPTConfig, precision: Precision) -> dict[str, tuple[tuple[int, ...], Any]]:
+def layout(config: GPTConfig, precision: Precision) -> dict[str, Layout]:
     """Return the shape and the dtype of every array of a packed model."""
     layers, d = config.n_layer, config.n_embd
-    weight_dtype, scale_dtype = DTYPES[precision]
-    arrays: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for name in ("wte",) if config.tie_word_embeddings else ("wte", "head"):
-        weights, scales = shapes(precision, config.vocab_size, d)
-        arrays[f"{name}.weights"] = (weights, weight_dtype)
-        arrays[f"{name}.scales"] = (scales, scale_dtype)
+    matrix = layouts(precision, config.vocab_size, d)
+    arrays = {"wte.weights": matrix[0], "wte.scales": matrix[1]}
     if not config.tie_word_embeddings:
+        arrays |= {"head.weights": matrix[0], "head.scales": matrix[1]}
         arrays["head.bias"] = ((padded(config.vocab_size),), np.float32)
     arrays["wpe"] = ((config.n_positions, padded(d)), np.float32)
     for name, (rows, width) in stack_sizes(config).items():
-        weights, scales = shapes(precision, rows, width)
-        arrays[f"{name}.weights"] = ((layers, *weights), weight_dtype)
-        arrays[f"{name}.scales"] = ((layers, *scales), scale_dtype)
+        for kind, (shape, dtype) in zip(
+            ("weights", "scales"), layouts(precision, rows, width), strict=True
+        ):
+            arrays[f"{name}.{kind}"] = ((layers, *shape), dtype)
         arrays[f"{name}.bias"] = ((layers, padded(rows)), np.float32)
     arrays["norms"] = ((layers, 2, 2, d), np.float32)  # ln_1 and ln_2; weight and bias
     arrays["ln_f"] = ((2, d), np.float32)
@@ -198,9 +195,7 @@ def read(path: Path) -> Checkpoint:
     model = open_packed(path.parent)
     if "head.bias" in model.arrays and model.arrays["head.bias"].any():
         raise UserError(f"{path}: its head has a bias, and a GPT's head has none")
-    tensors = {
-        name: _stored(model, name, shape) for name, shape in gpt_shapes(model.config).items()
-    }
+    tensors = {name: _stored(model, name, shape) for name, shape in shapes(model.config).items()}
     return Checkpoint(path, "packed", tensors, files=(path,))
 
 

@@ -29,11 +29,8 @@ GROUP_SIZE = 32
 """4-bit weights that share a scale."""
 CHUNK = 64
 """Panels that are packed or unpacked at a time."""
-DTYPES: dict[Precision, tuple[Any, Any]] = {
-    "fp32": (np.float32, np.float32), "bf16": (np.uint16, np.float32),
-    "int8": (np.uint8, np.float32), "int4": (np.uint8, np.uint16),
-}  # fmt: skip
-"""Of weights and scales."""
+Layout = tuple[tuple[int, ...], Any]
+"""The shape and the dtype of an array."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,14 @@ def padded(n: int) -> int:
     return -(-n // PANEL) * PANEL
 
 
-def shapes(precision: Precision, rows: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the weights and the scales of a matrix in panels."""
+def layouts(precision: Precision, rows: int, width: int) -> tuple[Layout, Layout]:
+    """Return the layouts of the weights and the scales of a matrix in panels."""
     p, k = padded(rows) // PANEL, padded(width)
     return {
-        "fp32": ((p, k, PANEL), (0, 0)),
-        "bf16": ((p, k // 2, PANEL, 2), (0, 0)),
-        "int8": ((p, k // 4, PANEL, 4), (p, PANEL)),
-        "int4": ((p, k // 8, PANEL, 4), (p, k // GROUP_SIZE, PANEL)),
+        "fp32": (((p, k, PANEL), np.float32), ((0, 0), np.float32)),
+        "bf16": (((p, k // 2, PANEL, 2), np.uint16), ((0, 0), np.float32)),
+        "int8": (((p, k // 4, PANEL, 4), np.uint8), ((p, PANEL), np.float32)),
+        "int4": (((p, k // 8, PANEL, 4), np.uint8), ((p, k // GROUP_SIZE, PANEL), np.uint16)),
     }[precision]
 
 
@@ -75,9 +72,7 @@ def pack(matrix: NDArray[Any], precision: Precision) -> Panels:
     if precision not in PRECISIONS:
         raise UserError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     rows, width = matrix.shape
-    weight_shape, scale_shape = shapes(precision, rows, width)
-    weights = np.zeros(weight_shape, DTYPES[precision][0])
-    scales = np.zeros(scale_shape, DTYPES[precision][1])
+    weights, scales = (np.zeros(*layout) for layout in layouts(precision, rows, width))
     for first in range(0, len(weights), CHUNK):
         part = matrix[first * PANEL : (first + CHUNK) * PANEL]
         block = np.zeros((padded(len(part)), padded(width)), np.float32)
