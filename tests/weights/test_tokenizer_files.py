@@ -91,31 +91,18 @@ def test_meta_of_another_name_is_known_by_its_content(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("meta", "said"),
+    "meta",
     [
-        ({}, "no stoi"),
-        ({"stoi": {}}, "no stoi"),
-        ({"stoi": 3}, "no stoi"),
-        (7, "no stoi"),
-        (meta_of(TEXT, vocab_size=3), "characters an id from 0 on"),
-        (meta_of(TEXT, vocab_size="x"), "characters an id from 0 on"),
-        (meta_of(TEXT, itos={}), "characters an id from 0 on"),
-        (meta_of(TEXT, itos=5), "characters an id from 0 on"),
-        ({"stoi": {"a": 0, "b": 0}}, "characters an id from 0 on"),
-        ({"stoi": {"a": 0, "b": 2}}, "characters an id from 0 on"),
-        ({"stoi": {"a": -1}}, "characters an id from 0 on"),
-        ({"stoi": {"a": 2**300}}, "characters an id from 0 on"),
-        ({"stoi": {"a": "0"}}, "characters an id from 0 on"),
-        ({"stoi": {"a": {}}}, "characters an id from 0 on"),
-        ({"stoi": {0: 0}}, "characters an id from 0 on"),
-        ({"stoi": {"\ud800": 0}}, "characters an id from 0 on"),
+        {}, {"stoi": {}}, {"stoi": 3}, 7, {"stoi": {"a": 0, "b": 0}}, {"stoi": {"a": 0, "b": 2}},
+        {"stoi": {"a": -1}}, {"stoi": {"a": 2**300}}, {"stoi": {"a": "0"}}, {"stoi": {"a": {}}},
+        {"stoi": {0: 0}}, {"stoi": {"\ud800": 0}}, meta_of(TEXT, vocab_size=3),
+        meta_of(TEXT, vocab_size="x"), meta_of(TEXT, itos={}), meta_of(TEXT, itos=5),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_vocabulary_that_cannot_be_is_refused(tmp_path, meta, said, protocol):
-    with pytest.raises(CorruptInputError) as error:
+def test_vocabulary_that_cannot_be_is_refused(tmp_path, meta, protocol):
+    with pytest.raises(CorruptInputError, match=r"meta\.pkl.* stoi") as error:
         Tokenizer.from_pretrained(write_meta(tmp_path, meta, protocol))
-    assert said in str(error.value) and "meta.pkl" in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 

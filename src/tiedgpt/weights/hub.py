@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from tiedgpt.errors import UserError
 
@@ -59,12 +60,8 @@ def local_directory(
 
     try:
         patterns = patterns or wanted(name, _listing(name, revision)) or ALL_PATTERNS
-        cache = None if cache_dir is None else Path(cache_dir)
-        return Path(
-            snapshot_download(
-                name, allow_patterns=list(patterns), revision=revision, cache_dir=cache
-            )
-        )
+        options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
     except UserError:
         raise
     except LocalEntryNotFoundError:
@@ -82,12 +79,12 @@ def _listing(name: str, revision: str | None) -> list[str]:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        info = HfApi().model_info(name, revision=revision)
+        siblings = HfApi().model_info(name, revision=revision).siblings
     except HfHubHTTPError:
         raise
     except Exception:  # offline, by whichever HTTP library: the cache may have it all the same
         return []
-    return [sibling.rfilename for sibling in info.siblings or []]
+    return [sibling.rfilename for sibling in siblings or []]
 
 
 def wanted(name: str, files: Sequence[str]) -> list[str]:

@@ -89,7 +89,6 @@ def load(
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
-    in_memory = isinstance(source, nn.Module)
     if isinstance(source, nn.Module):
         checkpoint = read_module(source)
     else:
@@ -101,7 +100,7 @@ def load(
         built, notes = _choose(path, gpt, tensors, config, resolve)
         _check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
-        if in_memory:  # no file is damaged
+        if checkpoint.format == "module":  # no file is damaged
             raise UserError(str(error)) from None
         raise
     model, rounded = _build(built, tensors, dtype, progress)
@@ -140,10 +139,8 @@ def _choose(
         head=tensors.pop(HEAD, None),
         resolve=resolve,
     )
-    if matrices.embedding is not None:
-        tensors[EMBEDDING] = matrices.embedding
-    if matrices.head is not None:
-        tensors[HEAD] = matrices.head
+    pair = {EMBEDDING: matrices.embedding, HEAD: matrices.head}
+    tensors |= {name: tensor for name, tensor in pair.items() if tensor is not None}
     fields["tie_word_embeddings"] = matrices.head is None
     config = _config(path, dict(gpt.assumed) | fields, tensors)
     for name, value in given.items():

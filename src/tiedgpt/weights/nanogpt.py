@@ -28,8 +28,7 @@ MODEL_ARGS = {
 }  # fmt: skip
 """nanoGPT's names -> ours. A fork's further ones are refused where they switch something on."""
 KEPT_BESIDE = (
-    "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id",
-    "eos_token_id",
+    "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id"
 )  # fmt: skip
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
 FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
@@ -201,19 +200,20 @@ def tokenizer(path: Path) -> Tokenizer:
     from tiedgpt.text.tokenizer import Tokenizer
 
     meta = read_plain_pickle(path)
-    ids = meta.get("stoi") if isinstance(meta, dict) else None
-    if not isinstance(ids, dict) or not ids:
-        raise CorruptInputError(f"{path} has no stoi, which gives each character its id")
+    meta = meta if isinstance(meta, dict) else {}
+    ids = meta.get("stoi")
+    ids = ids if isinstance(ids, dict) else {}
     characters = {id: character for character, id in ids.items() if type(id) is int}
     if (
-        set(characters) != set(range(len(ids)))
+        not ids
+        or characters.keys() != set(range(len(ids)))
         or any(type(c) is not str or "\ud800" <= c[:1] <= "\udfff" for c in ids)
         or meta.get("itos", characters) != characters
         or meta.get("vocab_size", len(ids)) != len(ids)
     ):
         raise CorruptInputError(
-            f"{path}: its stoi does not give each of its {len(ids)} characters an id from 0 on, or "
-            "its itos or vocab_size says otherwise; get the file again from where it came from"
+            f"{path}: it must have a stoi that gives each of its characters an id from 0 on, and "
+            "an itos and vocab_size that say the same; get the file again from where it came from"
         )
     for character in ids:
         if len(character) != 1:

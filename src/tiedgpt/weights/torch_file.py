@@ -118,12 +118,10 @@ def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int
     Under the right address each storage is one of the zip file's members.
     """
     held = (tensor.untyped_storage() for tensor in state.values())
-    storages = {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
-    if not storages:
-        return None
-    address, n_bytes = next(iter(storages.items()))
-    bases = [address - start for start, size in places.items() if size == n_bytes]
-    fitting = [b for b in bases if all(places.get(a - b) == n for a, n in storages.items())]
+    storages = [(storage.data_ptr(), storage.nbytes()) for storage in held if storage.nbytes()]
+    address, n_bytes = storages[0] if storages else (0, 0)
+    bases = [address - start for start, size in places.items() if size == n_bytes > 0]
+    fitting = [b for b in bases if all(places.get(a - b) == n for a, n in storages)]
     return fitting[0] if len(fitting) == 1 else None
 
 
