@@ -103,10 +103,10 @@ def test_adapters_are_not_written_as_zeros(tiny, tmp_path):
 
 
 def test_precisions_that_llmc_lacks_are_refused(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"precision must be fp32 or bf16 .* got 'fp16'"):
+    with pytest.raises(UserError, match=r"precision must be one of fp32, bf16 for .* got 'fp16'"):
         write_llmc(tiny, tmp_path / "model.bin", precision="fp16")
     tiny.half()
-    with pytest.raises(UserError, match=r"precision must be fp32 or bf16 .* got 'fp16'"):
+    with pytest.raises(UserError, match=r"precision must be one of fp32, bf16 for .* got 'fp16'"):
         write_llmc(tiny, tmp_path / "model.bin")
     write_llmc(tiny, tmp_path / "model.bin", precision="fp32")
     again = GPT.from_pretrained(tmp_path / "model.bin")

@@ -27,6 +27,7 @@ from tiedgpt.weights.gguf_tokenizer import add_tokenizer
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.plain_model import (
     PRECISIONS,
+    chosen_precision,
     converted,
     plain_parameters,
     require_gelu,
@@ -66,13 +67,7 @@ def write(
     path, config = Path(path), model.config
     if path.is_dir():
         raise UserError(f"{path} is a directory; give the name of a file, such as model.gguf")
-    dtype_names = {dtype: name for name, dtype in PRECISIONS.items()}
-    own = model.wte.weight.dtype
-    precision = precision or dtype_names.get(own, str(own))
-    if precision not in TYPES:
-        raise UserError(
-            f"precision={precision!r} cannot be written into GGUF: give one of {', '.join(TYPES)}"
-        )
+    precision = chosen_precision(model, precision, TYPES, "GGUF")
     for field, value in COMPUTED.items():
         if getattr(config, field) != value:
             raise UserError(

@@ -161,11 +161,7 @@ def write(
     plain_model.require_computed("llm.c", model, FIXED)
     plain_model.require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
     tensors = plain_model.plain_parameters(model, "llm.c")
-    own = model.wte.weight.dtype
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    precision = precision or names.get(own, str(own))
-    if precision not in VERSIONS:
-        raise UserError(f"precision must be {' or '.join(VERSIONS)} for llm.c, got {precision!r}")
+    precision = plain_model.chosen_precision(model, precision, VERSIONS, "llm.c")
     dtype = PRECISIONS[precision]
     rows = -(-config.vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
     layout = (config.n_layer, config.n_embd, rows, config.n_positions)

@@ -45,7 +45,12 @@ from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes
 from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.onnx import CONSTANT, METADATA_KEY
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.plain_model import PRECISIONS, converted, plain_parameters
+from tiedgpt.weights.plain_model import (
+    PRECISIONS,
+    chosen_precision,
+    converted,
+    plain_parameters,
+)
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
@@ -184,11 +189,7 @@ def write(
     require_package("onnx.parser", "writing ONNX files")
     path, config = Path(path), model.config
     parameters = plain_parameters(model, "an ONNX graph")
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
-    dtype = model.wte.weight.dtype if precision is None else PRECISIONS[precision]
-    if dtype not in TYPES:
-        raise UserError(f"a model in {dtype} is not written as ONNX: give a precision, say fp32")
+    dtype = PRECISIONS[chosen_precision(model, precision, PRECISIONS, "ONNX")]
     if path.is_dir():
         raise UserError(f"{path} is a directory; give the name of a file to write")
     if tokenizer is not None and len(tokenizer) > config.vocab_size:

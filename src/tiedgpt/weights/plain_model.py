@@ -7,7 +7,7 @@ module's own names. Everything else is refused by name before a byte is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -66,6 +66,18 @@ def _problem(name: str, parameter: Tensor | None, expected: tuple[int, ...] | No
     if hasattr(parameter, "full_tensor"):
         return "is one process's shard: gather the model first"
     return ""
+
+
+def chosen_precision(model: GPT, precision: str | None, known: Iterable[str], whose: str) -> str:
+    """Return the precision asked for, or the model's own; `UserError` where it is not known."""
+    own = model.wte.weight.dtype
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    precision = precision or names.get(own, str(own))
+    if precision not in known:
+        raise UserError(
+            f"precision must be one of {', '.join(known)} for {whose}, got {precision!r}"
+        )
+    return precision
 
 
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
