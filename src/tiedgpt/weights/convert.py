@@ -289,8 +289,7 @@ def _sample(tokenizer: Tokenizer) -> str:
         tokenizer.encode(SAMPLE)
         return SAMPLE
     except UserError:
-        ids = [id for id, n in enumerate(tokenizer.byte_lengths().tolist()) if n][:256]
-        return tokenizer.decode(ids)
+        return tokenizer.decode(tokenizer.byte_lengths().nonzero()[0][:256].tolist())
 
 
 def _copies(path: Path) -> tuple[int, int]:

@@ -94,20 +94,18 @@ def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> Non
     way want MLPs of width 4 D and a tied head.
     """
     config = model.config
-    for name, value in fixed.items():
-        if getattr(config, name) != value:
-            raise UserError(
-                f"{name}={getattr(config, name)!r} cannot be written: {whose} has only "
-                f"{'dense attention' if name == 'attention_windows' else repr(value)}"
-            )
-    if config.inner_dim != 4 * config.n_embd:
-        raise UserError(
-            f"n_inner={config.n_inner} cannot be written: {whose} has MLPs of width 4 D alone"
-        )
     if model.head is not None or not config.tie_word_embeddings:
         raise UserError(
             f"a head of its own cannot be written: {whose} predicts with wte; load it with "
             'resolve="keep-input" or "keep-output" (--resolve), or tie(model), to have one matrix'
+        )
+    known = {name: repr(value) for name, value in fixed.items() if getattr(config, name) != value}
+    if config.inner_dim != 4 * config.n_embd:
+        known["n_inner"] = "MLPs of width 4 D"
+    for name, value in known.items():
+        value = "dense attention" if name == "attention_windows" else value
+        raise UserError(
+            f"{name}={getattr(config, name)!r} cannot be written: {whose} has only {value}"
         )
 
 
@@ -121,13 +119,14 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
     is_gelu = own in GELUS and computed in GELUS
     if own == computed or (approximate_gelu and is_gelu):
         return
-    anyway = (
-        "; its logits would differ a little there: approximate_gelu (--approximate-gelu) writes it "
-        "all the same"
-    )
+    anyway = ""
+    if is_gelu:
+        anyway = (
+            "; its logits would differ a little there: approximate_gelu (--approximate-gelu) "
+            "writes it all the same"
+        )
     raise UserError(
-        f"activation_function={own!r} cannot be written: {whose} computes {computed!r}"
-        + (anyway if is_gelu else "")
+        f"activation_function={own!r} cannot be written: {whose} computes {computed!r}{anyway}"
     )
 
 
