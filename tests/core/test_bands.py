@@ -77,6 +77,7 @@ def test_what_is_out_of_every_band_changes_nothing(ids):
 
 
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [10, 1, 1, 12], [3, 21], [23, 1]])
+@torch.no_grad()
 def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(banded, ids, pieces):
     cache = KVCache.allocate(banded.config, batch_size=3)
     parts = [banded(part, cache) for part in torch.split(ids, pieces, dim=1)]
@@ -85,6 +86,7 @@ def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(banded, ids, pieces
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=4), st.integers(1, 4), st.booleans())
+@torch.no_grad()
 def test_ragged_prompts_in_one_cache_give_what_each_gives_alone(lengths, n_new, is_banded):
     torch.manual_seed(len(lengths))
     config = GPTConfig(

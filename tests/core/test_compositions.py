@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core import loss as loss_module
 from tiedgpt.core.embedding import TiedEmbedding
+from tiedgpt.core.loss import linear_cross_entropy
 from tiedgpt.errors import UserError
 
 CONFIG = GPTConfig(
@@ -135,6 +137,28 @@ def any_head(model):
     model.head = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 53)).double()
 
 
+def head_with_a_buffer_as_bias(model):
+    untied(model)
+    del model.head.bias
+    model.head.register_buffer("bias", torch.linspace(-1, 1, 53, dtype=torch.float64))
+
+
+def head_with_a_backward_hook(model):
+    untied(model)
+    model.head.register_full_backward_pre_hook(lambda module, given: (3 * given[0],))
+
+
+class Louder(GPT):
+    """Logits of its own."""
+
+    def logits(self, h):
+        return 2 * super().logits(h)
+
+
+def other_logits(model):
+    model.__class__ = Louder
+
+
 def head_with_an_alias(model):
     model.head = nn.Linear(16, 53, bias=False)
     model.head.weight = model.wte.weight
@@ -150,6 +174,7 @@ CHANGES = {
     change.__name__: change
     for change in (
         frozen_w, only_w, hooked, parametrized, adapted, untied, untied_and_hooked, any_head,
+        head_with_a_buffer_as_bias, head_with_a_backward_hook, other_logits,
         head_with_an_alias, checkpointed_blocks,
     )
 } | {"as it is": lambda model: None}  # fmt: skip
@@ -257,6 +282,36 @@ def test_autograd_grad_of_some_inputs_and_a_retained_graph(model):
     torch.testing.assert_close(model.wte.weight.grad, 2 * theirs[0], rtol=1e-9, atol=1e-12)
 
 
+def test_a_gradient_that_was_handed_out_may_be_changed(model):
+    untied(model)
+    loss, weight = model.loss(*A), model.head.weight
+    (expected,) = torch.autograd.grad(plain(model)(*A), [weight])
+    for _ in range(3):
+        (mine,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+        mine.zero_()
+
+
+def test_the_losss_derivatives_by_finite_differences():
+    draw = torch.Generator().manual_seed(2)
+    h = torch.randn(9, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(6, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1, -100, 5, 5, 2, -100, 3, 4])
+
+    def loss(h, w):
+        return linear_cross_entropy(h, w, targets)
+
+    assert torch.autograd.gradcheck(loss, (h, w), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(loss, (h, w))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
+def test_a_forward_mode_derivative_is_our_error(model):
+    h = model.body(A[0]).detach().flatten(0, 1)
+    with forward_ad.dual_level(), pytest.raises(UserError, match="forward-mode"):
+        model.head_loss(forward_ad.make_dual(h, torch.ones_like(h)), A[1].flatten())
+
+
 def test_second_order_gradients_are_the_plain_ones(model):
     """Torch's fused attention has no second derivative; its plain one has."""
 
@@ -318,6 +373,16 @@ def test_an_ensemble_of_models_in_one_vmap(model):
     losses = vmap(lambda p: loss_of(model, p, *A))(parameters)
     for mine, other in zip(losses, models, strict=True):
         torch.testing.assert_close(mine, plain(other)(*A).detach(), rtol=1e-12, atol=1e-12)
+
+
+@NO_BATCHING_RULE
+def test_a_backward_pass_through_vmap(model):
+    def losses(way):
+        one = vmap(lambda ids, targets: way(model)(ids[None], targets[None]))
+        return one(*A).sum()
+
+    theirs = sum(plain(model)(A[0][row : row + 1], A[1][row : row + 1]) for row in range(3))
+    assert_equal(gradients(model, losses(own)), gradients(model, theirs))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -421,10 +486,16 @@ def test_under_autocast_the_gradients_are_those_of_a_plain_loss_to_rounding(mode
     assert_equal(*found, tolerance=0.03)
 
 
+def test_autocast_leaves_float64_alone(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [gradients(model, way(model)(*A)) for way in (own, plain)]
+    assert_equal(*found)
+
+
 def test_no_sequence_and_no_token_are_our_error(model):
     ids, targets = A
     for wrong in ((ids[:0], targets[:0]), (ids[:, :0], targets[:, :0])):
-        with pytest.raises(UserError, match="at least one token"):
+        with pytest.raises(UserError, match=r"at least one token|1 to 16 tokens"):
             model.loss(*wrong)
 
 
@@ -462,7 +533,23 @@ def test_changing_one_packed_document_changes_no_other(model):
     assert same.tolist() == [True] * 5 + [False] * 4 + [True] * 7
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 15).long(), torch.zeros(1, 16)])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1, 15).long(), torch.zeros(1, 16), torch.zeros(1, 16).bool()]
+)
 def test_documents_that_do_not_fit_are_refused(model, wrong):
     with pytest.raises(UserError, match="first must hold an index"):
         model.loss(A[0][:1], A[1][:1], first=wrong)
+
+
+@pytest.mark.parametrize("first", [-1, -20, 9, 10**6])
+def test_a_document_cannot_begin_after_its_token_or_before_the_row(model, first):
+    starts = torch.zeros(1, 16, dtype=torch.long)
+    starts[0, 8] = first
+    with pytest.raises(UserError, match="an index from 0 to its own"):
+        model.loss(A[0][:1], A[1][:1], first=starts)
+
+
+@pytest.mark.parametrize("targets", [A[1].double(), A[1] > 0])
+def test_targets_that_are_no_integers_are_refused(model, targets):
+    with pytest.raises(UserError, match="targets must be integers"):
+        model.loss(A[0], targets)

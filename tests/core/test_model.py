@@ -94,6 +94,7 @@ def test_fresh_gpt2_starts_at_10_98_nats():
 
 
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 10, 7], [23, 1]])
+@torch.no_grad()
 def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(tiny, ids, pieces):
     cache = KVCache.allocate(tiny.config, batch_size=3)
     parts = [tiny(part, cache) for part in ids.split(pieces, dim=1)]
@@ -101,6 +102,7 @@ def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(tiny, ids, pieces):
     assert cache.lengths == [24] * 3
 
 
+@torch.no_grad()
 def test_sequences_of_different_lengths_share_a_cache(tiny, ids):
     lengths = [3, 11, 7]
     cache = KVCache.allocate(tiny.config, batch_size=3)
@@ -157,6 +159,7 @@ def test_ids_that_cannot_be_read_are_refused(tiny, wrong, says):
         tiny(wrong)
 
 
+@torch.no_grad()
 def test_a_cache_of_another_dtype_is_refused_by_name(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3)
     with pytest.raises(UserError, match=r"allocate it with dtype=torch\.bfloat16"):
@@ -165,6 +168,17 @@ def test_a_cache_of_another_dtype_is_refused_by_name(tiny, ids):
     assert tiny(ids, fitting).shape == (3, 24, 97)
 
 
+def test_a_cache_is_for_inference_and_for_one_shape_of_model(tiny, tiny_config, ids):
+    with pytest.raises(UserError, match=r"torch\.no_grad"):
+        tiny(ids, KVCache.allocate(tiny.config, batch_size=3))
+    other = GPTConfig(**{**vars(tiny_config), "n_layer": 2})
+    with pytest.raises(UserError, match="another shape"):
+        tiny(ids, KVCache.allocate(other, batch_size=3))
+    with pytest.raises(UserError, match="batch_size"):
+        KVCache.allocate(tiny.config, batch_size=0)
+
+
+@torch.no_grad()
 def test_a_full_cache_is_an_error_and_not_a_wrong_answer(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
     tiny(ids[:, :10], cache)

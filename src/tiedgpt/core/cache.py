@@ -38,6 +38,8 @@ class KVCache:
         `dtype` is that of the keys: the model's, or autocast's where that is on.
         """
         capacity = config.n_positions if capacity is None else capacity
+        if batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, got {batch_size}")
         if not 1 <= capacity <= config.n_positions:
             raise UserError(
                 f"capacity must be between 1 and the model's {config.n_positions} positions, "
@@ -59,6 +61,8 @@ class KVCache:
                 f"the cache holds {self.keys.dtype} and the model computes {k.dtype}: allocate "
                 f"it with dtype={k.dtype}"
             )
+        if k.requires_grad:
+            raise UserError("a KV cache is for inference: call the model under torch.no_grad()")
         n_new, longest = k.shape[2], max(self.lengths)
         alike = min(self.lengths) == longest
         for held, new in ((self.keys[layer], k), (self.values[layer], v)):

@@ -54,7 +54,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy(F.linear(h, weight), targets)
     device, dtype = h.device.type, h.dtype
     autocast: AbstractContextManager[Any] = nullcontext()
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if on and dtype != torch.float64:  # autocast leaves float64 alone
         dtype, autocast = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
     needs_h, needs_w = (torch.is_grad_enabled() and t.requires_grad for t in (h, weight))
     with autocast:
@@ -165,22 +166,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         h, weight, targets, ctx.dtype, _, _ = inputs
         _, grad_h, grad_w = output
-        ctx.save_for_backward(h, weight, targets, grad_h, grad_w)
+        ctx.save_for_backward(h, weight, targets)
+        ctx.gradients = grad_h, grad_w  # they have no graph: this is no cycle
         ctx.mark_non_differentiable(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        h, weight, targets, grad_h, grad_w = ctx.saved_tensors
-        found: tuple[Tensor | None, ...]
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        h, weight, targets = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        if grad_loss is None:
+            return (None,) * 6
         if torch.is_grad_enabled():  # create_graph=True or torch.func: they are differentiated
             found = _gradients(h, weight, targets, ctx.dtype, grad_loss)
-        elif type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and grad_loss == 1:
-            found = grad_h, grad_w  # no second (V, D) is made
-        else:
-            found = tuple(None if g is None else g * grad_loss for g in (grad_h, grad_w))
-        needed = (g if n else None for g, n in zip(found, ctx.needs_input_grad[:2], strict=True))
-        return *needed, None, None, None, None
+            return *(g if n else None for g, n in zip(found, needed, strict=True)), *(None,) * 4
+        ready, ctx.gradients = ctx.gradients, None  # whoever gets them may change them
+        if ready is None:  # a second pass through a retained graph
+            ready = _LinearCrossEntropy.forward(h, weight, targets, ctx.dtype, *needed)[1:]
+        return *(None if g is None else _scaled(g, grad_loss) for g in ready), *(None,) * 4
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse forward-mode derivatives."""
+        raise UserError(
+            "model.loss has no forward-mode derivative (jvp, jacfwd, hessian): differentiate "
+            "F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
@@ -189,9 +200,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             [x if dim is None else x.select(dim, at) for x, dim in zip(given, in_dims, strict=True)]
             for at in range(info.batch_size)
         ]
+        for one in alone:  # a tensor inside vmap does not say that it requires a gradient
+            one[4:] = (torch.is_grad_enabled() and tensor.requires_grad for tensor in one[:2])
         results = zip(*(_LinearCrossEntropy.apply(*one) for one in alone), strict=True)  # type: ignore[no-untyped-call]
         stacked = [None if one[0] is None else torch.stack(one) for one in results]
         return tuple(stacked), tuple(None if one is None else 0 for one in stacked)
+
+
+def _scaled(gradient: Tensor, grad_loss: Tensor) -> Tensor:
+    """Return gradient * grad_loss, in its own memory if possible."""
+    try:
+        if grad_loss.device.type == "cpu" and bool(grad_loss == 1):
+            return gradient
+        return gradient.mul_(grad_loss)
+    except RuntimeError:  # is_grads_batched, or a fake tensor
+        return gradient * grad_loss
 
 
 def _gradients(

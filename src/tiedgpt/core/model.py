@@ -21,6 +21,7 @@ from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import chunked_cross_entropy, linear_cross_entropy
 from tiedgpt.errors import UserError
 
+INTEGERS = (torch.int64, torch.int32)
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -32,8 +33,7 @@ HOOKS = (
 
 def plain_matrix(head: nn.Module) -> Tensor | None:
     """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
-    changes = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    if any(vars(head).get(name) for name in changes):
+    if any(vars(head).get(name) for name in HOOKS) or getattr(head, "bias", None) is not None:
         return None
     if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
         return head.weight
@@ -95,14 +95,19 @@ class GPT(nn.Module):
         if cache is not None:
             positions = cache.positions(n_new)
         if first is not None:
-            if cache is not None or first.shape != ids.shape or first.is_floating_point():
+            if cache is not None or first.shape != ids.shape or first.dtype not in INTEGERS:
                 raise UserError(
                     f"first must hold an index for each of ids {tuple(ids.shape)}, without a "
                     f"cache, got {first.dtype} {tuple(first.shape)}"
                 )
             mask = (positions >= first[:, :, None]) & (positions <= positions[:, :, None])
-            positions, mask = positions - first, mask[:, None]  # (B, T), (B, 1, T, T)
-        x = self.drop(self.wte(ids) + self.wpe(positions))  # h_0 = U W_e + W_p
+            within, mask = (first >= 0) & (first <= positions), mask[:, None]  # (B, 1, T, T)
+            positions = torch.where(within, positions - first, -1)  # wpe refuses -1
+        try:
+            placed = self.wpe(positions)
+        except IndexError:
+            raise UserError("first must hold, for each token, an index from 0 to its own") from None
+        x = self.drop(self.wte(ids) + placed)  # h_0 = U W_e + W_p
         yield x
         for layer, block in enumerate(self.h):
             x = block(x, layer, cache, mask)
@@ -133,22 +138,28 @@ class GPT(nn.Module):
         here. Equals `F.cross_entropy` of `model(ids)` in value and gradients, but the (B, T, V)
         logits are never held at once. `first` packs documents; see `states`.
         """
-        if targets.shape != ids.shape or not ids.numel():
+        if targets.shape != ids.shape:
             raise UserError(
-                "ids and targets must have one shape (B, T) and hold at least one token, got "
+                "ids and targets must have one shape (B, T), got "
                 f"{tuple(ids.shape)} and {tuple(targets.shape)}"
             )
         return self.head_loss(self.body(ids, first=first).flatten(0, 1), targets.flatten())
 
     def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Return the loss () of what the head is given: h (N, D) and targets (N,)."""
-        if self.head is not None:
+        if targets.shape != h.shape[:1] or not len(targets) or targets.dtype not in INTEGERS:
+            raise UserError(
+                "targets must be integers, one for each position, and at least one token, got "
+                f"{targets.dtype} {tuple(targets.shape)} for h {tuple(h.shape)}"
+            )
+        matrix, wte = None, self.wte
+        if type(self).logits is not GPT.logits or "logits" in vars(self):
+            pass
+        elif self.head is not None:
             matrix = plain_matrix(self.head)
-        elif type(self.wte).unembed is TiedEmbedding.unembed and "unembed" not in vars(self.wte):
-            require_present(self.wte.weight, h)
-            matrix = self.wte.weight
-        else:
-            matrix = None
+        elif getattr(type(wte), "unembed", None) is TiedEmbedding.unembed:
+            require_present(wte.weight, h)
+            matrix = None if "unembed" in vars(wte) else wte.weight
         if matrix is None:  # logits(h) is not exactly h W^T
             return chunked_cross_entropy(h, self.logits, targets)
         return linear_cross_entropy(h, matrix, targets)
@@ -160,13 +171,16 @@ class GPT(nn.Module):
         return f"{sum(p.numel() for p in self.parameters()):,} parameters, {predicts}"
 
     def _check_ids(self, ids: Tensor, cache: KVCache | None) -> None:
-        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        if ids.ndim != 2 or ids.dtype not in INTEGERS:
             raise UserError(
                 f"ids must be int64 or int32 of shape (B, T), got {ids.dtype} {tuple(ids.shape)}"
             )
         lengths, room = [0], self.config.n_positions
         if cache is not None:
-            lengths, room = cache.lengths, cache.capacity
+            lengths, room = cache.lengths, min(room, cache.capacity)
+            shape, config = cache.keys.shape, self.config
+            if (shape[0], shape[2], shape[4]) != (config.n_layer, config.n_head, config.head_dim):
+                raise UserError("the cache was allocated for a model of another shape")
             if len(lengths) != len(ids):
                 raise UserError(f"the cache holds {len(lengths)} sequences, got ids of {len(ids)}")
         if ids.shape[1] < 1 or max(lengths) + ids.shape[1] > room:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tiedgpt.core.layers import Attention
+from tiedgpt.train.fast.substitute import Substitute
 
 BLOCK = 128
 """Queries in a block."""
@@ -22,7 +23,7 @@ MAX_POSITIONS = 512
 """Longer sequences are hardly faster this way, and their weights take memory."""
 
 
-class ShortAttention(Attention):
+class ShortAttention(Substitute, Attention):
     """Attention that goes by blocks where it is trained in bf16 on a CPU, without dropout."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
