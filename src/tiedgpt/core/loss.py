@@ -140,25 +140,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size, n_rows = weight.shape[0], chunk_rows(h.shape[0], weight.shape[0], dtype)
         on_cpu = h.device.type == "cpu"
         few = CACHED_ROWS if on_cpu else n_rows
-        step = BLOCK if on_cpu and weight.dtype != dtype else vocab_size
-        blocks = [slice(at, at + step) for at in range(0, vocab_size, step)]
+        weight = weight if on_cpu else weight.to(dtype)
+        step = min(BLOCK, vocab_size) if weight.dtype != dtype else vocab_size
+        blocks = [slice(at, min(at + step, vocab_size)) for at in range(0, vocab_size, step)]
+        buffer = h.new_empty(step if weight.dtype != dtype else 0, h.shape[1], dtype=dtype)
+
+        def narrow(block: slice) -> Tensor:  # valid until the next one
+            rows = weight[block]
+            return rows if rows.dtype == dtype else buffer[: len(rows)].copy_(rows)
+
         logits = h.new_empty(min(n_rows, h.shape[0]), vocab_size, dtype=dtype)
         for start in range(0, h.shape[0], n_rows):
             rows = slice(start, start + n_rows)
             h_c = h[rows].to(dtype)
             z = logits[: h_c.shape[0]]  # (R, V), the only large tensor
             for block in blocks:
-                torch.mm(h_c, weight[block].to(dtype).T, out=z[:, block])
+                torch.mm(h_c, narrow(block).T, out=z[:, block])
             parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
             for some, answer, scale in zip(*parts, strict=True):
                 total += _loss_and_gradient(some, answer, scale, needs_h or needs_w)
             if grad_h is not None:
-                grad_h[rows] = sum((z[:, b] @ weight[b].to(dtype)).to(sums_in) for b in blocks)
+                grad_h[rows] = sum((z[:, block] @ narrow(block)).to(sums_in) for block in blocks)
             for sums, block in () if grad_w is None else ((grad_w[b], b) for b in blocks):
                 if sums.dtype == dtype:
                     sums.addmm_(z[:, block].T, h_c)
                 else:
-                    sums += z[:, block].T @ h_c
+                    out = buffer[: len(sums)] if len(buffer) else None
+                    sums += torch.mm(z[:, block].T, h_c, out=out)
         grad_w = None if grad_w is None else grad_w.to(weight.dtype)
         return torch.where(any_counted, total, torch.nan), grad_h, grad_w
 
