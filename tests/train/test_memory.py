@@ -17,13 +17,13 @@ SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_hea
 
 @pytest.mark.parametrize(
     ("dtype", "dropout", "measured"),
-    [("fp32", 0.0, 372e6), ("bf16", 0.0, 223e6), ("fp32", 0.1, 762e6), ("bf16", 0.1, 625e6)],
+    [("fp32", 0.0, 372e6), ("bf16", 0.0, 235e6), ("fp32", 0.1, 762e6), ("bf16", 0.1, 625e6)],
 )
 def test_the_estimate_is_within_a_fifth_of_what_was_measured(dtype, dropout, measured):
     """Peaks of a step of eight sequences over those of one, by the process's resident memory.
 
     As measured while GELU was computed again, plus the measured cost of keeping it and of the
-    weights of attention: 71, 43, 70 and 33 MB.
+    weights of attention: 71, 55, 70 and 33 MB.
     """
     config = dataclasses.replace(SMALL, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout)
     eight, one = (

@@ -23,8 +23,8 @@ KEPT = {"fp32": (32, 12), "bf16": (28, 6)}
 DROPPED = (16, 18)
 """More with dropout: bytes a unit of width, and bytes a pair of positions in a head."""
 WEIGHTS = 2
-"""Bytes of an attention weight that bf16 training keeps on a CPU, of up to so many positions:"""
-WEIGHTS_UP_TO, WEIGHTS_BLOCK = 512, 128
+"""Bytes of an attention weight at the peak of bf16 training on a CPU, up to so many positions:"""
+WEIGHTS_UP_TO, WEIGHTS_BLOCK = 256, 128
 STATE = 4
 """Bytes a unit of width of the residual stream, which is what a recomputed block keeps."""
 LATER = 90_000_000
