@@ -152,17 +152,20 @@ class GPT(nn.Module):
                 "targets must be integers, one for each position, and at least one token, got "
                 f"{targets.dtype} {tuple(targets.shape)} for h {tuple(h.shape)}"
             )
-        matrix, wte = None, self.wte
-        if type(self).logits is not GPT.logits or "logits" in vars(self):
-            pass
-        elif self.head is not None:
-            matrix = plain_matrix(self.head)
-        elif getattr(type(wte), "unembed", None) is TiedEmbedding.unembed:
-            require_present(wte.weight, h)
-            matrix = None if "unembed" in vars(wte) else wte.weight
-        if matrix is None:  # logits(h) is not exactly h W^T
+        matrix = self._plain_matrix()
+        if matrix is None:
             return chunked_cross_entropy(h, self.logits, targets)
+        require_present(matrix, h)
         return linear_cross_entropy(h, matrix, targets)
+
+    def _plain_matrix(self) -> Tensor | None:
+        """Return the matrix (V, D) where `logits(h)` is exactly h W^T, else None."""
+        if type(self).logits is not GPT.logits or "logits" in vars(self):
+            return None
+        if self.head is not None:
+            return plain_matrix(self.head)
+        as_built = getattr(type(self.wte), "unembed", None) is TiedEmbedding.unembed
+        return self.wte.weight if as_built and "unembed" not in vars(self.wte) else None
 
     def extra_repr(self) -> str:
         """Say in `print(model)` how many parameters there are, and what predicts."""
