@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from tiedgpt.tie.audits import Audit
     from tiedgpt.tie.ledgers import Ledger, Row
 
@@ -148,6 +147,8 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _print_audit(audit: Audit) -> None:
+    from rich.text import Text
+
     table = _table(audit, "matrix", "does", "shape", "type", "MB")
     for matrix in audit.matrices:
         table.add_row(
@@ -169,6 +170,9 @@ def _print_audit(audit: Audit) -> None:
 
 
 def _table(result: Ledger | Audit, *columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     title = f"{result.source} ({result.format})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -180,4 +184,6 @@ def _table(result: Ledger | Audit, *columns: str) -> Table:
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     return Console(highlight=False, markup=False, emoji=False)

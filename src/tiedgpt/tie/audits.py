@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiedgpt.errors import EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.tie.findings import SOUND, Finding, findings, plain
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
-from tiedgpt.weights import mingpt
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
@@ -114,7 +113,11 @@ def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
         checkpoint = open_checkpoint(source)
-        if checkpoint.claim is None and mingpt.recognizes(checkpoint):
+        if checkpoint.claim is not None:
+            return checkpoint
+        from tiedgpt.weights import mingpt
+
+        if mingpt.recognizes(checkpoint):
             with suppress(TiedGPTError):  # tensors that are no matter of the tie may be damaged
                 if not mingpt.as_gpt(checkpoint).fields["tie_word_embeddings"]:
                     by_design = "minGPT is untied by design"

@@ -38,7 +38,6 @@ from torch.nn.parameter import UninitializedParameter
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed, storage_key
-from tiedgpt.tie.modules import EMBEDDINGS
 
 Trace = Callable[[FrameType, str, Any], Any]
 Change = tuple[str, tuple[str, ...], str, str]
@@ -180,7 +179,7 @@ class Guard:
     def _remember(self) -> None:
         """Keep all parameters as they are, and choose the few that are checked before each line."""
         self.changed, self._slots = False, _slots(self.module)
-        tables = {m.weight.shape for m in self.module.modules() if isinstance(m, EMBEDDINGS)}
+        tables = {m.weight.shape for m in self.module.modules() if isinstance(m, nn.Embedding)}
         shared = {name for names in _groups(self._slots) for name in names}
         self._watched = [
             (name.split("."), slot.parameter)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
@@ -22,8 +21,6 @@ from tiedgpt.tie.roles import MAY_PREDICT, POSITIONS, PREDICTS, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.torch_file import stored_tensor
-
-EMBEDDINGS = (nn.Embedding, TiedEmbedding)
 
 
 def module_checkpoint(module: nn.Module) -> Checkpoint:
@@ -50,7 +47,7 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
         config={"vocab_size": vocabulary},
         claim=claim,
         claim_source=says if claim is None else f"the module's config says {CLAIM}={claim}",
-        reads=tuple(name for name, part in weights.items() if isinstance(part, EMBEDDINGS)),
+        reads=tuple(name for name, part in weights.items() if isinstance(part, nn.Embedding)),
         predicts=tuple(name for name, part in weights.items() if isinstance(part, nn.Linear)),
         derived=derived,
         headless=head is None and callable(getattr(holder, "get_output_embeddings", None)),
@@ -97,7 +94,7 @@ def multiply_adds(module: nn.Module) -> dict[str, int]:
     costs: dict[str, int] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         part = module.get_submodule(name.rpartition(".")[0])
-        table = isinstance(part, (*EMBEDDINGS, nn.EmbeddingBag)) and id(part) not in predicting
+        table = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part) not in predicting
         product = parameter.ndim >= 2 and not table and not POSITIONS.search(name)
         costs[name] = parameter.numel() if product else 0
     return costs

@@ -14,7 +14,6 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
 from tiedgpt.weights.huggingface import MASK_BUFFERS
-from tiedgpt.weights.plain_pickle import read_plain_pickle
 from tiedgpt.weights.tensors import printable
 
 if TYPE_CHECKING:
@@ -198,6 +197,7 @@ def tokenizer(path: Path) -> Tokenizer:
     """
     from tiedgpt.text.characters import tokenizer_of_ids
     from tiedgpt.text.tokenizer import Tokenizer
+    from tiedgpt.weights.plain_pickle import read_plain_pickle
 
     meta = read_plain_pickle(path)
     meta = meta if isinstance(meta, dict) else {}
