@@ -49,7 +49,7 @@ def go(run, task, plan, stop_after=None):
 
 def tensors(run):
     return sorted(
-        SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors").names()
+        SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors").entries
     )
 
 

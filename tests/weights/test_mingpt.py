@@ -50,9 +50,9 @@ def test_the_first_mingpt_loads(tmp_path):
     assert loaded.model.config.activation_function == "gelu"
     same_logits(loaded.model, theirs, MINGPT)
     joined = mingpt.as_gpt(open_checkpoint(tmp_path / "model.pt")).tensors["h.1.attn.c_attn.weight"]
-    whole = joined.read().numpy()
-    assert (joined.stored.rows(30, 70) == whole[30:70]).all()
-    assert (joined.stored.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()
+    whole = joined.tensor().numpy()
+    assert (joined.rows(30, 70) == whole[30:70]).all()
+    assert (joined.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import LazyTensor
 from tiedgpt.weights.huggingface import GPT1, GPT2, TIEDGPT, model_type_of
 from tiedgpt.weights.load import OTHER_HEADS, load
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.safetensors_file import Stored
 from tiedgpt.weights.save import OUR_CARD, describe, tensors_of, write_directory
+from tiedgpt.weights.torch_file import stored_tensor
 
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
 """The classes that transformers has for GPT-1. For GPT-2 it has all."""
@@ -122,7 +121,9 @@ class Head(nn.Module):
         head = cls(gpt, **options)
         if shapes != {name: head.get_parameter(name).shape for name in cls.own}:
             raise wrong
-        state = {name: LazyTensor(tensor).read() for name, tensor in own.items()}
+        for tensor in own.values():
+            tensor.require_decodable()
+        state = {name: tensor.tensor() for name, tensor in own.items()}
         head.load_state_dict(state, strict=False)
         return head.eval()
 
@@ -136,7 +137,7 @@ class Head(nn.Module):
         model_type = model_type_of(gpt.config)
         prefix = "" if self.own else model_type.prefix  # transformers' bare body has none
         tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
-        tensors |= {name: Stored(self.get_parameter(name)) for name in self.own}
+        tensors |= {name: stored_tensor(name, self.get_parameter(name)) for name in self.own}
         name = self._class_name(gpt.config)
         description = describe(gpt) | self._config_keys() | {"architectures": [name]}
         if description.get("pad_token_id") is None:  # transformers finds the last token by it

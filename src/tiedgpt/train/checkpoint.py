@@ -23,7 +23,8 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.parallel import World
 from tiedgpt.train.sharding import laid_out_like
-from tiedgpt.weights.safetensors_file import SafetensorsFile, Stored, write_safetensors
+from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tiedgpt.weights.torch_file import stored_tensor
 
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""
@@ -82,9 +83,9 @@ def _write(
     set_aside(path)
     with replacing(path) as temporary:
         temporary.mkdir()
-        weights = {name: Stored(parameter) for name, parameter in parameters.items()}
+        weights = {name: stored_tensor(name, value) for name, value in parameters.items()}
         write_safetensors(temporary / "model.safetensors", weights, {"format": "tiedgpt"})
-        kept = {name: Stored(value) for name, value in held.items()}
+        kept = {name: stored_tensor(name, value) for name, value in held.items()}
         write_safetensors(temporary / "optimizer.safetensors", kept, {})
         write_json(temporary / "state.json", state | {"step": step})
         write_json(temporary / "manifest.json", _manifest(temporary))

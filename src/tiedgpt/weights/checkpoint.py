@@ -12,16 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
@@ -81,52 +76,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class LazyTensor:
-    """A stored tensor as one of our parameters: as it is stored, or transposed."""
-
-    stored: StoredTensor
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in our layout."""
-        turned = self.transposed and len(self.stored.shape) == 2
-        return self.stored.shape[::-1] if turned else self.stored.shape
-
-    def require_readable(self) -> None:
-        """Raise `UserError` for a type that is not read here."""
-        if not self.stored.is_decodable:
-            raise UserError(
-                f"{printable(self.stored.name)} is {self.stored.dtype}, which is not read as a "
-                f"model's weights; {', '.join(FLOATS)} and GGUF's quantized types are"
-            )
-
-    def read(self) -> Tensor:
-        """Return it in memory of its own, in our layout; what is quantized as float32.
-
-        Raises `UserError` for a type that is not read here.
-        """
-        import torch
-
-        self.require_readable()
-        if self.stored.dtype in FLOATS:
-            tensor = self.bits()
-        else:
-            rows = self.stored.rows(0, self.stored.matrix_shape[0])
-            tensor = torch.from_numpy(rows).view(self.stored.shape)
-        return tensor.T.contiguous() if self.transposed and tensor.ndim == 2 else tensor
-
-    def bits(self) -> Tensor:
-        """Return a tensor of any of torch's types as it is stored, in memory of its own."""
-        import torch
-
-        native = self.stored.native(0, self.stored.matrix_shape[0])
-        native = native if native.flags.owndata else native.copy()  # of memory that is mapped
-        flat = torch.from_numpy(np.ascontiguousarray(native).reshape(-1).view(np.uint8))
-        return flat.view(getattr(torch, self.stored.dtype)).view(self.stored.shape)
-
-
-@dataclass(frozen=True)
 class GPTCheckpoint:
     """The GPT in a checkpoint: config fields, and tensors under our names."""
 
@@ -134,7 +83,7 @@ class GPTCheckpoint:
     """Whose names and layout: "transformers gpt2", "nanoGPT", ..."""
     fields: Mapping[str, Any]
     """What the checkpoint says, under GPTConfig's names."""
-    tensors: dict[str, LazyTensor]
+    tensors: dict[str, StoredTensor]
     """Our names; `head.weight` where there is a second matrix."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     """What such a checkpoint means where it is silent."""

@@ -296,7 +296,7 @@ def _copies(path: Path) -> tuple[int, int]:
     """Count the places of W and of matrices like it, unlisted bytes included; and W's bytes."""
     checkpoint = open_checkpoint(path)
     tensors = as_gpt(checkpoint).tensors
-    matrices = [tensors[name].stored for name in (EMBEDDING, HEAD) if name in tensors]
+    matrices = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
     listed = sum(group[0].n_bytes for group in by_storage(checkpoint.tensors.values()))
     whole, one = sum(file.stat().st_size for file in checkpoint.files), matrices[0].n_bytes
     unlisted = (whole - listed) // one if one > HEADERS_AND_VOCABULARY else 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, plain_reader
 
@@ -125,10 +125,10 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             f"{source} is a GGUF file of architecture {architecture!r:.40}; tiedgpt runs the GPT "
             f"family, which GGUF calls {ARCHITECTURE!r}"
         )
-    tensors = {to_ours(name): LazyTensor(stored) for name, stored in checkpoint.tensors.items()}
+    tensors = {to_ours(name): stored for name, stored in checkpoint.tensors.items()}
     if len(tensors) < len(checkpoint.tensors):
         raise CorruptInputError(f"{source} holds a parameter twice, under two names")
-    quantized = [t.stored.dtype for t in tensors.values() if t.stored.dtype not in FLOATS]
+    quantized = [t.dtype for t in tensors.values() if t.dtype not in FLOATS]
     notes: tuple[str, ...] = ()
     if quantized:
         kinds = ", ".join(sorted(set(quantized)))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import LazyTensor
 from tiedgpt.weights.comparison import compare
+from tiedgpt.weights.tensors import StoredTensor
 
 RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 
@@ -27,8 +27,8 @@ RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 class Matrices:
     """The embedding, the head's own matrix (None if tied), and notes for the user."""
 
-    embedding: LazyTensor | None
-    head: LazyTensor | None
+    embedding: StoredTensor | None
+    head: StoredTensor | None
     notes: tuple[str, ...] = ()
 
 
@@ -36,8 +36,8 @@ def choose_matrices(
     path: Path,
     *,
     claim: bool | None,
-    embedding: LazyTensor | None,
-    head: LazyTensor | None,
+    embedding: StoredTensor | None,
+    head: StoredTensor | None,
     resolve: str | None,
 ) -> Matrices:
     """Return what the model is built from; see the table at the top of this file.
@@ -72,12 +72,11 @@ def choose_matrices(
         return Matrices(embedding if resolve == "keep-input" else head, None)
     if claim is False or resolve == "untie":
         return Matrices(embedding, head)
-    if embedding.stored.is_view_of(head.stored) and embedding.transposed == head.transposed:
+    if embedding.is_view_of(head):
         return Matrices(embedding, None)
-    embedding.require_readable()
-    head.require_readable()
-    a, b = (t.stored.turned() if t.transposed else t.stored for t in (embedding, head))
-    comparison = compare(a, b)
+    embedding.require_decodable()
+    head.require_decodable()
+    comparison = compare(embedding, head)
     if comparison is not None and comparison.equal:
         return Matrices(embedding, None, ("wte.weight and lm_head.weight are equal: tied",))
     why = "its config claims one matrix" if claim else "nothing says that the head is untied"

@@ -21,11 +21,10 @@ from tiedgpt.weights.checkpoint import (
     HEAD,
     Checkpoint,
     GPTCheckpoint,
-    LazyTensor,
     plain,
     unwrapped,
 )
-from tiedgpt.weights.tensors import by_storage, printable
+from tiedgpt.weights.tensors import StoredTensor, by_storage, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -161,7 +160,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     model_type = model_type_from(checkpoint.config)
     names = {theirs: ours for ours, theirs in model_type.tensor_names.items()}
     names["lm_head.weight"] = HEAD
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for their_name, stored in checkpoint.tensors.items():
         bare = their_name.removeprefix(model_type.prefix)
         name = names.get(bare, bare)
@@ -170,7 +169,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
                 f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
         if not MASK_BUFFERS.fullmatch(name):
-            tensors[name] = LazyTensor(stored, transposed=is_transposed(name))
+            tensors[name] = stored.turned() if is_transposed(name) else stored
     if EMBEDDING not in tensors and HEAD not in tensors:
         raise CorruptInputError(
             f"{checkpoint.source} holds no GPT: there is no {EMBEDDING} among its tensors"
@@ -179,7 +178,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     notes: tuple[str, ...] = ()
     biases = [name for name in tensors if BODY_BIAS.fullmatch(name)]
     if fields.get("bias") is False and biases:  # zeros that transformers' classes need
-        kept = [tensors[name].stored for name in biases]
+        kept = [tensors[name] for name in biases]
         if any(t.is_decodable and t.rows(0, t.matrix_shape[0]).any() for t in kept):
             fields["bias"] = True
             notes = (

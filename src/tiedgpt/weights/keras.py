@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import Storage, StoredTensor, joined, plain_reader, printable
 
@@ -260,7 +260,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """
     source = str(checkpoint.source)
     fields = ALWAYS | _dropout(source, checkpoint.config)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     qkv: dict[str, dict[str, StoredTensor]] = {}
     n_heads: set[int] = set()
     for path, stored in checkpoint.tensors.items():
@@ -278,7 +278,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         else:
             if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
                 stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-            tensors[name] = LazyTensor(stored, transposed=matrix)
+            tensors[name] = stored.turned() if matrix else stored
     if "wte.weight" not in tensors or not qkv:
         raise UserError(
             f"{source} holds a Keras model other than KerasHub's {BACKBONE}; only that one is read"
@@ -289,7 +289,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         if whole is None or len(ordered) < len(QKV):
             shown = ", ".join(f"{part} {p.shape} {p.dtype}" for part, p in parts.items())
             raise CorruptInputError(f"{source}: the parts of {name} differ or are missing: {shown}")
-        tensors[name] = LazyTensor(whole)  # (3 D, D)
+        tensors[name] = whole  # (3 D, D)
     if len(n_heads) > 1:
         numbers = " and ".join(map(str, sorted(n_heads)))
         raise CorruptInputError(f"{source}: its layers have {numbers} heads")

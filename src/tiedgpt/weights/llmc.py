@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor, shapes
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
     fields |= FIXED | {"activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True}
-    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
+    tensors = dict(checkpoint.tensors)
     return GPTCheckpoint("llm.c", fields, tensors)
 
 

@@ -27,11 +27,11 @@ from torch.overrides import TorchFunctionMode
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, LazyTensor, as_gpt, shapes
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, as_gpt, shapes
 from tiedgpt.weights.head_policy import choose_matrices
 from tiedgpt.weights.huggingface import FIELDS, drop_foreign_ids, read_module
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.tensors import by_storage, printable
+from tiedgpt.weights.tensors import StoredTensor, by_storage, printable
 
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -105,14 +105,14 @@ def load(
         raise
     model, rounded = _build(built, tensors, dtype, progress)
     model.foreign_config = dict(gpt.foreign)
-    n_bytes = sum(tensor.stored.n_bytes for tensor in tensors.values())
+    n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
     return Loaded(model, path, f"{checkpoint.format}, {gpt.layout}", n_bytes, (*notes, *rounded))
 
 
 def _choose(
     path: Path,
     gpt: GPTCheckpoint,
-    tensors: dict[str, LazyTensor],
+    tensors: dict[str, StoredTensor],
     given: Mapping[str, Any],
     resolve: str | None,
 ) -> tuple[GPTConfig, tuple[str, ...]]:
@@ -151,7 +151,7 @@ def _choose(
     return config, (*gpt.notes, *guesses, *matrices.notes)
 
 
-def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, LazyTensor]) -> GPTConfig:
+def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> GPTConfig:
     """Return the config; where `fields` and the weights differ on a size, weights decide."""
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
         shape = tensors[name].shape if name in tensors else ()
@@ -184,7 +184,7 @@ def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, LazyTensor
 
 def _check_tensors(
     path: Path,
-    tensors: Mapping[str, LazyTensor],
+    tensors: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
     files: tuple[Path, ...],
 ) -> None:
@@ -203,11 +203,11 @@ def _check_tensors(
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
     for tensor in tensors.values():
-        tensor.require_readable()
+        tensor.require_decodable()
     there = sum(file.stat().st_size for file in files)
-    wanted = sum(tensor.stored.n_bytes for tensor in tensors.values())
+    wanted = sum(tensor.n_bytes for tensor in tensors.values())
     if files and wanted > 2 * there + SLACK_BYTES:
-        largest = max(tensors, key=lambda name: tensors[name].stored.n_bytes)
+        largest = max(tensors, key=lambda name: tensors[name].n_bytes)
         raise CorruptInputError(
             f"{path} lies: its tensors, such as {largest} of shape {tensors[largest].shape}, would "
             f"take {wanted:,} bytes, and its files have {there:,}"
@@ -229,7 +229,7 @@ class _NoDraws(TorchFunctionMode):
 
 def _build(
     config: GPTConfig,
-    tensors: Mapping[str, LazyTensor],
+    tensors: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[GPT, tuple[str, ...]]:
@@ -240,25 +240,25 @@ def _build(
     """
     with torch.device("meta"), _NoDraws():
         model = GPT(config)
-    groups = by_storage(tensor.stored for tensor in tensors.values())
+    groups = by_storage(tensors.values())
     shared = {id(stored) for group in groups if len(group) > 1 for stored in group}
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
-    done, whole = 0, sum(tensor.stored.n_bytes for tensor in tensors.values())
+    done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in sorted(tensors, key=lambda name: name != EMBEDDING):
-        tensor = tensors[name].read()
+        tensor = tensors[name].tensor()
         own, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
-        state[name] = tensor.to(common, copy=id(tensors[name].stored) in shared)
+        state[name] = tensor.to(common, copy=id(tensors[name]) in shared)
         coarser = dtype is None and torch.promote_types(own, common) != common
         if coarser and not torch.equal(state[name].to(own), tensor):
             rounded.append(name)
-        done += tensors[name].stored.n_bytes
+        done += tensors[name].n_bytes
         if progress is not None:
             progress(done, whole)
     model.load_state_dict(state, assign=True)
     if not rounded:
         return model.eval(), ()
-    finer = tensors[rounded[0]].stored.dtype
+    finer = tensors[rounded[0]].dtype
     return model.eval(), (
         f"{len(rounded)} tensors, such as {rounded[0]} in {finer}, were rounded to "
         f"{str(common).removeprefix('torch.')}, {EMBEDDING}'s type; dtype=torch.{finer} "

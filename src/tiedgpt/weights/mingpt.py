@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.nanogpt import drop_shared_head, has_our_layout, our_tensors
 from tiedgpt.weights.tensors import StoredTensor, joined, printable
 
@@ -69,7 +69,7 @@ def _is_first(checkpoint: Checkpoint) -> bool:
     return {"tok_emb.weight", "blocks.0.attn.key.weight"} <= checkpoint.tensors.keys()
 
 
-def _first_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+def _first_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """Return the first minGPT's tensors by our names, queries, keys and values joined."""
     pairs: list[tuple[str, StoredTensor]] = []
     apart: dict[str, dict[str, StoredTensor]] = {}
@@ -94,10 +94,10 @@ def _first_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
                 f"{checkpoint.source}: {name} is made of {', '.join(QKV)}, one shape and type each"
             )
         pairs.append((name, whole))
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, stored in pairs:
         if name in tensors:
             raise CorruptInputError(f"{checkpoint.source} holds {printable(name)} under two names")
-        tensors[name] = LazyTensor(stored)
+        tensors[name] = stored
     drop_shared_head(tensors)
     return tensors

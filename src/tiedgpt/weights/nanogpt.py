@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.huggingface import MASK_BUFFERS
-from tiedgpt.weights.tensors import printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -87,9 +87,9 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     )  # fmt: skip
 
 
-def our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], bool]:
+def our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], bool]:
     """Return the tensors by our names, and whether mask buffers were left out."""
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     masked = False
     for their_name, stored in checkpoint.tensors.items():
         name = HEAD if their_name == "lm_head.weight" else their_name.removeprefix(PREFIX)
@@ -98,16 +98,16 @@ def our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], bool]:
         elif name in tensors:
             raise CorruptInputError(f"{checkpoint.source} holds {name} twice, with {PREFIX} too")
         else:
-            tensors[name] = LazyTensor(stored)
+            tensors[name] = stored
     drop_shared_head(tensors)
     return tensors, masked
 
 
-def drop_shared_head(tensors: dict[str, LazyTensor]) -> None:
+def drop_shared_head(tensors: dict[str, StoredTensor]) -> None:
     """Leave the head out where it is wte under a second name."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if embedding and head and embedding.shape == head.shape:
-        if head.stored.is_view_of(embedding.stored):
+        if head.is_view_of(embedding):
             del tensors[HEAD]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import beside
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
@@ -100,7 +100,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             f"predicts with {predicts[:200]}: it was changed after tiedgpt wrote it"
         )
     tensors = {
-        name: LazyTensor(tensor, transposed=is_transposed(name))
+        name: tensor.turned() if is_transposed(name) else tensor
         for name, tensor in checkpoint.tensors.items()
         if not name.startswith(CONSTANT)
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiedgpt.files import read_json
 from tiedgpt.weights import tensorflow_bundle
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.huggingface import config_fields
 from tiedgpt.weights.tensors import StoredTensor, printable
 
@@ -87,7 +87,7 @@ def without_training(
     ]
 
 
-def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
+def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the variables under our names, matrices as (out, in); unknown names are kept."""
     tensors = {}
     for name, tensor in variables.items():
@@ -98,5 +98,5 @@ def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]
             name = re.sub(r"^h(\d)", r"h.\1", name.removeprefix("model/")).replace("/", ".")
             scope, _, last = name.rpartition(".")
             name = f"{scope}.bias" if last == "b" else f"{scope or last}.weight"
-        tensors[name] = LazyTensor(tensor, transposed=is_kernel)
+        tensors[name] = tensor.turned() if is_kernel else tensor
     return tensors

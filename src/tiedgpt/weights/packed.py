@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, LazyTensor, shapes
+from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
 from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
     PANEL,
@@ -229,7 +229,7 @@ def _unpacking(panels: Panels) -> Read:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT whose weights the panels stand for."""
     fields, foreign = config_fields(checkpoint.config)
-    tensors = {name: LazyTensor(tensor) for name, tensor in checkpoint.tensors.items()}
+    tensors = dict(checkpoint.tensors)
     coarse = sorted({t.dtype for t in checkpoint.tensors.values()} - {"float32", "fp32 panels"})
     notes = [f"{' and '.join(coarse)} become float32 where torch loads them"] if coarse else []
     return GPTCheckpoint("tiedgpt packed", fields, tensors, foreign=foreign, notes=tuple(notes))

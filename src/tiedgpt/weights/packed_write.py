@@ -31,7 +31,9 @@ from tiedgpt.weights.packed import (
     place_of,
 )
 from tiedgpt.weights.packed_panels import Precision, pack
-from tiedgpt.weights.safetensors_file import Stored, write_safetensors
+from tiedgpt.weights.safetensors_file import write_safetensors
+from tiedgpt.weights.tensors import StoredTensor
+from tiedgpt.weights.torch_file import stored_tensor
 
 MODULES = {
     GPT, TiedEmbedding, Block, Attention, MLP, nn.Linear, nn.Embedding, nn.LayerNorm,
@@ -99,15 +101,18 @@ def save_packed(
 
 def _write_arrays(path: Path, model: PackedModel) -> None:
     """Write a safetensors file in which every array begins at a multiple of 64 bytes."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     n_bytes = 0
     for name, array in sorted(model.arrays.items(), key=lambda item: item[1].nbytes % ALIGNMENT):
         if n_bytes % ALIGNMENT:
-            tensors[PADDING] = Stored(torch.zeros(-n_bytes % ALIGNMENT, dtype=torch.uint8))
+            tensors[PADDING] = stored_tensor(
+                PADDING, torch.zeros(-n_bytes % ALIGNMENT, dtype=torch.uint8)
+            )
             n_bytes += tensors[PADDING].n_bytes
         is_bf16 = array.dtype == np.uint16
         tensor = torch.from_numpy(array.view(np.int16) if is_bf16 else array)
-        tensors[name] = Stored(tensor.view(torch.bfloat16) if is_bf16 else tensor)
+        tensor = tensor.view(torch.bfloat16) if is_bf16 else tensor
+        tensors[name] = stored_tensor(name, tensor)
         n_bytes += array.nbytes
     metadata = {"format": FORMAT, "version": VERSION, "precision": model.precision}
     write_safetensors(path, tensors, metadata, alignment=ALIGNMENT)

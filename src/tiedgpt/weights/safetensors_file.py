@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, LazyTensor
-from tiedgpt.weights.tensors import Native, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 MAX_HEADER = 32 << 20
 """Bytes; GPT-3 of 175 billion parameters has a header of 120,000."""
@@ -85,7 +85,7 @@ class SafetensorsFile:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
-        return LazyTensor(self.entries[name]).bits()
+        return self.entries[name].tensor()
 
 
 def _stored(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> StoredTensor:
@@ -99,45 +99,7 @@ def _stored(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> Store
     return StoredTensor(name, shape, torch_name, end - start, storage, reader)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A torch tensor to be written, whether its two axes change places, and its type in the file.
-
-    Numbers beyond float16's are a `UserError` where they would become infinite.
-    """
-
-    tensor: Tensor
-    transposed: bool = False
-    written_as: dtype | None = None
-    """None: the tensor's own type."""
-
-    @property
-    def dtype(self) -> str:
-        """The type in the file."""
-        return str(self.written_as or self.tensor.dtype).removeprefix("torch.")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return tuple(self.tensor.shape[::-1] if self.transposed else self.tensor.shape)
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes it takes in the file."""
-        return self.tensor.numel() * (self.written_as or self.tensor.dtype).itemsize
-
-    def blocks(self) -> Iterator[Native]:
-        """Yield its bytes, all at once."""
-        import torch
-
-        from tiedgpt.weights.plain_model import converted
-
-        tensor = converted("the model", self.tensor, self.written_as or self.tensor.dtype)
-        tensor = (tensor.T if self.transposed else tensor).contiguous()
-        yield tensor.flatten().view(torch.uint8).numpy()
-
-
-def format_name(tensor: Stored | StoredTensor) -> str:
+def format_name(tensor: StoredTensor) -> str:
     """Return the format's name of a tensor's type; `UserError` if it has none."""
     if tensor.dtype not in NAMES:
         raise UserError(f"a tensor is {tensor.dtype}, which is not written to safetensors here")
@@ -146,7 +108,7 @@ def format_name(tensor: Stored | StoredTensor) -> str:
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, Stored | StoredTensor],
+    tensors: Mapping[str, StoredTensor],
     metadata: Mapping[str, str],
     *,
     alignment: int = 8,

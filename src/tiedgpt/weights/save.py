@@ -17,7 +17,9 @@ from tiedgpt.files import read_json, replacing, require_room, write_json
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.huggingface import TIEDGPT, config_json, is_transposed, model_type_of, to_file
 from tiedgpt.weights.plain_model import PRECISIONS, plain_parameters, zero_biases
-from tiedgpt.weights.safetensors_file import Stored, write_safetensors
+from tiedgpt.weights.safetensors_file import write_safetensors
+from tiedgpt.weights.tensors import StoredTensor
+from tiedgpt.weights.torch_file import stored_tensor
 
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
@@ -35,21 +37,23 @@ def save_model(
     write_directory(directory, tensors, descriptions(model, dtype), model_card(model.config))
 
 
-def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored]:
+def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
     """Return a model's tensors under transformers' names, with zeros for missing biases."""
     model_type = model_type_of(model.config)
     parameters = plain_parameters(model, "a Hugging Face directory")
     if model_type is not TIEDGPT:  # transformers knows no model without biases
         parameters |= zero_biases(model.config, model.wte.weight.dtype)
     return {
-        to_file(name, model_type): Stored(parameter, is_transposed(name), dtype)
+        to_file(name, model_type): stored_tensor(
+            name, parameter.T if is_transposed(name) else parameter, dtype=dtype
+        )
         for name, parameter in parameters.items()
     }
 
 
 def write_directory(
     directory: str | os.PathLike[str],
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, StoredTensor],
     described: Mapping[str, object],
     card: str,
 ) -> None:

@@ -6,7 +6,7 @@ and attention windows.
 
 from __future__ import annotations
 
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint, LazyTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.nanogpt import drop_shared_head, has_our_layout, is_prefixed
 
 ACTIVATION = "gelu_new"
@@ -25,7 +25,7 @@ def recognizes(checkpoint: Checkpoint) -> bool:
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; it is tied unless it holds a head."""
-    tensors = {name: LazyTensor(stored) for name, stored in checkpoint.tensors.items()}
+    tensors = dict(checkpoint.tensors)
     drop_shared_head(tensors)
     tied = HEAD not in tensors if checkpoint.claim is None else checkpoint.claim
     fields = {

@@ -11,13 +11,16 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.packages import require_package
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Native = NDArray[Any]
 Read = Callable[[int, int, int, int], Native]
@@ -90,11 +93,13 @@ class StoredTensor:
         return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
 
     def turned(self) -> StoredTensor:
-        """Return the transpose of a matrix, without reading it."""
+        """Return the transpose of a matrix, without reading it; anything else as it is."""
+        if len(self.shape) != 2:
+            return self
         rows, columns = self.shape
 
         def read(first: int, end: int, left: int, right: int) -> Native:
-            return np.ascontiguousarray(self.native(left, right, first, end).T)
+            return self.native(left, right, first, end).T
 
         return replace(
             self, shape=(columns, rows), strides=(self.strides or (columns, 1))[::-1],
@@ -128,7 +133,27 @@ class StoredTensor:
 
     def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
         """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
-        return decode(self.native(start, stop), self.dtype)
+        return decode(np.ascontiguousarray(self.native(start, stop)), self.dtype)
+
+    def tensor(self) -> Tensor:
+        """Return it in memory of its own, row by row; what is quantized or packed as float32."""
+        import torch
+
+        native, dtype = self.native(0, self.matrix_shape[0]), self.dtype
+        if dtype in (*PANEL_TYPES, *QUANTIZED):
+            native, dtype = decode(native, dtype), "float32"
+        owned = native if native.flags.writeable else native.copy()
+        tensor = torch.from_numpy(owned).view(getattr(torch, dtype))
+        own = native.flags.owndata or owned is not native or not tensor.is_contiguous()
+        return (tensor.contiguous() if own else tensor.clone()).view(self.shape)
+
+    def require_decodable(self) -> None:
+        """Raise `UserError` for a type that is not read here as a model's weights."""
+        if not self.is_decodable:
+            raise UserError(
+                f"{printable(self.name)} is {self.dtype}, which is not read as a model's weights; "
+                f"{', '.join(FLOATS)} and GGUF's quantized types are"
+            )
 
     def native(self, start: int, stop: int, left: int = 0, right: int | None = None) -> Native:
         """Return a block as the unsigned integers (or quantized bytes) that are stored."""

@@ -24,6 +24,7 @@ from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -62,17 +63,20 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
 
 
-def stored_tensor(name: str, tensor: Tensor, *, owner: int | None = None) -> StoredTensor:
-    """Return a tensor in memory as one that can be read by blocks."""
+def stored_tensor(
+    name: str, tensor: Tensor, *, owner: int | None = None, dtype: torch.dtype | None = None
+) -> StoredTensor:
+    """Return a tensor in memory as one that can be read by blocks, each converted to `dtype`."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     whole = local.shape == tensor.shape and local.device.type != "meta" and not local.is_complex()
+    dtype = dtype or tensor.dtype
     return StoredTensor(
         name,
         tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        tensor.numel() * tensor.element_size(),
+        str(dtype).removeprefix("torch."),
+        tensor.numel() * dtype.itemsize,
         _storage(local),
-        _reader(local) if whole else None,
+        _reader(local, dtype) if whole else None,
         trainable=tensor.requires_grad,
         owner=owner,
         strides=None if tensor.is_contiguous() else tuple(tensor.stride()),
@@ -96,15 +100,17 @@ def _storage(tensor: Tensor) -> Storage:
     return Storage(where, start, start + int(reach) * width)
 
 
-def _reader(tensor: Tensor) -> Read:
+def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
 
     def read_block(first: int, end: int, left: int, right: int) -> Native:
         import torch
 
+        from tiedgpt.weights.plain_model import converted
+
         matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
-        flat = matrix.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        native: Native = flat.view(f"<u{tensor.element_size()}")
+        flat = converted("the model", matrix, dtype).flatten().view(torch.uint8).numpy()
+        native: Native = flat.view(f"<u{dtype.itemsize}")
         return native.reshape(end - first, right - left)
 
     return read_block
