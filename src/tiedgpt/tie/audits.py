@@ -136,10 +136,11 @@ def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
     comparison = None
     if roles.pair is not None and not roles.shared and roles.fits:
         reads, predicts = roles.pair
-        comparison = compare(reads, predicts, transposed=roles.output_transposed)
+        turned = predicts.turned()
+        comparison = compare(reads, turned if roles.output_transposed else predicts)
         square = reads.shape == predicts.shape == reads.shape[::-1]
         if square and comparison is not None and not comparison.equal:
-            across = compare(reads, predicts, transposed=True)
+            across = compare(reads, turned)
             if across is not None and across.equal:
                 comparison, roles = across, replace(roles, output_transposed=True)
     verdict = _verdict(checkpoint, roles, comparison)

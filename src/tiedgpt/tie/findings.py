@@ -14,7 +14,7 @@ from typing import Any
 
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.comparison import Comparison, nonzero_rows, statistics
+from tiedgpt.weights.comparison import Comparison, initialization, nonzero_rows
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 SOUND = ("tied", "tied twice", "untied as claimed", "no head")
@@ -240,8 +240,8 @@ def _two_matrices(
         rows, nonzero = reads.shape[0] + min(0, roles.extra_rows), None
         follows = PADDING if checkpoint.claim is False else TWO_SIZES
         if longer.is_decodable:
-            turned = across and longer is predicts
-            nonzero = nonzero_rows(longer, rows, rows + extra, transposed=turned)
+            laid = longer.turned() if across and longer is predicts else longer
+            nonzero = nonzero_rows(laid, rows, rows + extra)
             follows = f"{nonzero:,} of them hold numbers other than zero. {follows}"
         beyond = TOKENS if rows == checkpoint.vocabulary else f"rows of {shorter.name}"
         counts = {"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero}
@@ -271,10 +271,9 @@ def _drift(
         return
     for matrix in (predicts, reads):
         turned = roles.output_transposed and matrix is predicts
-        measured = statistics(matrix, transposed=turned)
-        if measured is not None and measured.initialization is not None:
-            numbers = {"mean": measured.mean, "std": measured.std, "cosine": cosine}
-            looks = measured.initialization
+        if fresh := initialization(matrix.turned() if turned else matrix):
+            mean, std, looks = fresh
+            numbers = {"mean": mean, "std": std, "cosine": cosine}
             yield _tell("fresh", roles, numbers, name=matrix, initialization=looks)
 
 
