@@ -9,7 +9,6 @@ computes. `save.py` writes such directories.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -85,11 +84,6 @@ ALIASES = {
 }  # fmt: skip
 """Other names under which transformers takes the same keys."""
 SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
-DEFAULTS = {
-    "n_head": 12, "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-"""What transformers assumes where a config.json of its own is silent."""
 
 
 def model_type_of(config: GPTConfig) -> ModelType:
@@ -186,7 +180,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             )
         else:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
-    assumed = DEFAULTS if "model_type" in checkpoint.config else {}
+    assumed = {"n_head": 12} if "model_type" in checkpoint.config else {}  # as transformers
     layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
 
@@ -236,8 +230,8 @@ def _fields_of(model_type: ModelType) -> tuple[str, ...]:
     return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
 
 
-def drop_foreign_ids(fields: dict[str, Any]) -> None:
-    """Drop special ids outside the vocabulary (transformers' default 50256), with a warning."""
+def drop_foreign_ids(fields: dict[str, Any]) -> str:
+    """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
     dropped = []
     for name in ("bos_token_id", "eos_token_id"):
         value = fields.get(name)
@@ -246,12 +240,8 @@ def drop_foreign_ids(fields: dict[str, Any]) -> None:
         if type(value) is int and not 0 <= value < fields["vocab_size"]:
             fields[name] = None
             dropped.append(f"{name}={value}")
-    if dropped:
-        warnings.warn(
-            f"{' and '.join(dropped)} outside this model's vocabulary of {fields['vocab_size']} "
-            "tokens: dropped",
-            stacklevel=2,
-        )
+    outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
+    return f"{' and '.join(dropped)} {outside}" if dropped else ""
 
 
 def config_json(

@@ -4,8 +4,7 @@ SOURCE is a directory, a file in any known format, a hub name, or a model of tra
 
     open_checkpoint (opening.py)        SOURCE -> Checkpoint: the file's tensors and claims
     as_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
-    choose_matrices (head_policy.py)    one matrix or two
-    load (here)                         checks everything, reads, returns a `GPT` in eval mode
+    load (here)                         one matrix or two; checks all, reads, builds a `GPT`
 
 Shapes are checked before any tensor is read, except when two matrices must be compared.
 """
@@ -28,13 +27,14 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, as_gpt, shapes
-from tiedgpt.weights.head_policy import choose_matrices
+from tiedgpt.weights.comparison import compare
 from tiedgpt.weights.huggingface import FIELDS, drop_foreign_ids, read_module
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.tensors import StoredTensor, by_storage, printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file says how it was trained, not how it must run."""
 OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
@@ -97,26 +97,87 @@ def load(
     try:
         gpt = as_gpt(checkpoint)
         tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
-        built, notes = _choose(path, gpt, tensors, config, resolve)
+        claim = config.get("tie_word_embeddings", gpt.fields.get("tie_word_embeddings"))
+        equal = choose_matrices(path, claim, tensors, resolve)
+        built, dropped = _config(path, gpt, tensors, config)
         _check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
         if checkpoint.format == "module":  # no file is damaged
             raise UserError(str(error)) from None
         raise
+    guesses = (note for name, note in gpt.guesses.items() if name not in {*config, *gpt.fields})
     model, rounded = _build(built, tensors, dtype, progress)
     model.foreign_config = dict(gpt.foreign)
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
-    return Loaded(model, path, f"{checkpoint.format}, {gpt.layout}", n_bytes, (*notes, *rounded))
+    notes = (*gpt.notes, *guesses, equal, dropped, rounded)
+    layout = f"{checkpoint.format}, {gpt.layout}"
+    return Loaded(model, path, layout, n_bytes, tuple(filter(None, notes)))
 
 
-def _choose(
-    path: Path,
-    gpt: GPTCheckpoint,
-    tensors: dict[str, StoredTensor],
-    given: Mapping[str, Any],
-    resolve: str | None,
-) -> tuple[GPTConfig, tuple[str, ...]]:
-    """Return the config and notes; `tensors` is left with the matrices that the model has."""
+def choose_matrices(
+    path: Path, claim: bool | None, tensors: dict[str, StoredTensor], resolve: str | None
+) -> str:
+    """Leave in `tensors` the matrices that the model has: one reads, and a second may predict.
+
+    The claim (config.json's, or the format's) comes first. `resolve` overrides it:
+
+        claim           the file holds       the model is                    resolve
+        untied          two                  untied, even if they are equal  keep-input, keep-output
+        untied          one                  an error: one is missing        tie
+        tied, or none   one                  tied
+        tied, or none   two, equal           tied, with a note               untie
+        tied, or none   two, different       an error with numbers           untie, keep-input,
+                                                                             keep-output
+
+    Returns the note. Raises `CorruptInputError` where the file contradicts itself, `UserError`
+    where `resolve` does not apply.
+    """
+    if resolve is not None and resolve not in RESOLUTIONS:
+        raise UserError(f"resolve must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}")
+    both = {name: tensors.pop(name) for name in (EMBEDDING, HEAD) if name in tensors}
+    for name, matrix in both.items():
+        if len(matrix.shape) != 2 or not all(matrix.shape):
+            raise CorruptInputError(f"{path}: {name} must be a matrix (V, D), got {matrix.shape}")
+    if len(both) < 2:
+        if resolve == "untie":
+            raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
+        if claim is False and resolve != "tie":
+            raise CorruptInputError(
+                f"{path} claims that the head is not tied, and "
+                f"{'wte.weight' if HEAD in both else 'lm_head.weight'} is missing; "
+                'resolve="tie" lets the one matrix read and predict'
+            )
+        for matrix in both.values():
+            tensors[EMBEDDING] = matrix
+        return ""
+    embedding, head = both[EMBEDDING], both[HEAD]
+    if embedding.shape != head.shape:
+        raise CorruptInputError(
+            f"{path}: wte.weight is {embedding.shape} and lm_head.weight is {head.shape}: both "
+            "need a row for each token"
+        )
+    if resolve == "tie":
+        raise UserError(f'{path} holds two matrices: choose "keep-input" or "keep-output"')
+    tensors[EMBEDDING] = head if resolve == "keep-output" else embedding
+    if resolve == "untie" or (claim is False and resolve is None):
+        tensors[HEAD] = head
+    if resolve or HEAD in tensors or embedding.is_view_of(head):
+        return ""
+    comparison = compare(embedding, head)
+    if comparison is not None and comparison.equal:
+        return "wte.weight and lm_head.weight are equal: tied"
+    why = "its config claims one matrix" if claim else "nothing says that the head is untied"
+    raise CorruptInputError(
+        f"{path} holds two matrices, and {why}: wte.weight and lm_head.weight "
+        f"{comparison or 'cannot be compared'}; "
+        'choose resolve="untie", "keep-input" or "keep-output" (--resolve)'
+    )
+
+
+def _config(
+    path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], given: Mapping[str, Any]
+) -> tuple[GPTConfig, str]:
+    """Return the config, and a note. On sizes the weights decide; `given` only fills in."""
     for name in tensors:
         if name.startswith(OTHER_HEADS):
             raise UserError(
@@ -125,39 +186,15 @@ def _choose(
                 "SequenceClassifier.from_pretrained"
             )
     fields = dict(gpt.fields)
-    for name, value in given.items():
-        if name not in FIELDS:
-            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
-        if fields.setdefault(name, value) != value and name not in DROPOUTS:
-            raise UserError(f"{name}={value!r} contradicts the file, which says {fields[name]!r}")
-    fields |= given
-    guesses = tuple(note for name, note in gpt.guesses.items() if note and name not in fields)
-    matrices = choose_matrices(
-        path,
-        claim=fields.get("tie_word_embeddings"),
-        embedding=tensors.pop(EMBEDDING, None),
-        head=tensors.pop(HEAD, None),
-        resolve=resolve,
-    )
-    pair = {EMBEDDING: matrices.embedding, HEAD: matrices.head}
-    tensors |= {name: tensor for name, tensor in pair.items() if tensor is not None}
-    fields["tie_word_embeddings"] = matrices.head is None
-    config = _config(path, dict(gpt.assumed) | fields, tensors)
-    for name, value in given.items():
-        if name != "tie_word_embeddings" and getattr(config, name) != value:
-            raise UserError(
-                f"{name}={value!r} contradicts the weights, which have {getattr(config, name)!r}"
-            )
-    return config, (*gpt.notes, *guesses, *matrices.notes)
-
-
-def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> GPTConfig:
-    """Return the config; where `fields` and the weights differ on a size, weights decide."""
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != 2:
             raise CorruptInputError(f"{path}: {name} is missing or no matrix; this is no GPT")
         fields |= dict(zip(sizes, shape, strict=False))
+    inner = tensors.get("h.0.mlp.c_fc.weight")
+    if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
+        fields["n_inner"] = inner.shape[0]
+    fields.setdefault("bias", any(name.endswith(".bias") for name in tensors))
     layers = {int(match[1]) for name in tensors if (match := re.match(r"h\.(\d{1,6})\.", name))}
     last = max(layers, default=-1)
     n_layer = fields.setdefault("n_layer", last + 1)
@@ -166,18 +203,20 @@ def _config(path: Path, fields: dict[str, Any], tensors: Mapping[str, StoredTens
             f"{path} says n_layer={n_layer!r}, the weights have {len(layers)} layers, of which "
             f"h.{last} is the last: layers are missing, or too many"
         )
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
+        if fields.get(name, value) != value and name not in DROPOUTS:
+            raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
+    fields = dict(gpt.assumed) | fields | dict(given) | {"tie_word_embeddings": HEAD not in tensors}
     if "n_head" not in fields:
         raise UserError(
             f"{path} does not say how many heads it has, and shapes do not tell: give n_head "
             "(--n-head)"
         )
-    inner = tensors.get("h.0.mlp.c_fc.weight")
-    if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
-        fields["n_inner"] = inner.shape[0]
-    fields.setdefault("bias", any(name.endswith(".bias") for name in tensors))
-    drop_foreign_ids(fields)
+    note = drop_foreign_ids(fields)
     try:
-        return GPTConfig(**fields)
+        return GPTConfig(**fields), note
     except UserError as error:
         raise CorruptInputError(f"{path} describes no GPT: {error}") from None
 
@@ -232,23 +271,20 @@ def _build(
     tensors: Mapping[str, StoredTensor],
     dtype: torch.dtype | None,
     progress: Progress | None,
-) -> tuple[GPT, tuple[str, ...]]:
+) -> tuple[GPT, str]:
     """Fill a model with the tensors, each read once; without `dtype` the embedding's holds for all.
 
-    A note tells where that rounds numbers. Two tensors that lie on the same bytes of a file get
-    memory of their own: what is trained as two must not move as one.
+    A note tells where that rounds numbers.
     """
     with torch.device("meta"), _NoDraws():
         model = GPT(config)
-    groups = by_storage(tensors.values())
-    shared = {id(stored) for group in groups if len(group) > 1 for stored in group}
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
     done, whole = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in sorted(tensors, key=lambda name: name != EMBEDDING):
         tensor = tensors[name].tensor()
         own, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
-        state[name] = tensor.to(common, copy=id(tensors[name]) in shared)
+        state[name] = tensor.to(common)
         coarser = dtype is None and torch.promote_types(own, common) != common
         if coarser and not torch.equal(state[name].to(own), tensor):
             rounded.append(name)
@@ -257,10 +293,10 @@ def _build(
             progress(done, whole)
     model.load_state_dict(state, assign=True)
     if not rounded:
-        return model.eval(), ()
+        return model.eval(), ""
     finer = tensors[rounded[0]].dtype
     return model.eval(), (
         f"{len(rounded)} tensors, such as {rounded[0]} in {finer}, were rounded to "
         f"{str(common).removeprefix('torch.')}, {EMBEDDING}'s type; dtype=torch.{finer} "
-        "(--precision) keeps them",
+        "(--precision) keeps them"
     )
