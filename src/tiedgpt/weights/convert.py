@@ -8,12 +8,11 @@ coarser one the logits must stay within a stated tolerance.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
-import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -67,8 +66,6 @@ TARGETS = {
 }  # fmt: skip
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
 """Root mean square of the logits' differences over that of the logits, by the precision written."""
-HEADERS_AND_VOCABULARY = 16 << 20
-"""Bytes beside tensors that a file of a small model may well have."""
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
 N_SEQUENCES, N_TOKENS = 2, 48
 """Shape of the ids on which logits are compared."""
@@ -117,7 +114,7 @@ def convert(
     `UserError`, before anything is written, for what the format cannot express or where `path` is
     taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
     """
-    model, name = loaded.model, path.name
+    model = loaded.model
     precision = _chosen_precision(to, precision, model.wte.weight.dtype)
     require_place(path, to, overwrite=overwrite)
     for option in options:
@@ -128,29 +125,27 @@ def convert(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
         )
-    before, target = _fingerprint(model), TARGETS[to]
-    hidden = path.parent / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    made, is_directory = hidden / name, target.is_directory(path)
-    place = made / target.bundled if is_directory and target.bundled else made
+    target = TARGETS[to]
+    is_directory = target.is_directory(path)
     write = import_module(f"tiedgpt.weights.{target.module}").write
     _remove_leftovers(path)
-    try:
-        with writing(path):
-            hidden.mkdir(parents=True)
-            if place != made:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{path.name}.tmp-{os.getpid()}-"
+        with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
+            made = place = Path(hidden, path.name)
+            if is_directory and target.bundled:
+                place = made / target.bundled
                 for file, description in descriptions(model, PRECISIONS[precision]).items():
                     write_json(made / file, description)
             inside = None if is_directory else tokenizer
             write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
             if is_directory and tokenizer is not None:
                 save_tokenizer(tokenizer, model.config, made)
-        kept = tokenizer if target.holds_tokenizer or is_directory else None
-        written = _compare(before, made, kept, precision, loaded)
-        with writing(path):
-            _move(hidden, path, overwrite)
-    finally:
-        remove(hidden)
-    return replace(written, path=path)
+            kept = tokenizer if target.holds_tokenizer or is_directory else None
+            written = _compare(loaded, made, path, kept, precision)
+            _move(Path(hidden), path, overwrite)
+    return written
 
 
 def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str:
@@ -212,48 +207,24 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     sync(path.parent)
 
 
-def _fingerprint(model: GPT) -> tuple[dict[str, bytes], Tensor]:
-    """Return what is kept of a model to compare another: digests by name, and some logits."""
-    config, dtype = model.config, model.wte.weight.dtype
-    generator = torch.Generator().manual_seed(0)
-    shape = (N_SEQUENCES, min(N_TOKENS, config.n_positions))
-    ids = torch.randint(config.vocab_size, shape, generator=generator)
-    try:
-        with torch.inference_mode():
-            logits = model.to(torch.promote_types(dtype, torch.float32))(ids)
-    finally:
-        model.to(dtype)  # exact: every value came from this type
-    return {name: _digest(parameter) for name, parameter in model.named_parameters()}, logits
-
-
-def _digest(parameter: Tensor) -> bytes:
-    """Return a hash of the values; of zeros alone, nothing."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
-    raw = parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8).numpy()
-    return b"" if not raw.any() else hashlib.blake2b(raw.data, digest_size=16).digest()
-
-
 def _compare(
-    before: tuple[dict[str, bytes], Tensor],
-    path: Path,
-    tokenizer: Tokenizer | None,
-    precision: str,
-    loaded: Loaded,
+    loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precision: str
 ) -> Written:
-    """Open what was written; `CheckFailedError` where it is another model."""
+    """Open what was made for `path`; `CheckFailedError` where it is another model."""
     try:
-        again = load(path)
-        copies, matrix_bytes = _copies(path)
+        again = load(made)
+        checkpoint = open_checkpoint(made)
         if tokenizer is not None:
-            again_tokenizer, sample = Tokenizer.from_pretrained(path), _sample(tokenizer)
+            again_tokenizer, sample = Tokenizer.from_pretrained(made), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
-                raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
+                raise CheckFailedError(f"{made.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
-    (ours, logits), (theirs, their_logits) = before, _fingerprint(again.model)
-    names = ours.keys() | theirs.keys()  # zeros for biases that are not there
-    exact = all(ours.get(name, b"") == theirs.get(name, b"") for name in names)
-    apart = (their_logits - logits).square().mean().sqrt()
+    ours, theirs = (dict(each.model.named_parameters()) for each in (loaded, again))
+    names = ours.keys() | theirs.keys()
+    exact = all(_are_equal(ours.get(name), theirs.get(name)) for name in names)
+    logits = _logits(loaded.model)
+    apart = (_logits(again.model) - logits).square().mean().sqrt()
     difference = float(apart / logits.square().mean().sqrt().clamp_min(1e-30))
     tolerance = TOLERANCES[precision]
     written = PRECISIONS.get(precision)  # None: quantized
@@ -264,12 +235,44 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    files = path.rglob("*") if path.is_dir() else path.parent.iterdir()
-    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    tensors = as_gpt(checkpoint).tensors
+    copies = by_storage(tensors[name] for name in (EMBEDDING, HEAD) if name in tensors)
+    files = made.rglob("*") if made.is_dir() else made.parent.iterdir()
     return Written(
-        path, n_bytes, matrix_bytes, copies, exact, difference, tolerance,
-        with_tokenizer=tokenizer is not None, notes=_notes(loaded, again),
-    )  # fmt: skip
+        path,
+        n_bytes=sum(file.stat().st_size for file in files if file.is_file()),
+        matrix_bytes=copies[0][0].n_bytes,
+        copies=len(copies),
+        exact=exact,
+        difference=difference,
+        tolerance=tolerance,
+        with_tokenizer=tokenizer is not None,
+        notes=_notes(loaded, again),
+    )
+
+
+def _are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Whether two parameters are equal bit for bit; one that is not there holds zeros."""
+    bits = []
+    for parameter in (ours, theirs):
+        if parameter is None:
+            continue
+        wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
+        bits.append(parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8))
+    return torch.equal(*bits) if len(bits) > 1 else not bits[0].any()
+
+
+def _logits(model: GPT) -> Tensor:
+    """Return a model's logits on some ids, in fp32 or its own wider type."""
+    config, dtype = model.config, model.wte.weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    shape = (N_SEQUENCES, min(N_TOKENS, config.n_positions))
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    try:
+        with torch.inference_mode():
+            return model.to(torch.promote_types(dtype, torch.float32))(ids)
+    finally:
+        model.to(dtype)  # exact: every value came from this type
 
 
 def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
@@ -290,14 +293,3 @@ def _sample(tokenizer: Tokenizer) -> str:
         return SAMPLE
     except UserError:
         return tokenizer.decode(tokenizer.byte_lengths().nonzero()[0][:256].tolist())
-
-
-def _copies(path: Path) -> tuple[int, int]:
-    """Count the places of W and of matrices like it, unlisted bytes included; and W's bytes."""
-    checkpoint = open_checkpoint(path)
-    tensors = as_gpt(checkpoint).tensors
-    matrices = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
-    listed = sum(group[0].n_bytes for group in by_storage(checkpoint.tensors.values()))
-    whole, one = sum(file.stat().st_size for file in checkpoint.files), matrices[0].n_bytes
-    unlisted = (whole - listed) // one if one > HEADERS_AND_VOCABULARY else 0
-    return len(by_storage(matrices)) + unlisted, one
