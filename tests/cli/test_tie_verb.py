@@ -81,7 +81,7 @@ def test_bad_requests_get_one_line(saved, capfd, arguments, code, says):
 
 def test_names_with_several_numbers_keep_all_their_rows():
     def row(name, n):
-        return Row((name,), (n, n), "float32", 4 * n * n, n * n, True, 0, n * n)
+        return Row((name,), (n, n), "float32", 4 * n * n, n * n, True, n * n)
 
     rows = [row(f"down.{i}.block.{j}.weight", 4 + 4 * i) for i in range(2) for j in range(3)]
     rows.append(row("top.weight", 2))

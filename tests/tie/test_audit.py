@@ -158,15 +158,7 @@ def test_a_head_saved_transposed(tmp_path, claim):
 
     path = rewrite(save(their_gpt2(), tmp_path / "m"), add, tie_word_embeddings=claim)
     found = judged(path, "broken", "transposed", "equal copies")
-    assert found.transposed and found.comparison.rows_compared == V
-
-
-def test_a_square_head_saved_transposed(tmp_path):
-    def add(state):
-        state[HEAD] = state[WTE].T.clone()
-
-    path = save(their_gpt2(vocab_size=D), tmp_path / "m")
-    assert judged(rewrite(path, add), "broken", "transposed").transposed
+    assert found.transposed == (HEAD,) and found.comparison.rows_compared == V
 
 
 @pytest.mark.parametrize("filler", [0.0, 1.0])
@@ -176,8 +168,8 @@ def test_a_head_padded_to_a_multiple_of_64(tmp_path, filler):
 
     found = judged(rewrite(save(their_gpt2(), tmp_path / "m"), add), "broken", "padded")
     padded = next(f for f in found.findings if f.kind == "padded")
-    expected = {"extra_rows": 31, "rows": V, "nonzero_rows": 31 if filler else 0}
-    assert padded.numbers == expected
+    assert "31 rows beyond the 97 tokens" in padded.explain
+    assert f"{31 if filler else 0} of them hold numbers other than zero" in padded.explain
     assert found.comparison.equal
 
 

@@ -47,9 +47,9 @@ def test_an_untied_head_is_a_copy_with_the_same_logits_and_v_d_more_parameters(t
     assert tiny.wte.weight is matrix
     assert tiny.head.weight.data_ptr() != matrix.data_ptr()
     assert not tiny.config.tie_word_embeddings
-    assert total(tiny) == tiny.config.parameter_count() == report.change.parameters_after
-    assert report.change.parameters_after - report.change.parameters_before == MATRIX
-    assert report.change.came_in == {"head.weight": (97, 32)}
+    assert total(tiny) == tiny.config.parameter_count() == report.change.after
+    assert report.change.after - report.change.before == MATRIX
+    assert [row.names for row in report.change.came_in] == [("head.weight",)]
     assert not report.tied and "NOT tied" in str(report) and "tie(model)" in str(report)
     with pytest.raises(UserError, match="untied already"):
         untie(tiny)
@@ -70,7 +70,7 @@ def test_tying_keeps_the_values_asked_for_and_reports_how_far_apart_they_were(ti
     assert report.apart.differing_rows == 2 and report.apart.largest == pytest.approx(2.0)
     cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
     assert report.apart.cosine == pytest.approx(cosine, rel=1e-5)
-    assert report.change.went_out == {"head.weight": (97, 32)}
+    assert [row.names for row in report.change.went_out] == [("head.weight",)]
     assert total(tiny) == tiny.config.parameter_count()
     assert "2 of 97 rows" in str(report)
     if keep == "output":
@@ -164,12 +164,13 @@ def test_whether_w_trains_goes_with_the_values(tiny, keep, trains):
 def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
     report = replace_head(tiny, wrapped())
     assert not report.tied and not tiny.config.tie_word_embeddings
-    assert report.change.came_in == {"head.1.weight": (97, 32), "head.1.bias": (97,)}
-    assert report.change.parameters_after == total(tiny)
+    came_in = [(row.names, row.shape) for row in report.change.came_in]
+    assert came_in == [(("head.1.weight",), (97, 32)), (("head.1.bias",), (97,))]
+    assert report.change.after == total(tiny)
     assert "Linear(in_features=32, out_features=97, bias=True)" in str(report)
     assert "tie(model) lets wte.weight take the place of head.1.weight" in str(report)
     tie(tiny)
-    assert total(tiny) == report.change.parameters_before + 97
+    assert total(tiny) == report.change.before + 97
 
 
 def test_gpt2_with_a_head_of_its_own_counts_163_037_184():
@@ -177,8 +178,8 @@ def test_gpt2_with_a_head_of_its_own_counts_163_037_184():
         model = GPT(GPTConfig.preset("gpt2"))
         report = replace_head(model, nn.Linear(768, 50257, bias=False))
     assert "124,439,808 -> 163,037,184" in str(report)
-    assert "head.weight (50257, 768), 38,597,376" in str(report)
-    assert tie(model).change.parameters_after == 124_439_808 == total(model)
+    assert "head.weight (50,257 x 768) came in with 38,597,376 parameters" in str(report)
+    assert tie(model).change.after == 124_439_808 == total(model)
 
 
 def test_a_head_that_holds_w_itself_is_recognised_as_tied(tiny, ids):
@@ -211,17 +212,17 @@ def test_a_second_name_outside_a_linear_layer_is_tied_and_warned_of(tiny):
 
 def test_a_head_without_a_matrix_v_by_d_is_said_not_to_be_tieable(tiny):
     report = replace_head(tiny, nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 97)))
-    assert not report.tied and "nothing in it can be wte.weight" in str(report)
-    assert replace_head(tiny, None).change.parameters_after == tiny.config.parameter_count()
+    assert not report.tied and "to tie it: replace_head(model, None)" in str(report)
+    assert replace_head(tiny, None).change.after == tiny.config.parameter_count()
 
 
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (nn.Linear(32, 100), r"logits \(1, 97\): got \(1, 100\); resize"),
-        (nn.Linear(31, 97), r"must turn h \(1, 32\)"),
-        (nn.Linear(32, 97, dtype=torch.float64), r"must turn h \(1, 32\)"),
-        (nn.Flatten(0), r"logits \(1, 97\): got \(32,\)"),
+        (nn.Linear(32, 100), r"logits \(1, 1, 97\): got \(1, 1, 100\); resize"),
+        (nn.Linear(31, 97), r"must turn h \(1, 1, 32\)"),
+        (nn.Linear(32, 97, dtype=torch.float64), r"must turn h \(1, 1, 32\)"),
+        (nn.Flatten(0), r"logits \(1, 1, 97\): got \(32,\)"),
         (nn.LSTM(32, 97), "got tuple"),
         ("lm_head", r"must be a torch\.nn\.Module of its own"),
     ],
@@ -258,10 +259,8 @@ def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(theirs,
     report = tie(theirs)
     assert head.weight is theirs.transformer.wte.weight
     assert total(theirs) == count + 97 * bias
-    assert report.change.parameters_before == count + MATRIX + 97 * bias
+    assert report.change.before == count + MATRIX + 97 * bias
     assert theirs.config.tie_word_embeddings is True and "was False" in str(report)
-    assert ("bias stays" in str(report)) is bias
-    assert ("save_pretrained refuses" in str(report)) is wrap
     hidden = theirs.transformer(ids).last_hidden_state
     torch.testing.assert_close(theirs(ids).logits, head(hidden))
     with pytest.raises(UserError, match="tied already"):
@@ -278,7 +277,6 @@ def test_a_module_that_only_holds_the_model_is_asked_through(theirs):
     theirs.other = nn.Linear(32, 97)
     report = tie(nn.DataParallel(theirs))
     assert report.outputs == ("module.lm_head.0.weight",)
-    assert "save_pretrained refuses" in str(report)
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -289,7 +287,7 @@ def test_transformers_gpt2_is_back_at_124_439_808(wrap):
         model.lm_head = nn.Sequential(nn.Dropout(0.1), head) if wrap else head
     assert total(model) == 163_037_184
     report = tie(model)
-    assert total(model) == report.change.parameters_after == 124_439_808
+    assert total(model) == report.change.after == 124_439_808
     assert "163,037,184 -> 124,439,808" in str(report) and report.apart is None
 
 
@@ -390,7 +388,7 @@ def test_old_rows_keep_their_bits_and_old_logits_their_values(n_new, untied, see
         assert torch.equal(parameter[: len(old[name])], old[name]), name
     torch.testing.assert_close(model(ids)[..., :97], before, atol=2e-6, rtol=1e-5)
     assert model(ids).shape[-1] == 97 + n_new == model.config.vocab_size
-    assert report.change.parameters_after == total(model) == model.config.parameter_count()
+    assert report.change.after == total(model) == model.config.parameter_count()
     assert report.matrices == (("wte.weight", "head.weight") if untied else ("wte.weight",))
     assert report.mass.largest <= 2 * report.mass.share
 
@@ -419,18 +417,17 @@ def test_new_rows_have_the_mean_and_the_shape_of_the_old_ones_spread():
     with torch.no_grad():
         model.wte.weight.copy_(torch.randn(500, 16) * stretch + 0.3)
         model.ln_f.weight.mul_(0.1)
-    report = add_tokens(model, 20_000)
+    add_tokens(model, 20_000)
     old, new = model.wte.weight[:500].double(), model.wte.weight[500:].double()
-    assert report.mass.spread == 0.1
-    torch.testing.assert_close(new.mean(0), old.mean(0), atol=0.005, rtol=0)
-    torch.testing.assert_close(new.T.cov() / 0.1**2, old.T.cov(), atol=0.03, rtol=0.05)
+    torch.testing.assert_close(new.mean(0), old.mean(0), atol=0.0005, rtol=0)
+    torch.testing.assert_close(new.T.cov() / 0.01**2, old.T.cov(), atol=0.03, rtol=0.05)
 
 
-def test_where_an_outlier_makes_the_spread_large_new_rows_are_drawn_closer_to_the_mean(tiny):
+def test_an_outlier_among_the_old_rows_does_not_let_new_rows_win(tiny):
     with torch.no_grad():
         tiny.wte.weight[5] *= 500
     report = add_tokens(tiny, 30)
-    assert report.mass.spread < 0.1 and report.mass.largest <= 2 * 30 / 127
+    assert report.mass.largest <= 2 * 30 / 127
 
 
 def test_the_seed_alone_decides_the_draw(tiny_config):
@@ -505,9 +502,8 @@ def test_pruning_keeps_rows_in_the_order_given_and_moves_special_ids(tiny):
     tiny.config = dataclasses.replace(tiny.config, eos_token_id=96)
     tiny.foreign_config["pad_token_id"] = 4
     old = tiny.wte.weight.detach().clone()
-    report = prune(tiny, torch.tensor([50, 4, 96]))
+    prune(tiny, torch.tensor([50, 4, 96]))
     assert torch.equal(tiny.wte.weight, old[[50, 4, 96]])
-    assert report.old_ids == (50, 4, 96)
     assert tiny.config.eos_token_id == 2 and tiny.foreign_config["pad_token_id"] == 1
 
 
@@ -602,9 +598,9 @@ def test_a_parametrized_head_is_refused_in_words(tiny):
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(float("nan"), "row 40, one of 2"), (float("inf"), "row 40, one"), (1e30, "too large")],
+    [(float("nan"), "row 40, one of 2"), (float("inf"), "row 40, one of 2")],
 )
-def test_rows_without_a_finite_mean_are_refused_and_can_be_pruned(tiny, value, says):
+def test_rows_that_are_not_finite_are_refused_and_can_be_pruned(tiny, value, says):
     with torch.no_grad():
         tiny.wte.weight[40, 3] = tiny.wte.weight[41, 0] = value
     matrix = tiny.wte.weight
@@ -618,7 +614,7 @@ def test_rows_without_a_finite_mean_are_refused_and_can_be_pruned(tiny, value, s
 def test_a_sample_may_be_lists_of_ids(tiny):
     assert add_tokens(copy.deepcopy(tiny), 3, sample=[[1, 2], [3, 4]]).mass.n_states == 4
     for wrong in ([[1, 2], [3]], [[1.5]], [1, 2], [[97]], [[-1]], [[]], "text", [[10**30]]):
-        with pytest.raises(UserError, match="sample must be rows"):
+        with pytest.raises(UserError, match=r"\bids\b"):
             add_tokens(tiny, 3, sample=wrong)
     assert tiny.wte.weight.shape == (97, 32)
 

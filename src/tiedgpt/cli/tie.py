@@ -107,10 +107,9 @@ def _print_ledger(ledger: Ledger) -> None:
     table = _table(ledger, "parameter, and who shares it", "shape", "parameters", "MB", "products")
     for name, rows in _alike(ledger.rows):
         first = rows[0]
-        padding = f" ({first.padded_rows} pad)" if first.padded_rows else ""
         table.add_row(
             name,
-            " x ".join(map(str, first.shape)) + padding,
+            " x ".join(map(str, first.shape)),
             f"{sum(row.parameters for row in rows):,}",
             f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
             f"{sum(row.multiply_adds for row in rows):,}",

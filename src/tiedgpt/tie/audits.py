@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiedgpt.errors import EXIT_OK, CheckFailedError, TiedGPTError, UserError
+from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
 from tiedgpt.tie.findings import SOUND, Finding, findings, plain
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
+from tiedgpt.weights import mingpt
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
@@ -64,7 +64,8 @@ class Audit:
     matrices: tuple[Matrix, ...]
     comparison: Comparison | None
     """None if there is one matrix, or if the two cannot be compared."""
-    transposed: bool
+    transposed: tuple[str, ...]
+    """Names of matrices that are stored as (D, V)."""
     wasted_bytes: int
     findings: tuple[Finding, ...]
 
@@ -83,13 +84,7 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        values = vars(self) | {
-            "exit_code": self.exit_code,
-            "matrices": [vars(matrix) for matrix in self.matrices],
-            "comparison": self.comparison and vars(self.comparison),
-            "findings": [vars(finding) for finding in self.findings],
-        }
-        return plain(values)
+        return plain(asdict(self) | {"exit_code": self.exit_code})
 
 
 def audit(
@@ -113,15 +108,9 @@ def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
         checkpoint = open_checkpoint(source)
-        if checkpoint.claim is not None:
-            return checkpoint
-        from tiedgpt.weights import mingpt
-
-        if mingpt.recognizes(checkpoint):
-            with suppress(TiedGPTError):  # tensors that are no matter of the tie may be damaged
-                if not mingpt.as_gpt(checkpoint).fields["tie_word_embeddings"]:
-                    by_design = "minGPT is untied by design"
-                    return replace(checkpoint, claim=False, claim_source=by_design)
+        if checkpoint.claim is None and mingpt.recognizes(checkpoint):
+            by_design = "minGPT is untied by design"
+            return replace(checkpoint, claim=False, claim_source=by_design)
         return checkpoint
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
@@ -133,18 +122,9 @@ def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
 
 def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
     """Compare the two matrices where there are two, and judge; see `audit`."""
-    comparison = None
-    if roles.pair is not None and not roles.shared and roles.fits:
-        reads, predicts = roles.pair
-        turned = predicts.turned()
-        comparison = compare(reads, turned if roles.output_transposed else predicts)
-        square = reads.shape == predicts.shape == reads.shape[::-1]
-        if square and comparison is not None and not comparison.equal:
-            across = compare(reads, turned)
-            if across is not None and across.equal:
-                comparison, roles = across, replace(roles, output_transposed=True)
-    verdict = _verdict(checkpoint, roles, comparison)
-    copy = roles.output if comparison is not None and comparison.equal else None
+    comparison = compare(*roles.pair) if roles.pair and roles.fits and not roles.shared else None
+    equal = comparison is not None and comparison.equal
+    verdict = _verdict(checkpoint, roles, equal)
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.format,
@@ -153,18 +133,18 @@ def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
         claim_source=checkpoint.claim_source,
         matrices=_matrices(checkpoint, roles, verdict),
         comparison=comparison,
-        transposed=roles.output_transposed,
-        wasted_bytes=copy.n_bytes if copy is not None else 0,
+        transposed=roles.transposed,
+        wasted_bytes=roles.output.n_bytes if roles.output is not None and equal else 0,
         findings=tuple(findings(checkpoint, roles, comparison, verdict)),
     )
 
 
-def _verdict(checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None) -> Verdict:
+def _verdict(checkpoint: Checkpoint, roles: Roles, equal: bool) -> Verdict:
     """Hold the claim against what is there; see the table at the top of this file."""
-    claim, one_layout = checkpoint.claim, checkpoint.format in ONE_LAYOUT
+    claim = checkpoint.claim
     if checkpoint.derived or roles.unreadable:
         return "untied as claimed" if claim is False else "broken"
-    if roles.input_transposed or (roles.output_transposed and one_layout):
+    if roles.transposed and checkpoint.format in ONE_LAYOUT:
         return "broken"
     if roles.pair is None and checkpoint.headless:
         return "no head"
@@ -174,7 +154,7 @@ def _verdict(checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None
         return "broken" if roles.two_parameters else "tied"
     if claim is False:
         return "untied as claimed" if roles.fits else "broken"
-    if comparison is not None and comparison.equal and roles.extra_rows == 0:
+    if equal and roles.extra_rows == 0:
         trained = any(matrix.trainable for matrix in roles.pair)
         return "broken" if checkpoint.format == "module" and trained else "tied twice"
     by_format = checkpoint.format == "GGUF" and claim is None and roles.fits

@@ -19,7 +19,7 @@ from tiedgpt.weights.tensors import StoredTensor, printable
 
 SOUND = ("tied", "tied twice", "untied as claimed", "no head")
 """Verdicts with which nothing is wrong."""
-MISSPELT = ("tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights")
+MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
 
 TEXTS = {
     # one matrix
@@ -63,11 +63,11 @@ TEXTS = {
     "{input} ({input_size}) and {output} ({output_size}) lie in one allocation, interleaved, "
     "shifted, or one inside the other: a token's two rows are not the same numbers.",
     "equal copies": "{output} is a second copy of {input}\n"
-    "{input} ({input_size}) and {output} ({output_size}{transposed}) are two tensors and equal in "
+    "{input} ({input_size}) and {output} ({output_size}) are two tensors and equal in "
     "all {rows_compared:,} rows that both have. {follows}",
     "drifted": "{output} differs from {input} in {differing_rows:,} of {rows_compared:,} rows\n"
     "{input} ({input_size}) gives a token's vector when it is read; {output} "
-    "({output_size}{transposed}) gives the vector that its logit is computed with. They are two "
+    "({output_size}) gives the vector that its logit is computed with. They are two "
     "matrices and differ first at token {first}. {gap}Their cosine is {angle}. {cause}",
     "fresh": "{name} looks freshly initialized\n"
     "The numbers of {name} ({name_size}) have mean {mean:.2g}, standard deviation {std:.3g}, and "
@@ -76,7 +76,7 @@ TEXTS = {
     "not finite": "{rows:,} rows hold numbers that are not finite\n"
     "{rows:,} rows hold an infinity or NaN. In a tied matrix such a row spoils both reading and "
     "predicting.",
-    # the layout of a matrix, the config, the claim
+    # the layout of a matrix, the claim
     "transposed": "{name} is stored transposed\n"
     "{name} is {name_size}: its columns, not its rows, are tokens. {follows}",
     "padded": "{name} has {extra_rows:,} rows more than the {rows:,} {beyond}\n"
@@ -116,12 +116,11 @@ HOW_FILE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact: a short title, an explanation in plain words, and the numbers behind it."""
+    """One fact: a short title, and an explanation in plain words."""
 
     kind: str
     title: str
     explain: str
-    numbers: Mapping[str, Any]
 
 
 def plain(value: Any) -> Any:
@@ -151,60 +150,61 @@ def findings(
     """Yield all there is to tell: the matrices first, the claim last."""
     matrix, vocabulary = roles.matrix, checkpoint.vocabulary
     if roles.pair is None or roles.shared or checkpoint.derived:
-        yield from _one_matrix(checkpoint, roles, verdict)
+        yield _one_matrix(checkpoint, roles, verdict)
+        if roles.two_parameters and not checkpoint.derived:
+            yield _tell("two parameters on one storage", roles)
     elif not roles.fits:
-        reads, predicts = roles.pair
-        yield _tell("shapes", roles, {"reads": reads.shape, "predicts": predicts.shape})
+        yield _tell("shapes", roles)
     else:
         yield from _two_matrices(checkpoint, roles, *roles.pair, comparison)
-    if roles.input_transposed:
-        yield _transposed(roles, checkpoint.tensors[matrix.name], TURN_IT)
+    for name in roles.transposed:
+        follows = TURN_IT if checkpoint.format in ONE_LAYOUT else STORED_SO
+        yield _tell("transposed", roles, name=checkpoint.tensors[name], follows=follows)
     if vocabulary is not None and matrix.shape[0] > vocabulary and roles.extra_rows >= 0:
-        extra = matrix.shape[0] - vocabulary
-        numbers = {"extra_rows": extra, "rows": vocabulary, "nonzero_rows": None}
-        yield _tell("padded", roles, numbers, name=matrix, beyond=TOKENS, follows=PADDING)
-    for key in MISSPELT:
-        if key in checkpoint.config:
-            yield _tell("config", roles, {"key": key})
-    if verdict != "no head":  # otherwise a claim about the head means nothing
-        yield _claim(checkpoint, roles, verdict)
+        words = {"extra_rows": matrix.shape[0] - vocabulary, "rows": vocabulary, "beyond": TOKENS}
+        yield _tell("padded", roles, name=matrix, follows=PADDING, **words)
+    for key in sorted(MISSPELT & checkpoint.config.keys()):
+        yield _tell("config", roles, key=key)
+    if verdict == "no head":  # a claim about the head means nothing
+        return
+    text = "claim: contradicted" if checkpoint.claim is False else "claim: broken"
+    yield _tell(
+        "claim: holds" if verdict in SOUND else text,
+        roles,
+        claim_source=checkpoint.claim_source,
+        verdict=verdict,
+        holds="nothing is claimed" if checkpoint.claim is None else "the claim holds",
+        by_default="" if checkpoint.claim else ", and a GPT is tied unless it says otherwise",
+        how=HOW_LIVE if checkpoint.format == "module" else HOW_FILE,
+    )
 
 
-def _tell(text: str, roles: Roles, numbers: Mapping[str, Any], **words: Any) -> Finding:
-    """Fill in one of TEXTS: names and sizes of tensors, `numbers`, and `words`."""
-    words |= {"matrix": roles.matrix, "input": roles.input, "output": roles.output, **numbers}
-    words["transposed"] = ", transposed" if roles.output_transposed else ""
+def _tell(text: str, roles: Roles, **words: Any) -> Finding:
+    """Fill in one of TEXTS: names and sizes of tensors, and `words`."""
+    words |= {"matrix": roles.matrix, "input": roles.input, "output": roles.output}
     for word, value in list(words.items()):
         if isinstance(value, StoredTensor):
             words |= {word: value.name, f"{word}_size": size(value.shape)}
     title, explain = (printable(part.format(**words)) for part in TEXTS[text].split("\n"))
-    return Finding(text.partition(":")[0], title, explain, numbers)
+    return Finding(text.partition(":")[0], title, explain)
 
 
-def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Iterator[Finding]:
+def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
     """Tell of the only matrix that is read here, or of two names of one matrix."""
     matrix = roles.matrix
-    shape = {"shape": matrix.shape}
     if checkpoint.derived:
-        yield _tell("derived", roles, {"why": checkpoint.derived})
-    elif roles.unreadable:
-        yield _not_compared(roles, *roles.unreadable[:4])
-    elif verdict == "no head":
-        yield _tell("no head", roles, shape)
-    elif roles.pair is None and checkpoint.claim is False:
-        yield _tell("missing", roles, shape, claim_source=checkpoint.claim_source)
-    elif roles.pair is None or not roles.aliases:
+        return _tell("derived", roles, why=checkpoint.derived)
+    if roles.unreadable:
+        return _not_compared(roles, *roles.unreadable[:4])
+    if verdict == "no head":
+        return _tell("no head", roles)
+    if roles.pair is None and checkpoint.claim is False:
+        return _tell("missing", roles, claim_source=checkpoint.claim_source)
+    if roles.pair is None:
         kind = "one matrix" if roles.input else "one matrix: the head"
-        yield _tell(kind, roles, shape | {"parameters": matrix.count})
-    else:
-        names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
-        words = {"all_names": " and ".join(names), "bytes": f"{matrix.n_bytes:,}"}
-        yield _tell("same storage", roles, shape | {"names": names}, **words)
-    if roles.pair is not None and not checkpoint.derived:
-        if roles.two_parameters:
-            yield _tell("two parameters on one storage", roles, shape)
-        if roles.output_transposed and checkpoint.format in ONE_LAYOUT:
-            yield _transposed(roles, roles.pair[1], TURN_IT)
+        return _tell(kind, roles, parameters=matrix.count)
+    names = " and ".join([matrix.name, *(tensor.name for tensor in roles.aliases)])
+    return _tell("same storage", roles, all_names=names, bytes=f"{matrix.n_bytes:,}")
 
 
 def _two_matrices(
@@ -215,9 +215,9 @@ def _two_matrices(
     comparison: Comparison | None,
 ) -> Iterator[Finding]:
     """Tell of two matrices of one width."""
-    extra, across = abs(roles.extra_rows), roles.output_transposed
+    extra = abs(roles.extra_rows)
     if reads.storage.overlaps(predicts.storage):
-        yield _tell("overlap", roles, {"reads": reads.shape, "predicts": predicts.shape})
+        yield _tell("overlap", roles)
     if comparison is None:
         yield _not_compared(roles, predicts)
     elif comparison.equal:
@@ -226,26 +226,21 @@ def _two_matrices(
             follows = COPY_DRIFTS
         elif extra:
             follows = f"One of them has {extra:,} rows more than the other."
-        numbers = {"rows_compared": comparison.rows_compared, "wasted_bytes": predicts.n_bytes}
-        yield _tell("equal copies", roles, numbers, follows=follows)
+        rows_compared = comparison.rows_compared
+        yield _tell("equal copies", roles, rows_compared=rows_compared, follows=follows)
     else:
         yield from _drift(roles, reads, predicts, comparison)
     if comparison is not None and comparison.not_finite_rows:
-        yield _tell("not finite", roles, {"rows": comparison.not_finite_rows})
-    if across:
-        one_layout = checkpoint.format in ONE_LAYOUT
-        yield _transposed(roles, predicts, TURN_IT if one_layout else STORED_SO)
+        yield _tell("not finite", roles, rows=comparison.not_finite_rows)
     if extra:
-        longer, shorter = (predicts, reads) if roles.extra_rows > 0 else (reads, predicts)
-        rows, nonzero = reads.shape[0] + min(0, roles.extra_rows), None
-        follows = PADDING if checkpoint.claim is False else TWO_SIZES
+        shorter, longer = sorted((reads, predicts), key=lambda matrix: matrix.shape[0])
+        rows, follows = shorter.shape[0], PADDING if checkpoint.claim is False else TWO_SIZES
         if longer.is_decodable:
-            laid = longer.turned() if across and longer is predicts else longer
-            nonzero = nonzero_rows(laid, rows, rows + extra)
+            nonzero = nonzero_rows(longer, rows, rows + extra)
             follows = f"{nonzero:,} of them hold numbers other than zero. {follows}"
         beyond = TOKENS if rows == checkpoint.vocabulary else f"rows of {shorter.name}"
-        counts = {"extra_rows": extra, "rows": rows, "nonzero_rows": nonzero}
-        yield _tell("padded", roles, counts, name=longer, beyond=beyond, follows=follows)
+        words = {"extra_rows": extra, "rows": rows, "beyond": beyond, "follows": follows}
+        yield _tell("padded", roles, name=longer, **words)
 
 
 def _drift(
@@ -257,24 +252,18 @@ def _drift(
         gap = "Where they differ, one of the two numbers is infinite or none at all. "
     elif comparison.largest is not None:
         gap = f"The largest difference of two finite numbers is {comparison.largest:.3g}. "
-    yield _tell(
-        "drifted",
-        roles,
-        vars(comparison),
-        first=", ".join(map(str, comparison.first_rows)),
-        gap=gap,
-        angle="unknown" if cosine is None else f"{cosine:.4f}",
-        cause=_likely_cause(comparison),
-    )
+    first = ", ".join(map(str, comparison.first_rows))
+    angle = "unknown" if cosine is None else f"{cosine:.4f}"
+    words = vars(comparison) | {"first": first, "gap": gap, "angle": angle}
+    yield _tell("drifted", roles, cause=_likely_cause(comparison), **words)
     n_items = comparison.rows_compared * reads.shape[1]
     if cosine is None or abs(cosine) > 0.02 + 5 / n_items**0.5:  # they are related
         return
     for matrix in (predicts, reads):
-        turned = roles.output_transposed and matrix is predicts
-        if fresh := initialization(matrix.turned() if turned else matrix):
+        if fresh := initialization(matrix):
             mean, std, looks = fresh
-            numbers = {"mean": mean, "std": std, "cosine": cosine}
-            yield _tell("fresh", roles, numbers, name=matrix, initialization=looks)
+            words = {"mean": mean, "std": std, "cosine": cosine, "initialization": looks}
+            yield _tell("fresh", roles, name=matrix, **words)
 
 
 def _likely_cause(comparison: Comparison) -> str:
@@ -294,21 +283,6 @@ def _likely_cause(comparison: Comparison) -> str:
     return "They have nothing in common: the head was probably replaced or never loaded."
 
 
-def _transposed(roles: Roles, matrix: StoredTensor, follows: str) -> Finding:
-    return _tell("transposed", roles, {"shape": matrix.shape}, name=matrix, follows=follows)
-
-
 def _not_compared(roles: Roles, *heads: StoredTensor) -> Finding:
     listed = ", ".join(f"{head.name} ({size(head.shape)}, {head.dtype})" for head in heads)
-    numbers = {"reads": roles.matrix.dtype, "predicts": [head.dtype for head in heads]}
-    return _tell("not comparable", roles, numbers, heads=listed)
-
-
-def _claim(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
-    text = "claim: contradicted" if checkpoint.claim is False else "claim: broken"
-    words = {"claim_source": checkpoint.claim_source, "verdict": verdict}
-    words["holds"] = "nothing is claimed" if checkpoint.claim is None else "the claim holds"
-    words["by_default"] = "" if checkpoint.claim else ", and a GPT is tied unless it says otherwise"
-    words["how"] = HOW_LIVE if checkpoint.format == "module" else HOW_FILE
-    numbers = {"claim": checkpoint.claim}
-    return _tell("claim: holds" if verdict in SOUND else text, roles, numbers, **words)
+    return _tell("not comparable", roles, reads=roles.matrix.dtype, heads=listed)

@@ -14,8 +14,7 @@ import shutil
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room
@@ -26,7 +25,7 @@ from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.safetensors_file import write_safetensors
-from tiedgpt.weights.tensors import StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor
 
 Keep = Literal["input", "output", "both"]
 GO_ALONG = (
@@ -64,8 +63,7 @@ class Repair:
         return vars(self) | audits | {"actions": list(self.actions), "explain": self.explain}
 
 
-@dataclass
-class Plan:
+class Plan(NamedTuple):
     """What the copy holds for the matrices over the vocabulary."""
 
     tensors: dict[str, StoredTensor]
@@ -102,22 +100,17 @@ def fix(
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     before = examine(checkpoint, roles)
-    plan = _plan(checkpoint, replace(roles, output_transposed=before.transposed), before, keep)
+    plan = _plan(checkpoint, roles, before, keep)
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
     copies |= plan.tensors
-    beside, left = _beside(checkpoint)
-    if left:
-        listed = shorten(", ".join(map(printable, left)), 400)
-        plan.actions.append(f"not copied, since no loader needs it: {listed}")
-    if not checkpoint.config:
-        plan.actions.append(f"no config.json lies beside it: the new one holds {CLAIM} alone")
     require_room(dest.parent, sum(copy.n_bytes for copy in copies.values()))
+    config = json.dumps({**checkpoint.config, **plan.config}, indent=2, ensure_ascii=False) + "\n"
     with replacing(dest) as temporary:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
-        _write_config(temporary / "config.json", checkpoint, plan)
-        for file in beside:
+        (temporary / "config.json").write_text(config, encoding="utf-8")
+        for file in _beside(checkpoint):
             shutil.copyfile(file, temporary / file.name)
         after = _audit_copy(temporary, dest, plan, input_name, output_name)
     weights = [file for file in checkpoint.files if file.suffix != ".json"]
@@ -145,28 +138,22 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
         )
     if audit.verdict == "no head":
         raise UserError(f"{source} does not predict tokens (no head): there is no tie to fix")
-    turned = {roles.matrix.name} if roles.input_transposed else set()
-    if roles.output is not None and roles.output_transposed:
+    if roles.output is not None and roles.output.name in roles.transposed:
         if lies_transposed(checkpoint, roles.matrix) is None:
             raise UserError(
                 f"{source}: {roles.matrix.name} or {roles.output.name} is transposed, and nothing "
                 "tells which is (V, D): say vocab_size and n_embd (or hidden_size), two different "
                 "numbers, in a config.json beside it"
             )
-        turned.add(roles.output.name)
-        roles = replace(roles, output=roles.output.turned(), output_transposed=False)
+    two = roles.fits and (keep == "both" or (untied and keep is None))
     if roles.pair is None or roles.shared:
         plan = _plan_one(checkpoint, roles, keep)
-    elif roles.fits and (
-        (untied and keep in (None, "both")) or (keep == "both" and not roles.extra_rows)
-    ):
+    elif two and (untied or not roles.extra_rows):
         plan = Plan({matrix.name: matrix for matrix in roles.pair}, {CLAIM: False}, [])
     else:
         plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
-    for copy in plan.tensors.values():
-        if copy.name in turned:
-            how = f"{size(copy.shape)}, a token in each row"
-            plan.actions.append(f"{copy.name} is transposed to {how}")
+    kept = [copy for copy in plan.tensors.values() if copy.name in roles.transposed]
+    plan.actions.extend(f"{copy.name} is transposed to {size(copy.shape)}" for copy in kept)
     if plan.config[CLAIM] is untied:
         plan.actions.append(f"config.json says {CLAIM}: {str(not untied).lower()}")
     if not plan.actions:
@@ -213,20 +200,14 @@ def _plan_tie(
             f"{source}: {shapes} have different rows or widths and cannot be of one vocabulary: "
             f'keep="input" drops {head.name}'
         )
-    if keep is None and (comparison is None or not comparison.equal):
+    sure = comparison is not None and comparison.equal and not (extra and vocabulary is None)
+    if keep is None and not sure:
         raise UserError(
             f"{source}: {shapes} {comparison or 'could not be compared'}: choose whose numbers "
             'stay, keep="input" or keep="output", or keep="both" to declare them untied'
         )
-    if keep is None and extra > 0 and vocabulary is None:
-        if not head.is_decodable or nonzero_rows(head, reads.shape[0], head.shape[0]):
-            raise UserError(
-                f"{source}: {head.name} has {extra:,} rows more than {reads.name}, they are not "
-                'zero, and no config.json tells vocab_size: keep="output" keeps them, keep="input" '
-                "drops them"
-            )
-    longer = extra > 0 and vocabulary is not None and vocabulary > reads.shape[0]
-    use_head = keep == "output" or (keep is None and longer)
+    missing = vocabulary is not None and reads.shape[0] < min(vocabulary, head.shape[0])
+    use_head = keep == "output" or (keep is None and missing)
     kept = head if use_head else reads
     rows = kept.shape[0]
     if extra and vocabulary is not None:
@@ -243,11 +224,9 @@ def _plan_tie(
     actions += [f"{name} is cut to {rows:,} numbers" for name in vectors]
     for matrix in (reads, head) if roles.fits else ():
         if (n := matrix.shape[0]) > rows:
-            filled = "not looked into"
-            if matrix.is_decodable:
-                filled = f"{nonzero_rows(matrix, rows, n):,} of them not zero"
+            nonzero = nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
             lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
-            actions.append(f"{lost}, go ({filled})")
+            actions.append(f"{lost}, go ({nonzero} of them not zero)")
     config: dict[str, Any] = {CLAIM: True}
     if extra and vocabulary not in (None, rows):
         config["vocab_size"] = rows
@@ -260,20 +239,19 @@ def _vectors_of_the_head(
 ) -> dict[str, StoredTensor]:
     """Cut what has a number for each row of the head; `UserError` if that cannot be done."""
     n_rows, module = head.shape[0], head.name.rpartition(".")[0]
-    places = (module, module.rpartition(".")[0]) if module else ()
-    found: dict[str, StoredTensor] = {}
+    vectors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        near = name.rpartition(".")[0] in places or name.endswith("final_logits_bias")
-        same = name == head.name or (len(tensor.shape) == 2 and tensor.is_view_of(head))
-        if n_rows == rows or not near or same or n_rows not in tensor.shape:
+        near = module and name.startswith(f"{module}.") and name != head.name
+        if n_rows == rows or not (near or name.endswith("final_logits_bias")):
             continue
-        if len(tensor.shape) != 1 or n_rows < rows or not roles.fits:
+        if len(tensor.shape) == 1 and n_rows >= rows and roles.fits and n_rows in tensor.shape:
+            vectors[name] = tensor.row_range(0, rows)
+        elif n_rows in tensor.shape:
             raise UserError(
                 f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
                 f"and {rows:,} are kept: cut or fill it yourself first"
             )
-        found[name] = tensor.row_range(0, rows)
-    return found
+    return vectors
 
 
 # Write it
@@ -287,31 +265,15 @@ def _check_dest(dest: Path, source: Path) -> None:
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
-def _write_config(path: Path, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Write the config with the true claim; a config of several models says it of the text's."""
-    config, inner = dict(checkpoint.config), checkpoint.config.get("text_config")
-    for key, value in plan.config.items():
-        if key not in config and isinstance(inner, dict) and key in inner:
-            config["text_config"] = inner = inner | {key: value}
-        else:
-            config[key] = value
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _beside(checkpoint: Checkpoint) -> tuple[list[Path], list[str]]:
-    """Return the files that go along with the weights (tokenizer, card), and the other names."""
+def _beside(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files that go along with the weights: tokenizer, card."""
     path = Path(checkpoint.source)
     home = path if path.is_dir() else path.parent
     if not (path.is_dir() or (home / "config.json").is_file()):
-        return [], []  # a lone file
-    weights = {file.name for file in checkpoint.files} | {"config.json"}
-    wanted, left = [], []
-    for file in sorted(file for file in home.iterdir() if file.name not in weights):
-        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in GO_ALONG):
-            wanted.append(file)
-        else:
-            left.append(file.name)
-    return wanted, left
+        return []  # a lone file
+    weights = [file.name for file in checkpoint.files]
+    files = [file for file in home.iterdir() if file.is_file() and file.name not in weights]
+    return [file for file in files if any(fnmatchcase(file.name, name) for name in GO_ALONG)]
 
 
 def _audit_copy(

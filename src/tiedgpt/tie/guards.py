@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
-from tiedgpt.tie.heads import Unembed, storage_key
+from tiedgpt.tie.heads import Unembed
+from tiedgpt.weights.tensors import Storage
+from tiedgpt.weights.torch_file import stored_tensor
 
 Trace = Callable[[FrameType, str, Any], Any]
 Change = tuple[str, tuple[str, ...], str, str]
@@ -207,7 +209,7 @@ class _Slot(NamedTuple):
     """What a parameter's name stood for. It is kept alive, so that its id is not used again."""
 
     parameter: Tensor
-    storage: Hashable
+    storage: Storage
     shape: tuple[int, ...]
 
 
@@ -228,7 +230,7 @@ def _slots(module: nn.Module) -> Slots:
         elif isinstance(part, Unembed):
             found[f"{name}.weight"] = part.wte.weight
     return {
-        name: _Slot(p, storage_key(p), tuple(p.shape))
+        name: _Slot(p, stored_tensor(name, p).storage, tuple(p.shape))
         for name, p in found.items()
         if not isinstance(p, UninitializedParameter)
     }
@@ -236,7 +238,7 @@ def _slots(module: nn.Module) -> Slots:
 
 def _groups(slots: Slots) -> list[tuple[str, ...]]:
     """Return the names that stand for the same memory, two or more of them."""
-    by_storage: dict[Hashable, list[str]] = {}
+    by_storage: dict[Storage, list[str]] = {}
     for name, slot in slots.items():
         by_storage.setdefault(slot.storage, []).append(name)
     return [tuple(names) for names in by_storage.values() if len(names) > 1]

@@ -7,7 +7,7 @@ its own, so nothing can untie it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
 
@@ -76,9 +76,8 @@ def unembeds(model: GPT) -> dict[str, Unembed]:
 
 def second_names(model: GPT) -> list[str]:
     """Return the names of parameters in the head that are `wte.weight` under a second name."""
-    key = storage_key(model.wte.weight)
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [name for name, p in parameters if name != "wte.weight" and storage_key(p) == key]
+    parameters = (model.head or nn.Identity()).named_parameters("head", remove_duplicate=False)
+    return [name for name, parameter in parameters if parameter is model.wte.weight]
 
 
 def head_layers(model: GPT) -> dict[str, nn.Linear]:
@@ -90,25 +89,21 @@ def head_layers(model: GPT) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def require_logits(model: GPT, head: nn.Module) -> None:
-    """Call a head with zeros (1, D) and (1, 1, D), as `GPT.loss` and `GPT.logits` do.
-
-    Raises `UserError` if the head cannot read them or does not return one logit per token.
-    """
+    """Call a head with zeros (1, 1, D); raise `UserError` unless it returns logits (1, 1, V)."""
     size, width = model.wte.weight.shape
-    for shape in ((1, width), (1, 1, width)):
-        h, wanted = model.wte.weight.new_zeros(shape), (*shape[:-1], size)
-        try:
-            with inference(head):
-                out = head(h)
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            problem = f"got {got}; resize the vocabulary before a head is put in"
-        except Exception as error:
-            got, problem = None, (str(error) or type(error).__name__).splitlines()[0]
-        if got != wanted:
-            raise UserError(
-                f"{describe(head)} must turn h {shape} of {h.dtype} on {h.device} into logits "
-                f"{wanted}: {problem}"
-            )
+    h = model.wte.weight.new_zeros(1, 1, width)
+    try:
+        with inference(head):
+            logits = head(h)
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        problem = f"got {got}; resize the vocabulary before a head is put in"
+    except Exception as error:
+        got, problem = None, (str(error) or type(error).__name__).splitlines()[0]
+    if got != (1, 1, size):
+        raise UserError(
+            f"{describe(head)} must turn h (1, 1, {width}) of {h.dtype} on {h.device} into logits "
+            f"(1, 1, {size}): {problem}"
+        )
 
 
 @contextmanager
@@ -126,16 +121,3 @@ def inference(module: nn.Module) -> Iterator[None]:
 def describe(module: nn.Module) -> str:
     """Return torch's text of a module in one line."""
     return shorten(str(module), 200)
-
-
-def storage_key(tensor: Tensor) -> Hashable:
-    """Return a key that two tensors share exactly if they begin in the same memory.
-
-    Works on the meta device. Valid as long as the tensor lives.
-    """
-    try:
-        if tensor.numel():
-            return id(tensor.untyped_storage()), tensor.storage_offset()
-    except (NotImplementedError, RuntimeError):  # sharded and wrapped tensors have no storage
-        pass
-    return id(tensor)

@@ -48,12 +48,8 @@ class Row:
     parameters: int
     trainable: bool
     """In a file: whether its type is one that is trained."""
-    padded_rows: int
-    """Rows beyond the config's vocabulary; 0 if nothing is known."""
     multiply_adds: int
     """The cost of a token in products with this matrix."""
-    overlapping: bool = False
-    """Whether the names are views of different parts of the storage, not one matrix."""
 
     @property
     def shared(self) -> bool:
@@ -94,20 +90,13 @@ class Ledger:
             f"{self.multiply_adds:,} multiply-adds per token."
         )
         for row in self.rows:
-            names, matrix = " and ".join(row.names), f"one matrix of {size(row.shape)}"
-            once = f"{row.parameters:,} parameters, counted once"
+            names, once = " and ".join(row.names), f"{row.parameters:,} parameters, counted once"
             if self.reads_and_predicts in row.names:
-                text += f" {self.reads_and_predicts} reads and predicts: {matrix}, {once}. Reading "
-                text += "a token looks up a row; predicting one is the product that is counted."
-            if row.overlapping:
-                text += f" {names} are different views of one storage: {once}."
+                text += f" {names} reads and predicts: one matrix of {size(row.shape)}, {once}."
             elif row.shared:
-                text += f" {names} are {matrix}: {once}; a count by names would count them "
-                text += f"{len(row.names)} times."
+                text += f" {names} share one storage of {size(row.shape)}: {once}; a count by "
+                text += f"names would count it {len(row.names)} times."
         return text
-
-    def __str__(self) -> str:
-        return self.explain
 
     def difference(self, after: Ledger) -> Movement:
         """Say which storages came in and went out between this ledger and a later one, and why."""
@@ -123,7 +112,7 @@ class Ledger:
                 more = new.parameters - old.parameters
                 reasons.append(f"{new.names[0]} went {sizes}: {more:+,} parameters.")
         added = after.multiply_adds - self.multiply_adds
-        return Movement(came_in, went_out, after.total - self.total, added, tuple(reasons))
+        return Movement(self.total, after.total, added, came_in, went_out, tuple(reasons))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -135,14 +124,16 @@ class Ledger:
 class Movement:
     """The difference between two ledgers."""
 
+    before: int
+    """Parameters of the earlier ledger."""
+    after: int
+    """Parameters of the later ledger."""
+    multiply_adds: int
+    """Multiply-adds per token after, minus those before."""
     came_in: tuple[Row, ...]
     """Storages of the later ledger that the earlier one does not have."""
     went_out: tuple[Row, ...]
     """Storages of the earlier ledger that the later one does not have."""
-    total: int
-    """Parameters after, minus parameters before."""
-    multiply_adds: int
-    """Multiply-adds per token after, minus those before."""
     reasons: tuple[str, ...]
     """Why, a sentence or two for each storage that changed."""
 
@@ -151,10 +142,11 @@ class Movement:
         """All of it in plain words."""
         if not self.reasons:
             return "Nothing came in and nothing went out: the same parameters."
-        return f"{self.total:+,} parameters. " + " ".join(self.reasons)
+        return f"{self.after - self.before:+,} parameters. " + " ".join(self.reasons)
 
     def __str__(self) -> str:
-        return self.explain
+        counts = f"parameters: {self.before:,} -> {self.after:,}"
+        return "\n  ".join([counts, *self.reasons])
 
 
 def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
@@ -167,14 +159,9 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
         roles = find_roles(checkpoint)
     except TiedGPTError:  # a ledger needs no embedding
         roles = Roles(None, None)
-    if isinstance(source, (str, os.PathLike)):
-        costs = _costs(checkpoint, roles)
-    else:
-        from tiedgpt.tie.modules import multiply_adds
-
-        costs = multiply_adds(source)
+    costs = _costs(checkpoint, roles)
     counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
-    rows = tuple(_row(group, costs, roles, checkpoint) for group in by_storage(counted))
+    rows = tuple(_row(group, costs, checkpoint.format) for group in by_storage(counted))
     names = {tensor.name for tensor in counted}
     alone = roles.input.name if roles.input is not None and roles.output is None else None
     multiplies = any(row.names == (alone,) and row.multiply_adds for row in rows)
@@ -191,28 +178,23 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     )
 
 
-def _row(
-    group: list[StoredTensor], costs: Mapping[str, int], roles: Roles, checkpoint: Checkpoint
-) -> Row:
+def _row(group: list[StoredTensor], costs: Mapping[str, int], format: str) -> Row:
     """Count the tensors of one storage once."""
     largest = max(group, key=lambda tensor: tensor.count)
-    n_bytes, count = largest.n_bytes, largest.count
     spans = {(t.storage.start, t.storage.stop): t.n_bytes for t in group}
-    if len(spans) > 1 and largest.dtype in FLOATS:  # views of different parts
+    n_bytes = largest.n_bytes
+    if len(spans) > 1:  # views of different parts
         covered = max(stop for _, stop in spans) - min(start for start, _ in spans)
         n_bytes = min(covered, sum(spans.values()))
-        count = n_bytes // FLOATS[largest.dtype]
-    names = tuple(tensor.name for tensor in group)
-    tables = [tensor.name for tensor in (roles.input, roles.output) if tensor is not None]
-    padded = 0
-    if checkpoint.vocabulary is not None and not set(tables).isdisjoint(names):
-        padded = max(0, largest.shape[0] - checkpoint.vocabulary)
-    live = checkpoint.format == "module"
-    trainable = any(tensor.trainable and (live or tensor.dtype in FLOATS) for tensor in group)
-    cost = sum(costs.get(name, 0) for name in names)
-    overlapping = not all(tensor.is_view_of(largest) for tensor in group)
-    shape, dtype = largest.shape, largest.dtype
-    return Row(names, shape, dtype, n_bytes, count, trainable, padded, cost, overlapping)
+    return Row(
+        names=tuple(tensor.name for tensor in group),
+        shape=largest.shape,
+        dtype=largest.dtype,
+        bytes=n_bytes,
+        parameters=largest.count * n_bytes // max(1, largest.n_bytes),
+        trainable=any(t.trainable and (format == "module" or t.dtype in FLOATS) for t in group),
+        multiply_adds=sum(costs.get(tensor.name, 0) for tensor in group),
+    )
 
 
 def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
@@ -226,20 +208,22 @@ def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
 
 
 def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
-    """Return each tensor's multiply-adds per token, by the graph or by names and shapes."""
+    """Return each tensor's multiply-adds per token: by the graph, the module, or the names."""
     if checkpoint.products is not None:
         return {name: checkpoint.tensors[name].count for name in checkpoint.products}
     looked_up = {tensor.name for tensor in (roles.input, *roles.aliases) if tensor is not None}
+    looked_up |= {*checkpoint.reads}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
         table = name in looked_up or POSITIONS.search(name) or name_rank(name, "input") == 2
         costs[name] = tensor.count if len(tensor.shape) >= 2 and not table else 0
-    head = roles.output
-    if head is None and not roles.unreadable and not checkpoint.headless:
-        head = roles.input  # tied: it does the product
-    if head is not None:
-        costs[head.name] = head.count
-    return costs
+    multiplying = {*checkpoint.predicts}
+    if roles.output is not None:
+        multiplying.add(roles.output.name)
+    elif roles.input and not (roles.unreadable or checkpoint.headless):
+        if checkpoint.format != "module":  # tied: it does the product
+            multiplying.add(roles.input.name)
+    return costs | {name: checkpoint.tensors[name].count for name in multiplying}
 
 
 # What moved between two ledgers, and why

@@ -17,10 +17,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
-from tiedgpt.tie.roles import MAY_PREDICT, POSITIONS, PREDICTS, name_rank
+from tiedgpt.tie.roles import MAY_PREDICT, PREDICTS, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.torch_file import stored_tensor
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def module_checkpoint(module: nn.Module) -> Checkpoint:
@@ -32,8 +34,10 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
         tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
     with_weight = [name for name in tensors if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
+    gpts = [part for part in module.modules() if isinstance(part, GPT)]
+    multiplying = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
     holder = unwrapped(module)
-    head_name, head = output_module(module)
+    head_name, head = _output_module(module, holder)
     derived = "" if head is None else _why_derived(head)
     if head is not None and not derived and not isinstance(holder, GPT):
         if not any(parameter.ndim == 2 for parameter in head.parameters()):
@@ -47,11 +51,14 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
         config={"vocab_size": vocabulary},
         claim=claim,
         claim_source=says if claim is None else f"the module's config says {CLAIM}={claim}",
-        reads=tuple(name for name, part in weights.items() if isinstance(part, nn.Embedding)),
-        predicts=tuple(name for name, part in weights.items() if isinstance(part, nn.Linear)),
+        reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
+        predicts=tuple(
+            name for name, part in weights.items()
+            if isinstance(part, nn.Linear) or part in multiplying
+        ),
         derived=derived,
         headless=head is None and callable(getattr(holder, "get_output_embeddings", None)),
-    )
+    )  # fmt: skip
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -64,16 +71,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def output_module(module: nn.Module) -> tuple[str, nn.Module | None]:
+def _output_module(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the module that predicts and its name: by asking the model, else by its name."""
-    ask = getattr(unwrapped(module), "get_output_embeddings", None)
+    ask = getattr(holder, "get_output_embeddings", None)
     try:
         asked = ask() if callable(ask) else None
     except (AttributeError, NotImplementedError):
         asked = None
     if isinstance(asked, nn.Module):
-        names = {id(part): name for name, part in module.named_modules()}
-        return names.get(id(asked), "lm_head"), asked
+        return next((name for name, part in module.named_modules() if part is asked), "head"), asked
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         single = all(child == "parametrizations" for child, _ in part.named_children())
@@ -83,23 +89,6 @@ def output_module(module: nn.Module) -> tuple[str, nn.Module | None]:
     return "", None
 
 
-def multiply_adds(module: nn.Module) -> dict[str, int]:
-    """Return the multiply-adds per token of each parameter, by name.
-
-    A lookup costs none; a matrix that multiplies costs one per element; norms and biases are not
-    counted. The `wte` of a tied GPT is counted once, where it predicts.
-    """
-    gpts = [part for part in module.modules() if isinstance(part, GPT)]
-    predicting = {id(gpt.wte) for gpt in gpts if predicts_through_wte(gpt)}
-    costs: dict[str, int] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        part = module.get_submodule(name.rpartition(".")[0])
-        table = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part) not in predicting
-        product = parameter.ndim >= 2 and not table and not POSITIONS.search(name)
-        costs[name] = parameter.numel() if product else 0
-    return costs
-
-
 def _is_adapted(part: nn.Module) -> bool:
     return hasattr(part, "lora_A") or hasattr(part, "base_layer")
 
@@ -107,22 +96,12 @@ def _is_adapted(part: nn.Module) -> bool:
 def _why_derived(head: nn.Module) -> str:
     """Say why a head does not multiply with a parameter as it is; empty if it does."""
     for part in head.modules():
-        weight = getattr(part, "weight", None)
-        buffers = ", ".join(name for name, _ in part.named_buffers(recurse=False))
-        own = {name for name, _ in part.named_parameters(recurse=False)}
-        reason = ""
-        if is_parametrized(part):
-            reason = "is parametrized"
-        elif _is_adapted(part):
-            reason = "adds an adapter to it"
-        elif buffers:
-            reason = f"has buffers: {buffers}"
-        elif callable(weight) and not isinstance(weight, (nn.Module, Tensor)):
-            reason = "has packed, quantized weights"
-        elif {"weight_v", "weight_g"} <= own:
-            reason = "computes its weight from weight_g and weight_v"
-        if reason:
-            return f"({type(part).__name__}) {reason}"
+        has_buffers = any(True for _ in part.buffers(recurse=False))
+        is_packed = not isinstance(getattr(part, "weight", None), (Tensor, nn.Module, type(None)))
+        if is_packed or has_buffers or is_parametrized(part) or hasattr(part, "weight_g"):
+            return f"({type(part).__name__}) computes its weight, or has more than a weight"
+        if _is_adapted(part):
+            return f"({type(part).__name__}) adds an adapter to it"
     return ""
 
 

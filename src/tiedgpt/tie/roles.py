@@ -47,20 +47,18 @@ ONE_LAYOUT = ("safetensors", "torch")
 
 @dataclass(frozen=True)
 class Roles:
-    """The matrix that reads, the matrix that predicts, and how their shapes fit."""
+    """The matrix that reads and the matrix that predicts, each with a token in a row."""
 
     input: StoredTensor | None
     """(V, D). None if there is only a head."""
     output: StoredTensor | None
-    """None if there is no second matrix that can be read."""
+    """(V', D). None if there is no second matrix that can be read."""
     aliases: tuple[StoredTensor, ...] = ()
     """Other names of the input's storage."""
     unreadable: tuple[StoredTensor, ...] = ()
     """If no matrix predicts: tensors whose names say that they do (packed, flat, in parts)."""
-    input_transposed: bool = False
-    """Whether the file holds the input as (D, V)."""
-    output_transposed: bool = False
-    """Whether the output is (D, V)."""
+    transposed: tuple[str, ...] = ()
+    """Names of those of the two that are stored as (D, V)."""
 
     @property
     def matrix(self) -> StoredTensor:
@@ -88,17 +86,12 @@ class Roles:
     @property
     def fits(self) -> bool:
         """Whether the input and the output have the same width D."""
-        return self.pair is not None and self._head_shape[1] == self.pair[0].shape[1]
+        return self.pair is not None and self.pair[0].shape[1] == self.pair[1].shape[1]
 
     @property
     def extra_rows(self) -> int:
         """Rows that the output has more (or, if negative, fewer) than the input."""
-        return self._head_shape[0] - self.matrix.shape[0] if self.fits else 0
-
-    @property
-    def _head_shape(self) -> tuple[int, ...]:
-        head = self.output or self.matrix
-        return head.shape[::-1] if self.output_transposed else head.shape
+        return self.pair[1].shape[0] - self.pair[0].shape[0] if self.pair and self.fits else 0
 
 
 def find_roles(
@@ -112,34 +105,31 @@ def find_roles(
     shaped = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
     matrices = [t for t in shaped if t.count and t.shape[1] <= MAX_WIDTH]
     reads = _named(checkpoint, matrices, "input", input_name) or _find_input(checkpoint, matrices)
-    predicts = _named(checkpoint, matrices, "output", output_name)
-    predicts = predicts or _find_output(checkpoint, matrices, reads)
-    if reads is None and predicts is None:
+    head = _named(checkpoint, matrices, "output", output_name)
+    head = head or _find_output(checkpoint, matrices, reads)
+    if reads is None and head is None:
         raise UserError(
             f"{checkpoint.source} has no matrix whose name suggests an embedding or a head, so "
             f"there is nothing to tie; its largest: {_likeliest(matrices, 'input')}; name them "
             "with --input and --output (input_name=, output_name=)"
         )
     if reads is None:
-        return Roles(None, predicts)
-    turned = checkpoint.format in ONE_LAYOUT and bool(lies_transposed(checkpoint, reads))
-    if predicts is reads and (turned or (checkpoint.format != "ONNX" and output_name is None)):
-        predicts = None
-    reads = reads.turned() if turned else reads
+        return Roles(None, head)
+    predicts = None if head is reads else head
+    transposed: list[str] = []
+    if checkpoint.format in ONE_LAYOUT and lies_transposed(checkpoint, reads):
+        transposed.append(reads.name)
+        reads = reads.turned()
     unreadable: list[StoredTensor] = []
-    if predicts is None:
+    if head is None:
         unreadable = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
-    elif output_name is None and predicts.dtype not in FLOATS and not _is_similar(predicts, reads):
-        unreadable, predicts = [predicts], None
-    return Roles(
-        reads,
-        predicts,
-        aliases=tuple(t for t in matrices if t.name != reads.name and t.is_view_of(reads)),
-        unreadable=tuple(unreadable),
-        input_transposed=turned,
-        output_transposed=predicts is not None
-        and predicts.shape[1] != reads.shape[1] == predicts.shape[0],
-    )
+    elif output_name is None and head.dtype not in FLOATS and not _is_similar(head, reads):
+        unreadable, predicts = [head], None
+    if predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
+        transposed.append(predicts.name)
+        predicts = predicts.turned()
+    aliases = (t for t in matrices if t.name != reads.name and t.is_view_of(reads))
+    return Roles(reads, predicts, tuple(aliases), tuple(unreadable), tuple(transposed))
 
 
 def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
@@ -194,7 +184,7 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
-    """By the graph, else by a certain name, else by a possible name, else by the product."""
+    """By the graph, else by a certain name, else by a possible name, else by the module's kind."""
     candidates, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
         return _only(checkpoint, "output", candidates or possible)
@@ -209,15 +199,16 @@ def _find_output(
         candidates = [t for t in twins if t in products]
     if candidates or checkpoint.derived:
         same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
-        similar = [t for t in candidates if _is_similar(t, reads)]
-        return _only(checkpoint, "output", same or similar or candidates)
-    twins = [t for t in twins if not (_is_numbered(t) or POSITIONS.search(t.name))]
-    twins = [t for t in twins if not (t.is_view_of(reads) or _may_hide_a_head(t, reads))]
-    twins = [t for t in twins if name_rank(t.name, "input") < 2]
-    if twins:
-        doubt = f"{_listed(twins)} has the shape of {reads.name} and a name that does not tell "
+        return _only(checkpoint, "output", same or candidates)
+    doubtful = [
+        t for t in twins
+        if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(reads))
+        and not _may_hide_a_head(t, reads) and name_rank(t.name, "input") < 2
+    ]  # fmt: skip
+    if doubtful:
+        doubt = f"{_listed(doubtful)} has the shape of {reads.name} and a name that does not tell "
         doubt += "whether it predicts"
-    elif checkpoint.predicts and reads.name not in (checkpoint.products or (reads.name,)):
+    elif checkpoint.products and checkpoint.predicts and reads.name not in checkpoint.products:
         last = checkpoint.tensors[checkpoint.predicts[-1]]
         doubt = f"{reads.name} multiplies nowhere in the graph. Its last product is with "
         doubt += f"{_listed([last])} (quantized, one of several pieces, or no head)"

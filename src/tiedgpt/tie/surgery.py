@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from math import prod
 from typing import Literal, get_args
 
 import torch
@@ -29,10 +28,10 @@ from tiedgpt.tie.heads import (
     require_gpt,
     require_logits,
     second_names,
-    storage_key,
     unembeds,
 )
-from tiedgpt.tie.modules import module_checkpoint, output_module, unwrapped
+from tiedgpt.tie.ledgers import Ledger, Movement, ledger
+from tiedgpt.tie.modules import module_checkpoint, unwrapped
 from tiedgpt.tie.roles import find_roles
 from tiedgpt.weights.comparison import Comparison, compare
 
@@ -43,43 +42,13 @@ NEW_OPTIMIZER = (
 
 
 @dataclass(frozen=True)
-class Change:
-    """The parameters of the whole model before and after, counted by storage."""
-
-    parameters_before: int
-    parameters_after: int
-    came_in: dict[str, tuple[int, ...]]
-    """Shapes of new parameters, by name."""
-    went_out: dict[str, tuple[int, ...]]
-    """Shapes of parameters that are gone, by their old names."""
-
-    @classmethod
-    def since(cls, before: dict[str, nn.Parameter], module: nn.Module) -> Change:
-        """Compare a module with its `named_parameters` from before."""
-        after = dict(module.named_parameters())
-        old = {storage_key(parameter): parameter.numel() for parameter in before.values()}
-        new = {storage_key(parameter): parameter.numel() for parameter in after.values()}
-        return cls(
-            sum(old.values()),
-            sum(new.values()),
-            {n: tuple(p.shape) for n, p in after.items() if storage_key(p) not in old},
-            {n: tuple(p.shape) for n, p in before.items() if storage_key(p) not in new},
-        )
-
-    def __str__(self) -> str:
-        lines = [f"parameters: {self.parameters_before:,} -> {self.parameters_after:,}"]
-        for what, shapes in (("came in: ", self.came_in), ("went out:", self.went_out)):
-            lines += [f"  {what} {name} {shape}, {prod(shape):,}" for name, shape in shapes.items()]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
 class Report:
     """The head as it is now, and how it came to be."""
 
     tied: bool
     """Whether W predicts."""
-    change: Change
+    change: Movement
+    """The parameters before and after."""
     text: str
     """All of it in words, with the call that ties an untied head."""
     input: str = "wte.weight"
@@ -117,31 +86,33 @@ def tie(
     for name, part in model.named_modules():
         if isinstance(part, GPT) and part is not model:
             raise UserError(f"the GPT is {name!r} inside {type(model).__name__}: tie that one")
-    before = dict(model.named_parameters())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     reads, predicts, apart = _two_matrices(model, parameters, input_name, output_name)
-    matrix, other = parameters[reads], parameters[predicts]
+    before, matrix, other = ledger(model), parameters[reads], parameters[predicts]
     outputs = tuple(name for name, parameter in parameters.items() if parameter is other)
-    notes = _notes_on_the_rest(model, predicts)
     _keep_values(matrix, other, keep)
     for name in outputs:
         owner, _, last = name.rpartition(".")
         if isinstance(model, GPT):
             _predict_with_wte(model, owner)
-            model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
         else:
             setattr(model.get_submodule(owner), last, matrix)
-            notes += _claim_tied(model)
-    change, replaced = Change.since(before, model), ", ".join(outputs)
-    lines = [
-        f"tied: {reads} {tuple(matrix.shape)} reads and predicts; it replaces {replaced}",
-        "the two were not compared: on the meta device they have no values",
-    ]
-    if apart is not None:
+    replaced = ", ".join(outputs)
+    lines = [f"tied: {reads} {tuple(matrix.shape)} reads and predicts; it replaces {replaced}"]
+    if apart is None:
+        lines.append("the two were not compared: on the meta device they have no values")
+    else:
         kept = {"input": f"those of {reads}", "output": f"those of {replaced}"}
-        lines[1] = f"the two {apart}"
-        lines[1] += "" if apart.equal else f"; kept are {kept.get(keep, 'the means')}"
-    text = "\n".join([*lines, str(change), *notes, NEW_OPTIMIZER])
+        why = "" if apart.equal else f"; kept are {kept.get(keep, 'the means')}"
+        lines.append(f"the two {apart}{why}")
+    config = getattr(unwrapped(model), "config", None)
+    if isinstance(model, GPT):
+        model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
+    elif getattr(config, "tie_word_embeddings", True) is not True:
+        config.tie_word_embeddings = True  # type: ignore[union-attr]
+        lines.append("config.tie_word_embeddings was False and is True now")
+    change = before.difference(ledger(model))
+    text = "\n".join([*lines, str(change), NEW_OPTIMIZER])
     return Report(True, change, text, reads, outputs, apart)
 
 
@@ -159,7 +130,7 @@ def untie(model: GPT) -> Report:
             f"{second_names(model)[0]} is wte.weight under a second name in a head that is no "
             "linear layer; give that module a parameter of its own"
         )
-    before = dict(model.named_parameters())
+    before = ledger(model)
     for name, unembed in unembeds(model).items():
         model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
     if model.head is None:
@@ -183,7 +154,7 @@ def replace_head(model: GPT, module: nn.Module | None) -> Report:
                 f"{type(module).__name__}"
             )
         require_logits(model, module)
-    before = dict(model.named_parameters())
+    before = ledger(model)
     model.head = module
     shared = second_names(model)
     for name in head_layers(model):
@@ -261,33 +232,9 @@ def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linea
     return linear
 
 
-def _claim_tied(model: nn.Module) -> list[str]:
-    """Correct the config of a foreign model, if there is one that says something else."""
-    config = getattr(unwrapped(model), "config", None)
-    if getattr(config, "tie_word_embeddings", True) is True:
-        return []
-    config.tie_word_embeddings = True  # type: ignore[union-attr]
-    return ["config.tie_word_embeddings was False and is True now"]
-
-
-def _notes_on_the_rest(model: nn.Module, predicts: str) -> list[str]:
-    """Tell of a bias, which stays, and of a larger head, under whose names nothing is saved."""
-    owner = predicts.rpartition(".")[0]
-    layer, notes = model.get_submodule(owner), []
-    if isinstance(getattr(layer, "bias", None), nn.Parameter):
-        notes.append(f"{owner}.bias stays: logits = h W^T + b")
-    head = None if isinstance(model, GPT) else output_module(model)[1]
-    if head is not None and layer is not head:
-        notes.append(
-            f"save_pretrained refuses a tie under the name {predicts}: put a plain Linear that "
-            "holds the Parameter back as the head before saving"
-        )
-    return notes
-
-
-def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> Report:
+def _head_report(model: GPT, before: Ledger) -> Report:
     """Make the config say whether the head is tied, and describe the head."""
-    tied, change = is_tied(model), Change.since(before, model)
+    tied, change = is_tied(model), before.difference(ledger(model))
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     head = "none: wte predicts" if model.head is None else describe(model.head)
     lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens", str(change)]
@@ -296,20 +243,11 @@ def _head_report(model: GPT, before: dict[str, nn.Parameter]) -> Report:
         lines.append("tied: wte.weight reads and predicts")
     else:
         lines.append("NOT tied: wte.weight only reads, the head predicts with its own parameters")
-    if layers and not tied:
-        call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
-        lines.append(
-            f"to tie it: {call} lets wte.weight take the place of {layers[0]}.weight; "
-            'keep="output" keeps the values of the head'
-        )
-    elif not tied:
-        lines.append(
-            f"no layer of this head has a matrix {tuple(model.wte.weight.shape)}, so nothing in it "
-            "can be wte.weight; replace_head(model, None) lets wte predict instead"
-        )
+        call = "replace_head(model, None) lets wte predict instead"
+        if layers:
+            call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
+            call += f" lets wte.weight take the place of {layers[0]}.weight"
+        lines.append(f"to tie it: {call}")
     if second:
-        lines.append(
-            f"{second[0]} is wte.weight under a second name: replacing one of them (to_empty, "
-            "load_state_dict(assign=True)) unties them; guard(model) notices"
-        )
+        lines.append(f"{second[0]} is wte.weight under a second name: guard(model) notices a split")
     return Report(tied, change, "\n".join([*lines, NEW_OPTIMIZER]))

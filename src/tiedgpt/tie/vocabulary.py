@@ -30,12 +30,11 @@ from tiedgpt.tie.heads import (
     second_names,
     unembeds,
 )
-from tiedgpt.tie.surgery import NEW_OPTIMIZER, Change
+from tiedgpt.tie.ledgers import Movement, ledger
+from tiedgpt.tie.surgery import NEW_OPTIMIZER
 
-SPREADS = (*(0.1 / 2**halvings for halvings in range(10)), 0.0)
-"""Standard deviations of new rows about the mean, in units of the old rows' covariance: the first
-at which the new rows take at most MOST_OF_SHARE times their share is used."""
-MOST_OF_SHARE = 2.0
+SPREAD = 0.01
+"""Standard deviation of new rows about the mean row, in units of the old rows' own."""
 N_STATES = 64
 """Hidden states on which the probability is measured if no sample is given."""
 
@@ -53,14 +52,11 @@ class Mass:
     share: float
     """Their probability if all tokens were equally likely: new rows / all rows."""
     n_states: int
-    spread: float
-    """Standard deviation of the new rows about the mean row, in units of the old rows' own."""
 
     def __str__(self) -> str:
         return (
             f"probability of the new tokens at {self.n_states} states: {self.mean:.3g} on average, "
-            f"{self.largest:.3g} at most (their share of the vocabulary is {self.share:.3g}); "
-            f"drawn with {self.spread:.3g} of the old rows' spread about their mean"
+            f"{self.largest:.3g} at most (their share of the vocabulary is {self.share:.3g})"
         )
 
 
@@ -72,11 +68,9 @@ class VocabularyReport:
     rows_after: int
     matrices: tuple[str, ...]
     """Names of the parameters that were resized."""
-    change: Change
+    change: Movement
     mass: Mass | None = None
     """None if no row was added, or the weights are on the meta device."""
-    old_ids: tuple[int, ...] | None = None
-    """After rows were dropped: the old id of each new id."""
 
     def __str__(self) -> str:
         if not self.matrices:
@@ -90,35 +84,31 @@ class VocabularyReport:
 def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) -> VocabularyReport:
     """Give the vocabulary n tokens, in place: new rows at the end, or the first n kept.
 
-    New rows of (V, D) come from the mean and covariance of the old ones, with a tenth of their
-    spread, halved until they take at most twice their share of probability. The probability is
-    measured at the hidden states of `sample`, ids (B, T), or of random ids. `seed` alone decides
-    the draw; torch's random stream is not touched. dtype, device and requires_grad stay.
+    New rows of (V, D) have the mean of the old ones and a hundredth of their spread. The
+    probability that they take is measured at the hidden states of `sample`, ids (B, T), or of
+    random ids. `seed` alone decides the draw; torch's random stream is not touched. dtype, device
+    and requires_grad stay.
 
     `wte.weight` becomes a new Parameter: an optimizer that holds the old one must be made anew.
-    Raises `UserError` if a special id would be lost, the head cannot follow, or the old rows have
-    no finite mean; `NoRoomError` if the rows do not fit in memory. Nothing has changed then.
+    Raises `UserError` if a special id would be lost, the head cannot follow, or the old rows are
+    not finite; `NoRoomError` if the rows do not fit in memory. Nothing has changed then.
     """
     model = require_gpt(model)
     for name, value, least in (("n", n, 1), ("seed", seed, -(2**63))):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             raise UserError(f"{name} must be a whole number of 64 bits, >= {least}; got {value!r}")
-    parameters, before = dict(model.named_parameters()), model.config.vocab_size
-    if n == before:
-        return VocabularyReport(n, n, (), Change.since(parameters, model))
-    if n < before:
+    before, size = ledger(model), model.config.vocab_size
+    if n == size:
+        return VocabularyReport(n, n, (), before.difference(before))
+    if n < size:
         return prune(model, range(n))
-    grown = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
+    tables = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
     states, mass = _states(model, sample, seed), None
-    with _replaced(model, {name: table for name, (table, *_) in grown.items()}, {}):
-        for spread in SPREADS:
-            for table, mean, deviations in grown.values():
-                table[before:] = mean + spread * deviations
-            if states is not None:
-                mass = _mass(model, states, before, spread)
-            if mass is None or mass.largest <= MOST_OF_SHARE * mass.share:
-                break
-    return VocabularyReport(before, n, tuple(grown), Change.since(parameters, model), mass)
+    with _replaced(model, tables, {}):
+        if states is not None:
+            mass = _mass(model, states, size)
+    change = before.difference(ledger(model))
+    return VocabularyReport(size, n, tuple(tables), change, mass)
 
 
 def add_tokens(model: GPT, n_new: int, *, sample: Sample = None, seed: int = 0) -> VocabularyReport:
@@ -136,33 +126,32 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
     """Keep only the rows of these ids, in this order: the i-th id becomes token i.
 
     Special ids in the config move with their tokens. Raises `UserError`, before anything changes,
-    for ids outside the vocabulary or given twice, or if a special id would be lost. The report's
-    `old_ids` holds the old id of each new id; the tokenizer must be pruned in the same way.
+    for ids outside the vocabulary or given twice, or if a special id would be lost. The
+    tokenizer must be pruned in the same way.
     """
     model = require_gpt(model)
-    before, parameters = model.config.vocab_size, dict(model.named_parameters())
+    before, size = ledger(model), model.config.vocab_size
     try:
         ids = [operator.index(i) for i in keep_ids]
     except TypeError:
         raise UserError("keep_ids must be whole numbers, the ids to keep") from None
-    wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < before]
+    wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < size]
     if wrong or not ids:
-        raise UserError(f"keep_ids must be ids from 0 to {before - 1}, each once; got {wrong[:1]}")
+        raise UserError(f"keep_ids must be ids from 0 to {size - 1}, each once; got {wrong[:1]}")
     own = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
     foreign = {key: id for key, id in model.foreign_config.items() if key.endswith("_token_id")}
-    special = {k: v for k, v in (own | foreign).items() if type(v) is int and 0 <= v < before}
+    special = {k: v for k, v in (own | foreign).items() if type(v) is int and 0 <= v < size}
     place = {old: new for new, old in enumerate(ids)}
     if lost := [f"{name}={old}" for name, old in special.items() if old not in place]:
         raise UserError(
-            f"{' and '.join(lost)} would be lost with {before} -> {len(ids)} tokens: keep it, or "
+            f"{' and '.join(lost)} would be lost with {size} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
     rows = {name: table.detach()[ids] for name, table in _tables(model).items()}
     moved = {name: place[old] for name, old in special.items()}
     with _replaced(model, rows, {name: new for name, new in moved.items() if name in own}):
         model.foreign_config |= {name: new for name, new in moved.items() if name in foreign}
-    change = Change.since(parameters, model)
-    return VocabularyReport(before, len(ids), tuple(rows), change, old_ids=tuple(ids))
+    return VocabularyReport(size, len(ids), tuple(rows), before.difference(ledger(model)))
 
 
 def _tables(model: GPT) -> dict[str, nn.Parameter]:
@@ -188,35 +177,31 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def _grow(name: str, old: Tensor, n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a table of n rows with the old ones, their mean, and deviations for the new rows.
+def _grow(name: str, old: Tensor, n: int, seed: int) -> Tensor:
+    """Return a table of n rows: the old ones, and new ones about their mean (for a bias, at it).
 
-    Deviations are drawn from N(0, covariance of the old rows); those of a bias are 0. On the meta
-    device only shapes are made. Raises as `resize_vocab` does.
+    On the meta device only shapes are made. Raises as `resize_vocab` does.
     """
-    n_old, shape = len(old), old.shape[1:]
+    n_old = len(old)
     try:
-        table = torch.empty(n, *shape, dtype=old.dtype, device=old.device)
-        deviations = torch.zeros(n - n_old, *shape, device=old.device)
+        table = old.new_empty(n, *old.shape[1:])
     except RuntimeError as error:
         raise NoRoomError(f"no memory for {n - n_old:,} rows more: {error}") from None
     table[:n_old] = old
-    mean = old.mean(0, dtype=torch.float32)
     if old.is_meta:
-        return table, mean, deviations
-    centred = old.float() - mean
-    moments = centred.T @ centred if old.ndim == 2 else mean
-    if not moments.isfinite().all():
-        rows = (~old.isfinite()).reshape(n_old, -1).any(1).nonzero().flatten().tolist()
-        what = f"not finite in row {rows[0]}, one of {len(rows):,}" if rows else "too large"
-        raise UserError(f"{name} is {what}: repair or prune its rows before new ones are drawn")
-    if old.ndim == 2:  # the entries of a bias have no directions
-        values, vectors = torch.linalg.eigh(moments.double() / max(1, n_old - 1))
-        root = (vectors * values.clamp(min=0).sqrt()).float()  # root root^T = covariance
-        generator = torch.Generator().manual_seed(seed)
-        normal = torch.randn(n - n_old, *shape, generator=generator).to(old.device)
-        deviations = normal @ root.T
-    return table, mean, deviations
+        return table
+    if len(wrong := (~old.isfinite()).reshape(n_old, -1).any(1).nonzero()):
+        raise UserError(
+            f"{name} is not finite in row {int(wrong[0])}, one of {len(wrong):,}: repair or prune "
+            "its rows before new ones are drawn"
+        )
+    new = old.mean(0, dtype=torch.float32)
+    if old.ndim == 2:  # the difference of two random rows has twice the covariance of all rows
+        pairs = torch.randint(n_old, (2, n - n_old), generator=torch.Generator().manual_seed(seed))
+        some, others = (old[rows].float() for rows in pairs.to(old.device))
+        new = new + SPREAD / 2**0.5 * (some - others)
+    table[n_old:] = new
+    return table
 
 
 @contextmanager
@@ -261,12 +246,8 @@ def _states(model: GPT, sample: Sample, seed: int) -> Tensor | None:
         sample = torch.randint(size, shape, generator=torch.Generator().manual_seed(seed))
     try:
         ids = torch.as_tensor(sample)
-        whole = ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
-        valid = whole and ids.numel() > 0 and bool(0 <= ids.min() <= ids.max() < size)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        valid = False
-    if not valid:
-        raise UserError(f"sample must be rows of equally many ids (B, T), from 0 to {size - 1}")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"sample must be rows of equally many ids (B, T): {error}") from None
     if device.type == "meta":
         return None
     with inference(model):
@@ -274,11 +255,11 @@ def _states(model: GPT, sample: Sample, seed: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _mass(model: GPT, states: Tensor, n_old: int, spread: float) -> Mass:
+def _mass(model: GPT, states: Tensor, n_old: int) -> Mass:
     """Measure the probability of all rows from n_old on, at the states (N, D)."""
     masses = []
     with inference(model):
         for part in states.split(N_STATES):
             masses.append(model.logits(part).float().softmax(-1)[:, n_old:].sum(-1))
     mass, share = torch.cat(masses), 1 - n_old / model.config.vocab_size
-    return Mass(float(mass.mean()), float(mass.max()), share, len(mass), spread)
+    return Mass(float(mass.mean()), float(mass.max()), share, len(mass))
