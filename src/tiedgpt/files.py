@@ -39,6 +39,25 @@ def replacing(path: Path) -> Iterator[Path]:
             remove(temporary)
 
 
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever is wrong within a file into our errors, at the one border of its format.
+
+    `what` says which file it should be: "ONNX file". A file that the system cannot read is a
+    `UserError`; any other exception is of damaged content and becomes a `CorruptInputError`.
+    """
+    try:
+        yield
+    except TiedGPTError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from None
+        why = " ".join(str(error).split()) or type(error).__name__
+        why = why.encode("unicode_escape").decode()[:200]
+        raise CorruptInputError(f"{path} is damaged or no {what}: {why}") from None
+
+
 def sync(path: Path) -> None:
     """Have the disk hold what was written to a file, or a directory's entries, where it can."""
     if os.name != "posix" and path.is_dir():

@@ -125,9 +125,9 @@ def test_a_compressed_archive_is_refused(saved):
 ARCHIVES = {
     "no weights": (lambda m: m.pop("model.weights.h5") and None, "'model.weights.json'"),
     "no config": (lambda m: m.pop("config.json") and None, "'config.json'"),
-    "no JSON": (lambda m: m.update({"config.json": b"{"}), "a damaged .keras"),
-    "a list": (lambda m: m.update({"config.json": b"[7]"}), "a damaged .keras"),
-    "deep JSON": (lambda m: m.update({"config.json": b"[" * 100_000}), "a damaged .keras"),
+    "no JSON": (lambda m: m.update({"config.json": b"{"}), r"new\.keras is damaged"),
+    "a list": (lambda m: m.update({"config.json": b"[7]"}), r"new\.keras is damaged"),
+    "deep JSON": (lambda m: m.update({"config.json": b"[" * 100_000}), r"new\.keras is damaged"),
     "no HDF5": (lambda m: m.update({"model.weights.h5": b"x" * 100}), "no HDF5 file"),
     "half of it": (
         lambda m: m.update({"model.weights.h5": m["model.weights.h5"][:60_000]}), "truncated file",
@@ -143,10 +143,10 @@ def test_damaged_archives_are_refused(name, saved):
 
 
 INDICES = {
-    "nothing": ({}, "its weight_map must name the files"),
-    "a list": ({"weight_map": []}, "its weight_map must name the files"),
-    "no names": ({"weight_map": {"/a/vars": []}}, "its weight_map must name the files"),
-    "numbers": ({"weight_map": {"/a/vars": [7]}}, "its weight_map must name the files"),
+    "nothing": ({}, r"model\.weights\.json is damaged"),
+    "a list": ({"weight_map": []}, r"model\.weights\.json is damaged"),
+    "no names": ({"weight_map": {"/a/vars": []}}, r"model\.weights\.json is damaged"),
+    "numbers": ({"weight_map": {"/a/vars": [7]}}, r"model\.weights\.json is damaged"),
     "elsewhere": ({"weight_map": {"/a/vars": "../preset/model.weights.h5"}}, "not beside it"),
     "absolute": ({"weight_map": {"/a/vars": "/etc/passwd"}}, "not beside it"),
     "missing": ({"weight_map": {"/a/vars": "model_00007.weights.h5"}}, "not beside it"),
@@ -518,7 +518,7 @@ def replaced(name, change):
 
 QUERY = BLOCK + "_self_attention_layer/query_dense/vars/"
 VARIABLES = {
-    "no query": (replaced(QUERY + "0", lambda a: None), r"parts of h\.1\.attn.* are missing: "),
+    "no query": (replaced(QUERY + "0", lambda a: None), r"h\.1\.attn\.c_attn\.weight is missing"),
     "a query of two axes": (
         replaced(QUERY + "0", lambda a: a.reshape(12, 12)), r"query_dense/vars/0 is \(12, 12\)",
     ),
@@ -527,9 +527,9 @@ VARIABLES = {
         replaced(QUERY + "1", lambda a: a.reshape(6, 2)), "3 and 6 heads",
     ),
     "a wider query": (
-        replaced(QUERY + "0", lambda a: np.zeros((12, 3, 5), a.dtype)), "parts of .* differ",
+        replaced(QUERY + "0", lambda a: np.zeros((12, 3, 5), a.dtype)), "needs attn.query",
     ),
-    "another type": (replaced(QUERY + "0", lambda a: a.astype("f8")), "parts of .* differ"),
+    "another type": (replaced(QUERY + "0", lambda a: a.astype("f8")), "needs attn.query"),
     "no output": (
         replaced(BLOCK + "_self_attention_layer/output_dense/vars/0", lambda a: None),
         r"h\.1\.attn\.c_proj\.weight is missing",

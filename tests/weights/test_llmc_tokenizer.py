@@ -54,7 +54,7 @@ def test_version_1_means_gpt2s_end_of_text_and_says_nothing_of_others(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, content):
-    with pytest.raises(CorruptInputError, match=r"gpt2_tokenizer\.bin is no .* damaged: ") as error:
+    with pytest.raises(CorruptInputError, match=r"gpt2_tokenizer\.bin is damaged or no ") as error:
         read(tmp_path, content)
     assert "\n" not in str(error.value)
 

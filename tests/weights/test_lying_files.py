@@ -87,9 +87,9 @@ def test_hparams_that_are_no_object_are_passed_over(tmp_path):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("wte.weight", "wte.weight under two names"),
-        ("h.0.ln_1.weight", "h.0.ln_1.weight under two names"),
-        ("blocks.00.ln1.weight", "blocks.00.ln1.weight is not a GPT's"),
+        ("wte.weight", "wte.weight twice"),
+        ("h.0.ln_1.weight", "h.0.ln_1.weight twice"),
+        ("blocks.00.ln1.weight", "h.00.ln_1.weight is not a GPT's"),
     ],
 )
 def test_the_first_mingpts_tensors_stand_once(tmp_path, name, said):

@@ -115,7 +115,7 @@ def test_precision_is_the_models_own_or_given(tmp_path):
     assert torch.equal(again.wte.weight, model.wte.weight.bfloat16())
     write_nanogpt(again, tmp_path / "ckpt.pt")
     assert GPT.from_pretrained(tmp_path / "ckpt.pt").wte.weight.dtype == torch.bfloat16
-    with pytest.raises(UserError, match="'int4' is none of fp32, fp16, bf16"):
+    with pytest.raises(UserError, match="one of fp32, fp16, bf16 for nanoGPT, got 'int4'"):
         write_nanogpt(model, tmp_path / "ckpt.pt", precision="int4")
 
 

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
 from tiedgpt.tie.findings import SOUND, Finding, findings, plain
 from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
-from tiedgpt.weights import mingpt
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.opening import open_checkpoint
@@ -107,11 +106,7 @@ def audit(
 def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
-        checkpoint = open_checkpoint(source)
-        if checkpoint.claim is None and mingpt.recognizes(checkpoint):
-            by_design = "minGPT is untied by design"
-            return replace(checkpoint, claim=False, claim_source=by_design)
-        return checkpoint
+        return open_checkpoint(source)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
         raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")

@@ -26,7 +26,7 @@ MODULES = {
     "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "huggingface",
 }  # fmt: skip
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
-IN_SHARED_CONTAINERS = ("huggingface", "mingpt", "nanogpt", "state_dict")
+IN_SHARED_CONTAINERS = ("huggingface", "state_dict")
 """Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")

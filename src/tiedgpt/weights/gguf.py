@@ -20,10 +20,11 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, plain_reader
+from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
@@ -94,15 +95,12 @@ def read_header(
 
     Arrays are lists where `arrays` names them, others None; strings of more than 64 KiB are "".
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(path, _Header(data), arrays)
-    except TiedGPTError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, struct.error) as error:
-        raise CorruptInputError(f"{path} is damaged or no GGUF file: {error}") from None
+    with (
+        reading(path, "GGUF file"),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _parse(path, _Header(data), arrays)
 
 
 def tokenizer(path: Path) -> Tokenizer | None:
@@ -158,17 +156,9 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def _fields(source: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata under GPTConfig's names."""
-    fields = {name: metadata[key] for name, key in SIZE_KEYS.items() if key in metadata}
-    for name, value in fields.items():
-        if type(value) is not int or value < 1:
-            raise CorruptInputError(
-                f"{source}: {SIZE_KEYS[name]} must be a positive integer, got {value!r}"
-            )
-    if fields.get("n_inner") == 4 * fields.get("n_embd", 0):
-        del fields["n_inner"]
-    heads = fields.get("n_head")
-    head_dim = fields["n_embd"] // heads if heads and "n_embd" in fields else None
+    """Return the metadata under GPTConfig's names, without the sizes that the weights say."""
+    width, heads = (metadata.get(SIZE_KEYS[name]) for name in ("n_embd", "n_head"))
+    head_dim = width // heads if type(width) is type(heads) is int and heads else None
     plain = {"head_count_kv": heads, "key_length": head_dim, "value_length": head_dim}
     for key, expected in {**plain, "causal": True}.items():
         value = metadata.get(f"gpt2.attention.{key}", expected)
@@ -177,13 +167,11 @@ def _fields(source: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
                 f"{source} says gpt2.attention.{key}={value!r}, which changes the attention and is "
                 "not supported"
             )
-    if isinstance(epsilon := metadata.get(EPSILON_KEY), float):
-        epsilon = float(f"{epsilon:.7g}")  # a float32: 1e-05, not 9.999999747378752e-06
-    if epsilon is not None:
-        fields["layer_norm_epsilon"] = epsilon
-    fields |= {name: metadata[key] for name, key in ID_KEYS.items() if key in metadata}
-    if TIE_CLAIM in metadata:
-        fields["tie_word_embeddings"] = metadata[TIE_CLAIM]
+    keys = {"n_layer": SIZE_KEYS["n_layer"], "n_head": SIZE_KEYS["n_head"], **ID_KEYS}
+    keys |= {"layer_norm_epsilon": EPSILON_KEY, "tie_word_embeddings": TIE_CLAIM}
+    fields = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    if isinstance(epsilon := fields.get("layer_norm_epsilon"), float):
+        fields["layer_norm_epsilon"] = float(f"{epsilon:.7g}")  # of a float32: 1e-05 again
     return fields
 
 
@@ -261,22 +249,23 @@ def _parse(
 def _tensor(
     path: Path, name: str, shape: tuple[int, ...], kind: int, start: int, file_size: int
 ) -> StoredTensor:
-    columns = shape[-1] if shape else 1
     if kind in TYPES:
-        dtype = TYPES[kind]
-        size = math.prod(shape) * FLOATS[dtype]
-        reader = plain_reader(path, start, columns, FLOATS[dtype])
+        tensor = tensor_in_file(path, name, shape, TYPES[kind], start, FLOATS[TYPES[kind]])
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
         if kind not in list(gguf.GGMLQuantizationType):
             storage = Storage(str(path), start, start)
             return StoredTensor(name, shape, f"ggml type {kind}", 0, storage, None)
-        dtype = gguf.GGMLQuantizationType(kind).name
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        columns = shape[-1] if shape else 1
         if columns % block:
             raise ValueError(f"{name[:80]!r} has rows of {columns:,} in blocks of {block}")
         size = math.prod(shape) // block * block_bytes
-        reader = byte_reader(path, start, columns // block * block_bytes)
-    if start + size > file_size:
-        raise ValueError(f"{name[:80]!r} of shape {shape} in {dtype} ends after the file")
-    return StoredTensor(name, shape, dtype, size, Storage(str(path), start, start + size), reader)
+        tensor = StoredTensor(
+            name, shape, gguf.GGMLQuantizationType(kind).name, size,
+            Storage(str(path), start, start + size),
+            byte_reader(path, start, columns // block * block_bytes),
+        )  # fmt: skip
+    if tensor.storage.stop > file_size:
+        raise ValueError(f"{name[:80]!r} of shape {shape} in {tensor.dtype} ends after the file")
+    return tensor

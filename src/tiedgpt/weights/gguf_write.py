@@ -26,10 +26,12 @@ from tiedgpt.weights.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, TIE_CLAIM
 from tiedgpt.weights.gguf_tokenizer import add_tokenizer
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.plain_model import (
+    GPT2,
     PRECISIONS,
     chosen_precision,
     converted,
     plain_parameters,
+    require_computed,
     require_gelu,
     zero_biases,
 )
@@ -37,7 +39,6 @@ from tiedgpt.weights.plain_model import (
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Precision -> gguf.GGMLQuantizationType."""
 DTYPES = {TYPES[name]: dtype for name, dtype in PRECISIONS.items()}
-COMPUTED = {"norm": "pre", "attention_windows": None}
 LARGEST_Q8_0 = 127 * 65504
 """A block's largest number is 127 times its float16 scale."""
 POSITIONS = to_theirs("wpe.weight")
@@ -65,15 +66,8 @@ def write(
     """
     gguf = require_package("gguf", "writing GGUF files")
     path, config = Path(path), model.config
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; give the name of a file, such as model.gguf")
     precision = chosen_precision(model, precision, TYPES, "GGUF")
-    for field, value in COMPUTED.items():
-        if getattr(config, field) != value:
-            raise UserError(
-                f"{field}={getattr(config, field)!r} cannot be written into GGUF: llama.cpp's gpt2 "
-                "computes GPT-2 (pre-norm, dense attention) and nothing else"
-            )
+    require_computed("llama.cpp's gpt2", model, GPT2)
     require_gelu("llama.cpp's gpt2", model, "gelu_new", approximate_gelu=approximate_gelu)
     parameters = plain_parameters(model, "llama.cpp's gpt2") | zero_biases(config, torch.float32)
     if duplicate_head and model.head is None:

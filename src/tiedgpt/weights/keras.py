@@ -18,23 +18,29 @@ GPT2Backbone computes the tanh form of GELU. GPT2CausalLM predicts with the matr
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import beside, read_json
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import Storage, StoredTensor, joined, plain_reader, printable
+from tiedgpt.weights.tensors import (
+    Storage,
+    StoredTensor,
+    join_qkv,
+    plain_reader,
+    printable,
+    tensor_in_file,
+)
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
@@ -55,13 +61,14 @@ TOP_NAMES = {
 }
 BLOCK_NAMES = {
     "_self_attention_layer_norm": "ln_1",
+    "_self_attention_layer/query_dense": "attn.query",
+    "_self_attention_layer/key_dense": "attn.key",
+    "_self_attention_layer/value_dense": "attn.value",
     "_self_attention_layer/output_dense": "attn.c_proj",
     "_feedforward_layer_norm": "ln_2",
     "_feedforward_intermediate_dense": "mlp.c_fc",
     "_feedforward_output_dense": "mlp.c_proj",
 }
-QKV = tuple(f"_self_attention_layer/{part}_dense" for part in ("query", "key", "value"))
-"""The parts of c_attn in its order."""
 ALWAYS = {
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "norm": "pre", "bias": True,
     "tie_word_embeddings": True,
@@ -76,11 +83,11 @@ def detect(path: Path, head: bytes) -> bool:
     if not head.startswith(ZIP_MAGIC):
         return head.startswith(HDF5_MAGIC) or path.name.endswith(".weights.json")
     try:
-        with _archive(path) as archive:
+        with reading(path, ".keras archive"), zipfile.ZipFile(path) as archive:
             names = archive.NameToInfo
-            return CONFIG in names and (WEIGHTS in names or INDEX in names)
     except CorruptInputError:  # whoever opens it says how it is damaged
         return False
+    return CONFIG in names and (WEIGHTS in names or INDEX in names)
 
 
 def read(path: Path) -> Checkpoint:
@@ -90,20 +97,19 @@ def read(path: Path) -> Checkpoint:
     this way (chunked, compressed, in another file).
     """
     h5py = require_package("h5py", "reading Keras's HDF5 files")
-    with path.open("rb") as file:
-        head = file.read(8)
     config: dict[str, Any] = {}
-    if head.startswith(ZIP_MAGIC):
-        with _archive(path) as archive:
-            config = {"keras": dict(json.loads(_text(archive, CONFIG)))}
-            whole = WEIGHTS in archive.NameToInfo
-            names = [WEIGHTS] if whole else _shards(path, json.loads(_text(archive, INDEX)))
-            places = [(path, *_range(path, archive, name)) for name in names]
-    else:
-        is_index = head != HDF5_MAGIC
-        names = _shards(path, read_json(path)) if is_index else []
-        shards = [beside(path, name) for name in names] or [path]
-        places = [(shard, 0, shard.stat().st_size) for shard in shards]
+    with reading(path, "file of Keras"), path.open("rb") as file:
+        head = file.read(8)
+        if head.startswith(ZIP_MAGIC):
+            with zipfile.ZipFile(path) as archive:
+                config = {"keras": dict(json.loads(_text(archive, CONFIG)))}
+                whole = WEIGHTS in archive.NameToInfo
+                names = [WEIGHTS] if whole else _shards(json.loads(_text(archive, INDEX)))
+                places = [(path, *_range(path, archive, name)) for name in names]
+        else:
+            names = [] if head == HDF5_MAGIC else _shards(read_json(path))
+            shards = [beside(path, name) for name in names] or [path]
+            places = [(shard, 0, shard.stat().st_size) for shard in shards]
     tensors: dict[str, StoredTensor] = {}
     for place in places:
         _add_tensors(h5py, tensors, *place)
@@ -126,7 +132,11 @@ def tokenizer(path: Path) -> Tokenizer | None:
     from tiedgpt.text.directory import read_tokenizer
     from tiedgpt.text.tokenizer import Tokenizer
 
-    with tempfile.TemporaryDirectory() as directory, _archive(path) as archive:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        reading(path, ".keras archive"),
+        zipfile.ZipFile(path) as archive,
+    ):
         for name in ("vocabulary.json", "merges.txt"):
             if f"{TOKENIZER}/{name}" in archive.NameToInfo:
                 (Path(directory) / name).write_bytes(_text(archive, f"{TOKENIZER}/{name}"))
@@ -134,17 +144,11 @@ def tokenizer(path: Path) -> Tokenizer | None:
     return Tokenizer(*found, str(path)) if found else None
 
 
-@contextlib.contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open an archive; whatever is wrong within becomes a `CorruptInputError`."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except TiedGPTError:
-        raise
-    except Exception as error:  # BadZipFile, KeyError, EOFError, struct.error, ValueError, ...
-        why = printable(str(error) or type(error).__name__)[:200]
-        raise CorruptInputError(f"{path} is a damaged .keras archive: {why}") from None
+def _text(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = _member(archive, name)
+    if info.file_size > MAX_TEXT:
+        raise ValueError(f"its {name} has {info.file_size:,} bytes")
+    return archive.read(info)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
@@ -155,13 +159,6 @@ def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
             "it, put its files into a directory, and give that"
         )
     return info
-
-
-def _text(archive: zipfile.ZipFile, name: str) -> bytes:
-    info = _member(archive, name)
-    if info.file_size > MAX_TEXT:
-        raise ValueError(f"its {name} has {info.file_size:,} bytes")
-    return archive.read(info)
 
 
 def _range(path: Path, archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
@@ -176,16 +173,13 @@ def _range(path: Path, archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
     return begin, info.file_size
 
 
-def _shards(path: Path, index: Any) -> list[str]:
+def _shards(index: Any) -> list[str]:
     """Return the names of the files among which an index divides the variables."""
-    try:
-        listed = [[s] if isinstance(s, str) else s for s in index["weight_map"].values()]
-        names = {name for shards in listed for name in shards}
-        if all(listed) and names and all(isinstance(name, str) for name in names):
-            return sorted(names)
-    except (KeyError, TypeError, AttributeError):
-        pass
-    raise CorruptInputError(f"{path}: its weight_map must name the files of each layer")
+    listed = [[s] if isinstance(s, str) else s for s in index["weight_map"].values()]
+    names = sorted({name for shards in listed for name in shards})
+    if not names:
+        raise ValueError("its weight_map names no files")
+    return names
 
 
 class _Part(io.RawIOBase):
@@ -220,14 +214,12 @@ def _add_tensors(
                 raise ValueError(f"two shards hold {name}")
             tensors[name] = _tensor(path, begin, size, name, item)
 
-    try:
-        with path.open("rb") as file, h5py.File(_Part(file, begin, size), "r") as hdf5:
-            hdf5.visititems(visit)
-    except TiedGPTError:
-        raise
-    except Exception as error:  # OSError, KeyError, RuntimeError, TypeError, ... of a damaged file
-        why = printable(str(error))[:200]
-        raise CorruptInputError(f"{path} is damaged or no HDF5 file: {why}") from None
+    with (
+        reading(path, "HDF5 file"),
+        path.open("rb") as file,
+        h5py.File(_Part(file, begin, size), "r") as hdf5,
+    ):
+        hdf5.visititems(visit)
 
 
 def _tensor(path: Path, begin: int, size: int, name: str, dataset: Any) -> StoredTensor:
@@ -236,18 +228,16 @@ def _tensor(path: Path, begin: int, size: int, name: str, dataset: Any) -> Store
     kind = "bfloat16" if bfloat16 else str(dtype)
     if not bfloat16 and dtype.kind not in "fiub":
         return StoredTensor(name, shape, kind, 0, Storage((str(path), name), 0, 0), None)
-    offset, n_bytes = dataset.id.get_offset(), dataset.size * dtype.itemsize
-    if offset is None and n_bytes:
+    offset = dataset.id.get_offset()
+    if offset is None and dataset.size:
         raise UserError(
             f"{path}: {printable(name)[:200]} is compressed, chunked, in another file or was never "
             "written, which Keras does not do: save the model again with Keras"
         )
-    start = begin + (offset or 0)
-    if start + n_bytes > begin + size:
+    tensor = tensor_in_file(path, name, shape, kind, begin + (offset or 0), dtype.itemsize)
+    if tensor.storage.stop > begin + size:
         raise ValueError(f"{name} of shape {shape} ends after the file")
-    reader = plain_reader(path, start, shape[-1] if shape else 1, dtype.itemsize)
-    storage = Storage(str(path), start, start + n_bytes)
-    return StoredTensor(name, shape, kind, n_bytes, storage, reader)
+    return tensor
 
 
 # The GPT-2 of KerasHub
@@ -261,51 +251,40 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     source = str(checkpoint.source)
     fields = ALWAYS | _dropout(source, checkpoint.config)
     tensors: dict[str, StoredTensor] = {}
-    qkv: dict[str, dict[str, StoredTensor]] = {}
     n_heads: set[int] = set()
     for path, stored in checkpoint.tensors.items():
-        name, part = _our_name(path)
-        if name in tensors or part in qkv.get(name, ()):
+        name = _our_name(path)
+        if name in tensors:
             raise CorruptInputError(f"{source} holds {name} twice, in two models")
         matrix = name.startswith("h.") and name.endswith(".weight")
-        if part in QKV:
+        if re.search(r"attn\.(query|key|value)", name):
             if len(stored.shape) != 2 + matrix or not stored.count:
                 raise CorruptInputError(
                     f"{source}: {printable(path)[:200]} is {stored.shape}, without an axis of heads"
                 )
             n_heads.add(stored.shape[-2])
-            qkv.setdefault(name, {})[part] = _heads_joined(stored)
-        else:
-            if name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
-                stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
-            tensors[name] = stored.turned() if matrix else stored
-    if "wte.weight" not in tensors or not qkv:
+            stored = _heads_joined(stored)
+        elif name.endswith("attn.c_proj.weight") and len(stored.shape) == 3:  # (H, D/H, D)
+            stored = stored.reshaped((stored.shape[0] * stored.shape[1], stored.shape[2]))
+        tensors[name] = stored.turned() if matrix else stored
+    if "wte.weight" not in tensors or not n_heads:
         raise UserError(
             f"{source} holds a Keras model other than KerasHub's {BACKBONE}; only that one is read"
         )
-    for name, parts in qkv.items():
-        ordered = [parts[part] for part in QKV if part in parts]
-        whole = joined(name, [part.turned() if len(part.shape) == 2 else part for part in ordered])
-        if whole is None or len(ordered) < len(QKV):
-            shown = ", ".join(f"{part} {p.shape} {p.dtype}" for part, p in parts.items())
-            raise CorruptInputError(f"{source}: the parts of {name} differ or are missing: {shown}")
-        tensors[name] = whole  # (3 D, D)
     if len(n_heads) > 1:
         numbers = " and ".join(map(str, sorted(n_heads)))
         raise CorruptInputError(f"{source}: its layers have {numbers} heads")
+    join_qkv(source, tensors)
     return GPTCheckpoint("KerasHub GPT-2", fields | {"n_head": min(n_heads)}, tensors)
 
 
-def _our_name(path: str) -> tuple[str, str]:
-    """Return our name of a variable, and its layer in a block; unknown paths stay as they are."""
+def _our_name(path: str) -> str:
+    """Return our name of a variable; unknown paths stay as they are."""
     inner = _BODY.sub("", path, count=1)
     block = _BLOCK.fullmatch(inner)
-    if block is None:
-        return TOP_NAMES.get(inner, path), ""
-    part = block[2]
-    ours = "attn.c_attn" if part in QKV else BLOCK_NAMES.get(part)
-    kind = ("weight", "bias")[int(block[3])]
-    return (path if ours is None else f"h.{block[1] or 0}.{ours}.{kind}"), part
+    if block is None or block[2] not in BLOCK_NAMES:
+        return TOP_NAMES.get(inner, path)
+    return f"h.{block[1] or 0}.{BLOCK_NAMES[block[2]]}.{('weight', 'bias')[int(block[3])]}"
 
 
 def _dropout(source: str, config: Mapping[str, Any]) -> dict[str, Any]:

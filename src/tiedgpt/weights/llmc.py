@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import replacing, require_room
+from tiedgpt.errors import UserError
+from tiedgpt.files import reading, replacing, require_room
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
-from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, tensor_in_file
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -50,7 +50,11 @@ FIELDS = {
 """The header's names -> ours."""
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
-FIXED = {"norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5}
+ALWAYS = {
+    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+"""What llm.c computes, in our fields."""
 ROW_MULTIPLE = 128
 """wte is written with a multiple of this many rows, as llm.c wants it."""
 MAX_TOKENIZER = 16 << 20
@@ -68,40 +72,29 @@ def read(path: Path) -> Checkpoint:
 
     Raises `CorruptInputError` where it is invalid or the file has another length than it says.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(HEADER.size)
-            file_size = path.stat().st_size
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    _, version, *rest = HEADER.unpack(raw.ljust(HEADER.size, b"\0"))
-    sizes = dict(zip(SIZES, rest, strict=False))
-    rows, padded, width = (sizes[n] for n in ("vocab_size", "padded_vocab_size", "channels"))
-    if version == 1 and padded == 0:
-        sizes["padded_vocab_size"] = padded = rows
-    known = raw.startswith(MAGIC) and version in DTYPES
-    if not known or min(sizes.values()) < 1 or padded < rows:
-        shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        raise CorruptInputError(
-            f"{path} is no checkpoint of llm.c, or its header is damaged: version {version} with "
-            f"{shown}; versions 1 and 3 (float32) and 5 (bfloat16) are read"
-        )
-    dtype = DTYPES[version]
-    layout = (sizes["num_layers"], width, padded, sizes["max_seq_len"])
-    expected = HEADER.size + count(*layout) * FLOATS[dtype]
-    if expected != file_size:
-        raise CorruptInputError(
-            f"{path} is cut off, or its header is wrong: it describes {expected:,} bytes, the file "
-            f"has {file_size:,}"
-        )
+    with reading(path, "checkpoint of llm.c"), path.open("rb") as file:
+        raw = file.read(HEADER.size)
+        _, version, *rest = HEADER.unpack(raw.ljust(HEADER.size, b"\0"))
+        sizes = dict(zip(SIZES, rest, strict=False))
+        if version == 1:
+            sizes["padded_vocab_size"] = sizes["vocab_size"]
+        rows, padded, width = (sizes[n] for n in ("vocab_size", "padded_vocab_size", "channels"))
+        known = raw.startswith(MAGIC) and version in DTYPES
+        if not known or min(sizes.values()) < 1 or padded < rows:
+            raise ValueError(
+                f"its header says version {version} with {sizes}; versions 1 and 3 (float32) and 5 "
+                "(bfloat16) are read"
+            )
+        dtype = DTYPES[version]
+        layout = (sizes["num_layers"], width, padded, sizes["max_seq_len"])
+        expected, n_bytes = HEADER.size + count(*layout) * FLOATS[dtype], path.stat().st_size
+        if expected != n_bytes:
+            raise ValueError(f"{expected:,} bytes are described, {n_bytes:,} are there: cut off?")
     tensors: dict[str, StoredTensor] = {}
     at = HEADER.size
     for name, shape in parameters(*layout):
         stored = (rows, width) if name == "wte.weight" else shape
-        n_bytes = math.prod(stored) * FLOATS[dtype]
-        storage = Storage(str(path), at, at + n_bytes)
-        reader = plain_reader(path, at, stored[-1], FLOATS[dtype])
-        tensors[name] = StoredTensor(name, stored, dtype, n_bytes, storage, reader)
+        tensors[name] = tensor_in_file(path, name, stored, dtype, at, FLOATS[dtype])
         at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
         path, "llm.c", tensors, config=sizes, files=(path,),
@@ -112,9 +105,7 @@ def read(path: Path) -> Checkpoint:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
-    fields |= FIXED | {"activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True}
-    tensors = dict(checkpoint.tensors)
-    return GPTCheckpoint("llm.c", fields, tensors)
+    return GPTCheckpoint("llm.c", fields | ALWAYS, dict(checkpoint.tensors))
 
 
 def parameters(
@@ -158,7 +149,7 @@ def write(
     from tiedgpt.weights.plain_model import PRECISIONS, converted
 
     config = model.config
-    plain_model.require_computed("llm.c", model, FIXED)
+    plain_model.require_computed("llm.c", model, plain_model.GPT2_ALONE)
     plain_model.require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
     tensors = plain_model.plain_parameters(model, "llm.c")
     precision = plain_model.chosen_precision(model, precision, VERSIONS, "llm.c")
@@ -220,11 +211,11 @@ def read_tokens(path: Path) -> tuple[list[bytes], int | None]:
     Raises `CorruptInputError` for a damaged file or another version, `UserError` if it cannot be
     read.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TOKENIZER + 1)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+    with reading(path, "tokenizer of llm.c"), path.open("rb") as file:
+        return _parse_tokens(file.read(MAX_TOKENIZER + 1))
+
+
+def _parse_tokens(content: bytes) -> tuple[list[bytes], int | None]:
     header = content[: HEADER.size].ljust(HEADER.size, b"\0")
     _, version, n_tokens, end, *_ = HEADER.unpack(header)
     tokens: list[bytes] = []
@@ -240,9 +231,8 @@ def read_tokens(path: Path) -> tuple[list[bytes], int | None]:
         or not tokens or not len(tokens) == len(set(tokens)) == n_tokens
         or not 0 <= (end_of_text or 0) < n_tokens
     ):  # fmt: skip
-        raise CorruptInputError(
-            f"{path} is no tokenizer of llm.c, or damaged: its header says version {version}, "
-            f"{n_tokens} different tokens and {end} for the end of a text; {len(tokens)} are "
-            "there: download the file again"
+        raise ValueError(
+            f"its header says version {version}, {n_tokens} different tokens and {end} for the end "
+            f"of a text; {len(tokens)} are there: download the file again"
         )
     return tokens, end_of_text

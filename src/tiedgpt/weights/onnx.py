@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import beside
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import beside, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.packages import require_package
@@ -47,7 +47,7 @@ def detect(path: Path, head: bytes) -> bool:
 def read(path: Path) -> Checkpoint:
     """Read the graph of an ONNX file; `CorruptInputError` where it is damaged."""
     onnx = require_package("onnx", "reading ONNX files")
-    try:
+    with reading(path, "ONNX file"):
         if path.stat().st_size > LARGEST_FILE:
             raise ValueError("those have less than 2 GiB")
         model = onnx.ModelProto.FromString(path.read_bytes())
@@ -56,13 +56,6 @@ def read(path: Path) -> Checkpoint:
         graph = _Graph(onnx, path)
         graph.walk(model.graph, is_outermost=True)
         config = _our_config(model)
-    except TiedGPTError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # protobuf's DecodeError; ValueError, KeyError, ... of numpy_helper
-        why = printable(str(error))[:200]
-        raise CorruptInputError(f"{path} is damaged or no ONNX file: {why}") from None
     claim, source = None, "an ONNX graph does not say whether the head is tied"
     if isinstance(config.get("tie_word_embeddings"), bool):
         claim = config["tie_word_embeddings"]
@@ -109,12 +102,9 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
 def _our_config(model: Any) -> dict[str, Any]:
     """Return the config in the metadata of our own files; {} of others."""
-    texts = [entry.value for entry in model.metadata_props if entry.key == METADATA_KEY]
-    try:
-        configs = [json.loads(text) for text in texts]
-    except (ValueError, RecursionError):
-        configs = [None]
-    if not all(isinstance(config, dict) for config in configs) or len(configs) > 1:
+    configs = [json.loads(entry.value) for entry in model.metadata_props
+               if entry.key == METADATA_KEY]  # fmt: skip
+    if len(configs) > 1 or not all(isinstance(config, dict) for config in configs):
         raise ValueError(f"its metadata under {METADATA_KEY!r} are no config")
     return configs[0] if configs else {}
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, read_json
+from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.huggingface import config_fields
 from tiedgpt.weights.openai_gpt2 import (
@@ -147,15 +147,12 @@ def _n_tokens(checkpoint: Checkpoint, matrix: StoredTensor, n_positions: Any) ->
 
 
 def _shapes(path: Path) -> list[tuple[int, ...]]:
-    try:
-        with path.open("rb") as file:
-            shapes = [tuple(map(operator.index, s)) for s in json.loads(file.read(MAX_JSON))]
+    with reading(path, "list of shapes"), path.open("rb") as file:
+        shapes = [tuple(map(operator.index, s)) for s in json.loads(file.read(MAX_JSON))]
         if not shapes or not all(
             1 <= len(shape) <= 8 and 0 < min(shape) and max(shape) < 1 << 40 for shape in shapes
         ):
             raise ValueError("a size is missing, not positive or too large")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CorruptInputError(f"{path} must be a list of shapes: {error}") from None
     return shapes
 
 
@@ -177,21 +174,17 @@ def _names(path: Path, shapes: list[tuple[int, ...]]) -> list[str]:
 
 def _header(path: Path) -> np.memmap[Any, Any]:
     """Return the row of floats in a .npy file, mapped so that numpy checks its size."""
-    try:
+    with reading(path, ".npy file"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # headers of Python 2
         with path.open("rb") as file:
             if file.read(len(NPY_1)) != NPY_1:
                 raise ValueError("it begins with other bytes")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # headers of Python 2
-            row = np.lib.format.open_memmap(path, mode="r", max_header_size=MAX_HEADER)
-    except Exception as error:  # whatever ast and tokenize raise on damaged headers
-        why = " ".join(str(error).split())[:100]
-        raise CorruptInputError(f"{path} is not a .npy file, or is damaged: {why}") from None
-    if row.dtype.str[0] == ">" or row.dtype.name not in FLOATS or row.ndim != 1:
-        raise CorruptInputError(
-            f"{path} must hold one row of little-endian floats, got {row.dtype.str!r} of shape "
-            f"{row.shape}"
-        )
+        row = np.lib.format.open_memmap(path, mode="r", max_header_size=MAX_HEADER)
+        if row.dtype.str[0] == ">" or row.dtype.name not in FLOATS or row.ndim != 1:
+            raise ValueError(
+                f"it must hold one row of little-endian floats, not {row.dtype.str!r} of shape "
+                f"{row.shape}"
+            )
     return row
 
 

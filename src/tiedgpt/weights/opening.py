@@ -64,7 +64,15 @@ def open_checkpoint(
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
     checkpoint = replace(plain(_open_file(file)), source=path)
-    return _with_claim(checkpoint, directory / "config.json")
+    checkpoint = _with_claim(checkpoint, directory / "config.json")
+    in_shared_container = checkpoint.format in ("safetensors", "torch")
+    if checkpoint.claim is None and in_shared_container and "model_type" not in checkpoint.config:
+        from tiedgpt.weights.state_dict import is_mingpt
+
+        if is_mingpt(checkpoint):
+            by_design = "minGPT is untied by design"
+            return replace(checkpoint, claim=False, claim_source=by_design)
+    return checkpoint
 
 
 def _weights_in(directory: Path) -> Path:

@@ -27,6 +27,11 @@ ADDED = {
 }
 """What the name of a parameter tells of where it comes from."""
 GELUS = ("gelu", "gelu_new")
+GPT2 = {"norm": "pre", "attention_windows": None}
+GPT2_ALONE = GPT2 | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_inner": None}
+"""The fields for which programs of GPT-2, and those that know no other sizes, know one value."""
+KNOWN = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
+"""What these values mean."""
 
 
 def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
@@ -90,23 +95,20 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> None:
     """Raise `UserError`, naming the field, where a program cannot compute a model.
 
-    `fixed` holds the fields for which the program knows one value. All that are asked about this
-    way want MLPs of width 4 D and a tied head.
+    `fixed` holds the fields for which the program knows one value: GPT2, or GPT2_ALONE.
     """
     config = model.config
-    if model.head is not None or not config.tie_word_embeddings:
+    if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
         raise UserError(
             f"a head of its own cannot be written: {whose} predicts with wte; load it with "
             'resolve="keep-input" or "keep-output" (--resolve), or tie(model), to have one matrix'
         )
-    known = {name: repr(value) for name, value in fixed.items() if getattr(config, name) != value}
-    if config.inner_dim != 4 * config.n_embd:
-        known["n_inner"] = "MLPs of width 4 D"
-    for name, value in known.items():
-        value = "dense attention" if name == "attention_windows" else value
-        raise UserError(
-            f"{name}={getattr(config, name)!r} cannot be written: {whose} has only {value}"
-        )
+    for name, value in fixed.items():
+        own = getattr(config, name)
+        if own != value and not (name == "n_inner" and own == 4 * config.n_embd):
+            raise UserError(
+                f"{name}={own!r} cannot be written: {whose} has only {KNOWN.get(name, value)}"
+            )
 
 
 def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: bool) -> None:

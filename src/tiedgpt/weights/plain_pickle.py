@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import reading
 
 LARGEST = 4 << 20  # bytes, and
 MOST = 1_000_000  # instructions: both more than a vocabulary of all characters of Unicode takes
@@ -38,12 +38,8 @@ def read_plain_pickle(file: Path) -> Any:
 
     Raises `CorruptInputError` for anything else that a pickle can hold, before any of it is made.
     """
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(LARGEST + 1)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from None
-    try:
+    with reading(file, "pickle of a vocabulary"), file.open("rb") as opened:
+        content = opened.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"more than {LARGEST:,} bytes are too many for a vocabulary")
         for number, (instruction, argument, _) in enumerate(pickletools.genops(content)):
@@ -56,9 +52,3 @@ def read_plain_pickle(file: Path) -> Any:
             if number > MOST or (instruction.name in STORES and (argument or 0) > MOST):
                 raise ValueError("too many instructions for a vocabulary")
         return _DataOnly(io.BytesIO(content)).load()
-    except Exception as error:  # whatever is wrong with its bytes or their order
-        why = " ".join(str(error).split())[:100]
-        raise CorruptInputError(
-            f"{file}: no pickle of a vocabulary, or a damaged one: {why}; get it again from where "
-            "it came from"
-        ) from None

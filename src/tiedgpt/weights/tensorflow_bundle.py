@@ -10,25 +10,17 @@ verified, and that of a tensor when it is first read.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import beside
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import beside, reading
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.tensors import (
-    BLOCK_BYTES,
-    Native,
-    Read,
-    Storage,
-    StoredTensor,
-    plain_reader,
-    printable,
-)
+from tiedgpt.weights.tensors import Native, Read, StoredTensor, printable, tensor_in_file
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 """The last 8 bytes of a LevelDB table."""
@@ -62,12 +54,8 @@ def read_bundle(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
     Raises `CorruptInputError` where a file is damaged, missing or has another length than the
     index says, and `UserError` for big-endian files and partitioned variables.
     """
-    try:
+    with reading(path, "index of tensors"):
         return _read_index(path)
-    except TiedGPTError:
-        raise
-    except (ValueError, LookupError, struct.error) as error:
-        raise CorruptInputError(f"{path} is no index of tensors, or is damaged: {error}") from None
 
 
 def _read_index(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
@@ -110,37 +98,31 @@ def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTens
     shape = tuple(_number(dim, 1) for each in shapes for dim in _messages(each, 2))
     dtype, width = DTYPES.get(number, (f"TensorFlow type {number}", 0))
     what = f"{path}: the bytes of {printable(name)[:200]}"
+    tensor = tensor_in_file(path, name, shape, dtype, start, width)
     sound = number > 0 and len(shape) <= 64 and max(shape, default=0) < 1 << 40
     sound = sound and not any(_number(each, 3) for each in shapes)
-    sound = sound and (not width or n_bytes == math.prod(shape) * width)
-    if not sound or start + n_bytes > file_size:
+    if not sound or (width and n_bytes != tensor.n_bytes) or start + n_bytes > file_size:
         raise CorruptInputError(
             f"{what} cannot be {dtype} of shape {str(shape)[:80]} in bytes {start:,} to "
             f"{start + n_bytes:,} of {file_size:,}: a file is cut off or of another checkpoint"
         )
-    reader = None
-    if width:
-        plain = plain_reader(path, start, shape[-1] if shape else 1, width)
-        reader = _verifying(plain, plain_reader(path, start, n_bytes, 1), n_bytes, checksum, what)
-    storage = Storage(str(path), start, start + n_bytes)
-    return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
+    return replace(tensor, read=_verifying(tensor, checksum, what) if width else None)
 
 
-def _verifying(read: Read, read_bytes: Read, n_bytes: int, expected: int, what: str) -> Read:
-    """Return `read`, which verifies the checksum of the whole tensor before its first block."""
+def _verifying(tensor: StoredTensor, expected: int, what: str) -> Read:
+    """Return its reader, which verifies the checksum of the whole before the first block."""
 
     @cache  # an error is not cached
     def verify() -> None:
         checksum = 0
-        for at in range(0, n_bytes, BLOCK_BYTES):
-            block = read_bytes(0, 1, at, min(at + BLOCK_BYTES, n_bytes))
+        for block in tensor.blocks():
             checksum = crc32c(block.tobytes(), checksum)
         if masked(checksum) != expected:
             raise CorruptInputError(f"{what} do not match their checksum: download the file again")
 
     def verified_read(first: int, end: int, left: int, right: int) -> Native:
         verify()
-        return read(first, end, left, right)
+        return tensor.native(first, end, left, right)
 
     return verified_read
 

@@ -210,6 +210,16 @@ def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
     return read
 
 
+def tensor_in_file(
+    path: Path, name: str, shape: tuple[int, ...], dtype: str, start: int, width: int
+) -> StoredTensor:
+    """Return a row-major tensor, elements of `width` bytes, that lies from byte `start` on."""
+    reader = plain_reader(path, start, shape[-1] if shape else 1, width)
+    n_bytes = math.prod(shape) * width
+    storage = Storage(str(path), start, start + n_bytes)
+    return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
+
+
 def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
     """Return a reader of rows that are opaque bytes (quantized blocks); whole rows only."""
     plain = plain_reader(path, start, row_bytes, 1)
@@ -236,12 +246,26 @@ def _first_byte(tensor: StoredTensor) -> tuple[str, int]:
     return str(tensor.storage.place), tensor.storage.start
 
 
-def joined(name: str, parts: list[StoredTensor]) -> StoredTensor | None:
-    """Return vectors or matrices, joined along their first axis; None unless they are alike."""
+def join_qkv(source: object, tensors: dict[str, StoredTensor]) -> None:
+    """Replace h.N.attn.query, .key and .value, lying as (out, in), by one h.N.attn.c_attn.
+
+    Raises `CorruptInputError`, naming `source`, where they are not alike.
+    """
+    for query in [name for name in tensors if ".attn.query." in name]:
+        names = [query.replace("query", part) for part in ("query", "key", "value")]
+        parts = [tensors.pop(name) for name in names if name in tensors]
+        c_attn = query.replace("query", "c_attn")
+        alike = {(part.shape, part.dtype, part.read is None) for part in parts}
+        if len(parts) < 3 or len(alike) > 1 or len(parts[0].shape) not in (1, 2):
+            raise CorruptInputError(
+                f"{source}: {printable(c_attn)} needs attn.query, attn.key, attn.value, of one "
+                "shape and type"
+            )
+        tensors[c_attn] = _joined(c_attn, parts)
+
+
+def _joined(name: str, parts: list[StoredTensor]) -> StoredTensor:
     first = parts[0]
-    alike = {(part.shape, part.dtype, part.read is None) for part in parts}
-    if len(alike) > 1 or len(first.shape) not in (1, 2):
-        return None
     axis = 1 if len(first.shape) == 1 else 0  # a vector is read as a matrix of one row
 
     def read(start: int, end: int, left: int, right: int) -> Native:
