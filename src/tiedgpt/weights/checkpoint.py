@@ -61,18 +61,23 @@ class Checkpoint:
     @property
     def vocabulary(self) -> int | None:
         """The number of tokens, where the config tells it."""
-        return self._size("vocab_size")
+        return _size(self.config, "vocab_size")
 
     @property
     def width(self) -> int | None:
         """The width of the model, where the config tells it."""
-        return self._size("n_embd", "hidden_size", "d_model")
+        return _size(self.config, "n_embd", "hidden_size", "d_model")
 
-    def _size(self, *keys: str) -> int | None:
-        inner = self.config.get("text_config")
-        told = {**inner, **self.config} if isinstance(inner, dict) else self.config
-        sizes = (told[key] for key in keys if type(told.get(key)) is int and told[key] > 0)
-        return next(sizes, None)
+
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with what a config of several models says of the text's."""
+    inner = config.get("text_config")
+    return {**inner, **config} if isinstance(inner, dict) else config
+
+
+def _size(config: Mapping[str, Any], *keys: str) -> int | None:
+    sizes = (of_text(config).get(key) for key in keys)
+    return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.core.config import ACTIVATIONS, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import (
-    EMBEDDING,
     HEAD,
     Checkpoint,
     GPTCheckpoint,
@@ -164,22 +163,15 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             )
         if not MASK_BUFFERS.fullmatch(name):
             tensors[name] = stored.turned() if is_transposed(name) else stored
-    if EMBEDDING not in tensors and HEAD not in tensors:
-        raise CorruptInputError(
-            f"{checkpoint.source} holds no GPT: there is no {EMBEDDING} among its tensors"
-        )
     fields, foreign = config_fields(checkpoint.config)
     notes: tuple[str, ...] = ()
-    biases = [name for name in tensors if BODY_BIAS.fullmatch(name)]
-    if fields.get("bias") is False and biases:  # zeros that transformers' classes need
-        kept = [tensors[name] for name in biases]
-        if any(t.is_decodable and t.rows(0, t.matrix_shape[0]).any() for t in kept):
+    if fields.get("bias") is False:  # then they are zeros that transformers' classes need
+        biases = [tensors[name] for name in tensors if BODY_BIAS.fullmatch(name)]
+        if any(t.is_decodable and t.rows(0, t.matrix_shape[0]).any() for t in biases):
             fields["bias"] = True
-            notes = (
-                "config.json says that there are no biases, but some are not zero: they are kept",
-            )
+            notes = ("config.json claims no biases, some are not zero: they are kept",)
         else:
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
+            tensors = {n: tensor for n, tensor in tensors.items() if not BODY_BIAS.fullmatch(n)}
     assumed = {"n_head": 12} if "model_type" in checkpoint.config else {}  # as transformers
     layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
@@ -202,22 +194,16 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for alias, key in ALIASES.items():
         if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
             raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
-    tied = config.get("tie_word_embeddings", True)
-    if not isinstance(tied, bool):
-        raise CorruptInputError(f"tie_word_embeddings is {tied!r}, neither true nor false")
-    fields = {}
-    for ours in _fields_of(model_type):
-        theirs = model_type.config_names.get(ours, ours)
-        if theirs in config:
-            fields[ours] = config.pop(theirs)
+    names = {model_type.config_names.get(ours, ours): ours for ours in _fields_of(model_type)}
+    fields = {ours: config.pop(theirs) for theirs, ours in names.items() if theirs in config}
     if "activation_function" in fields:
-        names = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
+        known = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
         name = fields["activation_function"]
-        if not isinstance(name, str) or name not in names:
+        if not isinstance(name, str) or name not in known:
             raise UserError(
-                f"the activation {name!r} is not built here; there are {', '.join(names)}"
+                f"the activation {name!r} is not built here; there are {', '.join(known)}"
             )
-        fields["activation_function"] = names[name]
+        fields["activation_function"] = known[name]
     if model_type.norm is not None:
         fields["norm"] = model_type.norm
     return fields, config

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.checkpoint import Checkpoint, plain
+from tiedgpt.weights.checkpoint import Checkpoint, of_text, plain
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensors import StoredTensor
 
@@ -28,17 +27,10 @@ FORMATS = (
 """The checkpoint formats in the order in which they are asked: each the name of a module of this
 package with `detect(path, head)` and `read(path)`."""
 WEIGHT_NAMES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "model.onnx",
-    "onnx/model.onnx",
-    "model.weights.h5",
-    "model.weights.json",
-    "packed.safetensors",
-    "params_shapes.json",
-)
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "model.onnx", "onnx/model.onnx", "model.weights.h5",
+    "model.weights.json", "packed.safetensors", "params_shapes.json",
+)  # fmt: skip
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx", ".keras")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
@@ -151,7 +143,7 @@ def _with_claim(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
     if not config_path.is_file():
         return checkpoint
     config = read_json(config_path)
-    claim = claim_of(config)
+    claim = of_text(config).get(CLAIM)
     source = f"config.json says {CLAIM}: {str(claim).lower()}"
     if claim is None:
         source = f"config.json does not say {CLAIM}"
@@ -160,22 +152,9 @@ def _with_claim(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
     elif not isinstance(claim, bool):
         raise CorruptInputError(f"{config_path}: {CLAIM} is {claim!r}, neither true nor false")
     names = config.get("architectures")
-    headless = isinstance(names, list) and bool(names) and all(map(_is_headless, names))
+    names = list(map(str, names)) if isinstance(names, list) else []
+    headless = names and all(BODIES.search(n) and not PREDICTING.search(n) for n in names)
     return replace(
         checkpoint, config=config | dict(checkpoint.config), claim=claim, claim_source=source,
-        headless=headless,
+        headless=bool(headless),
     )  # fmt: skip
-
-
-def _is_headless(architecture: object) -> bool:
-    """Whether an architecture is a body or a classifier."""
-    name = str(architecture)
-    return bool(BODIES.search(name)) and not PREDICTING.search(name)
-
-
-def claim_of(config: Mapping[str, Any]) -> Any:
-    """Return what a config says of the tie; a config of several models says it of the text's."""
-    inner = config.get("text_config")
-    if CLAIM not in config and isinstance(inner, dict):
-        return inner.get(CLAIM)
-    return config.get(CLAIM)

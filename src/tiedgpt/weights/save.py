@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,9 @@ def write_directory(
             temporary.write_text(card, encoding="utf-8")
 
 
-def write(
-    model: GPT,
-    path: Path,
-    *,
-    tokenizer: Tokenizer | None = None,
-    precision: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Write the directory `path` in "fp32", "fp16" or "bf16"; None means the model's own type."""
-    save_model(model, path, None if precision is None else PRECISIONS[precision])
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, model.config, path)
+def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
+    """Write the directory `path` in "fp32", "fp16" or "bf16"."""
+    save_model(model, path, PRECISIONS[precision])
 
 
 def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> None:

@@ -229,21 +229,17 @@ def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
 def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
     """Group tensors that have bytes in common, in the order of each group's first tensor."""
     order = list(tensors)
+    lies = [tensor.storage for tensor in order]
     groups: list[list[int]] = []
-    place, stop = None, -1
-    for i, tensor in sorted(enumerate(order), key=lambda pair: _first_byte(pair[1])):
-        lies = tensor.storage
-        if groups and place == lies.place and lies.start < min(stop, lies.stop):
+    span = Storage(None, 0, 0)
+    for i in sorted(range(len(order)), key=lambda i: (str(lies[i].place), lies[i].start)):
+        if lies[i].overlaps(span):
             groups[-1].append(i)
-            stop = max(stop, lies.stop)
+            span = replace(span, stop=max(span.stop, lies[i].stop))
         else:
             groups.append([i])
-            place, stop = lies.place, lies.stop
+            span = lies[i]
     return [[order[i] for i in group] for group in sorted(map(sorted, groups))]
-
-
-def _first_byte(tensor: StoredTensor) -> tuple[str, int]:
-    return str(tensor.storage.place), tensor.storage.start
 
 
 def join_qkv(source: object, tensors: dict[str, StoredTensor]) -> None:
