@@ -107,7 +107,7 @@ def test_to_empty_from_the_meta_device_gives_every_name_its_own(empty_theirs):
         return watch
 
     (event,) = assert_blames_the_marks(body)
-    assert event.kind == "split" and "to_empty" in event.advice
+    assert event.kind == "split" and "tie(model)" in event.advice
 
 
 def test_replaced_modules_and_the_parameter_shared_again_are_both_noticed(theirs):
@@ -123,7 +123,7 @@ def test_replaced_modules_and_the_parameter_shared_again_are_both_noticed(theirs
     events = run(body)
     assert [(e.file, e.line) for e in events][:3] == marked(body)
     assert [e.kind for e in events] == ["split", "joined", "split", "joined"]
-    assert "lm_head.1.weight (97, 32)" in events[2].text
+    assert "in the place of lm_head.weight is lm_head.1.weight" in events[2].text
 
 
 def test_a_head_of_another_shape_or_none_at_all_is_noticed(theirs):
@@ -134,7 +134,7 @@ def test_a_head_of_another_shape_or_none_at_all_is_noticed(theirs):
 
     (event,) = assert_blames_the_marks(body)
     assert "lm_head.weight is gone" in event.text
-    assert "nothing of that shape predicts now" in event.advice
+    assert "put one back" in event.advice
 
 
 def test_an_embedding_resized_alone_is_noticed_and_both_together_are_fine(theirs):
@@ -146,7 +146,6 @@ def test_an_embedding_resized_alone_is_noticed_and_both_together_are_fine(theirs
 
     (event,) = assert_blames_the_marks(body)
     assert "(101, 32) were one matrix" in event.text and "(99, 32)" in event.text
-    assert "only one of them was resized" in event.advice
 
 
 def test_deep_copies_put_in_place_are_noticed(theirs):

@@ -22,9 +22,8 @@ import inspect
 import linecache
 import sys
 import sysconfig
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,12 +41,12 @@ from tiedgpt.weights.tensors import Storage
 from tiedgpt.weights.torch_file import stored_tensor
 
 Trace = Callable[[FrameType, str, Any], Any]
-Change = tuple[str, tuple[str, ...], str, str]
-"""The last four fields of a `TieEvent`."""
 
 ONE, ALIASED, TWO = "one Parameter", "two Parameters over one memory", "two matrices"
 KINDS = {ONE: "joined", ALIASED: "aliased", TWO: "split"}
+AGAIN = "tie(model) makes them one again"
 ADVICE = {
+    TWO: f"{AGAIN}; if two are meant, set config.tie_word_embeddings=False so that files say so",
     ONE: "an optimizer made before this holds the one that is gone: make a new one; "
     "config.tie_word_embeddings should be True now",
     ALIASED: "an optimizer made now would step it twice, and the next copy or move parts them "
@@ -171,7 +170,7 @@ class Guard:
         before, (file, line) = self._slots, self._where
         self._remember()
         code = linecache.getline(file, line).strip()
-        events = [TieEvent(file, line, code, *what) for what in _changes(before, self._slots)]
+        events = [TieEvent(file, line, code, *told) for told in _changes(before, self._slots)]
         self.events += events
         if events and self.action == "raise" and may_raise:
             raise TieBrokenError("; ".join(map(str, events)))
@@ -214,8 +213,6 @@ class _Slot(NamedTuple):
 
 
 Slots = dict[str, _Slot]
-Places = dict[str, list[str]]
-"""The names that stand where each name was; none if it is gone."""
 
 
 def _slots(module: nn.Module) -> Slots:
@@ -244,77 +241,57 @@ def _groups(slots: Slots) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_storage.values() if len(names) > 1]
 
 
-def _state(slots: Slots, places: Places) -> str:
-    """Say what names stand for."""
-    storages = {frozenset(slots[name].storage for name in place) for place in places.values()}
-    parameters = {frozenset(id(slots[n].parameter) for n in place) for place in places.values()}
+def _place(name: str, before: Slots, after: Slots) -> list[str]:
+    """Return the names that stand where a name was; none if it is gone.
+
+    A module that was wrapped or replaced has other names: `lm_head.weight` may have become
+    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original.
+    """
+    if name in after:
+        return [name]
+    module, shape = f"{name.removesuffix('.weight')}.", before[name].shape
+    new = [other for other in after if other not in before and other.startswith(module)]
+    return [other for other in new if after[other].shape == shape]
+
+
+def _state(slots: Slots, places: list[list[str]]) -> str:
+    """Say what the names in several places stand for."""
+    storages = {frozenset(slots[name].storage for name in place) for place in places}
+    parameters = {frozenset(id(slots[name].parameter) for name in place) for place in places}
     return TWO if len(storages) > 1 else ONE if len(parameters) == 1 else ALIASED
 
 
-def _places(names: Iterable[str], before: Slots, after: Slots) -> Places:
-    """Return the names that stand where each name was.
-
-    A module that was wrapped or replaced has other names: `lm_head.weight` may have become
-    `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original. Those with
-    the matrix's shape count.
-    """
-    shapes = {slots[name].shape for slots in (before, after) for name in names if name in slots}
-    new = {name for name, slot in after.items() if name not in before and slot.shape in shapes}
-    places = {}
-    for name in names:
-        module = f"{name.removesuffix('.weight')}."
-        inside = [other for other in after if other in new and other.startswith(module)]
-        places[name] = [name] if name in after else inside
-    return places
-
-
-def _changes(before: Slots, after: Slots) -> Iterator[Change]:
-    """Yield what became of each group of names, old or new."""
+def _changes(before: Slots, after: Slots) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """Yield kind, names, text and advice for each group of names, old or new, that changed."""
     groups = _groups(before)
-    for group in _groups(after):
-        names = tuple(name for name in group if name in before)
-        if names and _state(before, _places(names, before, before)) == TWO:
-            groups.append(names)
+    joined = [tuple(name for name in group if name in before) for group in _groups(after)]
+    groups += [g for g in joined if g and _state(before, [[name] for name in g]) == TWO]
     for names in groups:
-        was, places = _state(before, _places(names, before, before)), _places(names, before, after)
-        now, called = _state(after, places), " and ".join((*names[1:], names[0]))
-        called += f" {before[names[0]].shape}"
+        places = {name: _place(name, before, after) for name in names}
+        was = _state(before, [[name] for name in names])
+        now = _state(after, list(places.values()))
+        called = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
         if now == TWO:
             became = ", ".join(_became(places, before, after))
-            advice = _advice(places, before[names[0]], after)
-            yield KINDS[now], names, f"{called} were one matrix and are not: {became}", advice
+            advice, text = ADVICE[TWO], f"{called} were one matrix and are not: {became}"
+            if "modules_to_save" in became:
+                advice = "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True"
+            elif not all(places.values()):
+                advice = f"if the head should predict tokens, put one back: {AGAIN}"
+            yield KINDS[now], names, text, advice
         elif now != was:
             yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
 
 
-def _became(places: Places, before: Slots, after: Slots) -> Iterator[str]:
+def _became(places: dict[str, list[str]], before: Slots, after: Slots) -> Iterator[str]:
     """Say what became of each name of a matrix that is several now."""
     for name, place in places.items():
         if not place:
             yield f"{name} is gone"
         elif name not in after:
-            what = " and ".join(f"{new} {after[new].shape}" for new in place)
-            yield f"in the place of {name} is {what}"
+            yield f"in the place of {name} is {' and '.join(place)}"
         elif after[name].storage != before[name].storage:
             yield f"{name} is another matrix now, {after[name].shape}"
-
-
-def _advice(places: Places, before: _Slot, after: Slots) -> str:
-    """Say what to do about names that were one matrix and are not."""
-    again = "tie(model) makes them one again"
-    now = [name for place in places.values() for name in place]
-    if any("modules_to_save" in name for name in now):
-        return (
-            "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True, or adapt "
-            "both names"
-        )
-    if not all(places.values()):
-        return f"nothing of that shape predicts now; if it should, put a head back and {again}"
-    if len({after[name].shape for name in now}) > 1:
-        return f"only one of them was resized: resize both, then {again}"
-    if before.parameter.is_meta and not any(after[name].parameter.is_meta for name in now):
-        return f"to_empty gives every name memory of its own: {again} before weights are loaded"
-    return f"{again}; if two are meant, set config.tie_word_embeddings=False so that files say so"
 
 
 class _Tracer:
@@ -327,7 +304,6 @@ class _Tracer:
 
     def __init__(self) -> None:
         self.guards: tuple[Guard, ...] = ()
-        self._thread = threading.get_ident()
         self._before: Any = sys.gettrace()
         self._frames: dict[FrameType, Trace | None] = {}
 
@@ -340,14 +316,13 @@ class _Tracer:
     def remove(self, guard: Guard, frame: FrameType | None) -> None:
         """Let a guard see no more; after the last one, all is as it was before the first."""
         self.guards = tuple(other for other in self.guards if other is not guard)
-        here = threading.get_ident() == self._thread
         if not self.guards:
-            if here and sys.gettrace() in (None, self._on_call):
+            if sys.gettrace() in (None, self._on_call):
                 sys.settrace(self._before)
             for known, before in self._frames.items():
                 known.f_trace = before
             self._frames.clear()
-        elif here and sys.gettrace() is None:  # Python dropped it because a guard raised
+        elif sys.gettrace() is None:  # Python dropped it because a guard raised
             self.install(frame)
 
     def install(self, frame: FrameType | None) -> None:
