@@ -59,9 +59,6 @@ TEXTS = {
     "{input} is {input_size} and {output} is {output_size}. Their widths differ, so one cannot be "
     "the other, straight or transposed. The head belongs to another model, or predicts something "
     "other than tokens.",
-    "overlap": "{output} and {input} are different views of one storage\n"
-    "{input} ({input_size}) and {output} ({output_size}) lie in one allocation, interleaved, "
-    "shifted, or one inside the other: a token's two rows are not the same numbers.",
     "equal copies": "{output} is a second copy of {input}\n"
     "{input} ({input_size}) and {output} ({output_size}) are two tensors and equal in "
     "all {rows_compared:,} rows that both have. {follows}",
@@ -216,8 +213,6 @@ def _two_matrices(
 ) -> Iterator[Finding]:
     """Tell of two matrices of one width."""
     extra = abs(roles.extra_rows)
-    if reads.storage.overlaps(predicts.storage):
-        yield _tell("overlap", roles)
     if comparison is None:
         yield _not_compared(roles, predicts)
     elif comparison.equal:

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     """What the copy holds for the matrices over the vocabulary."""
 
     tensors: dict[str, StoredTensor]
-    """The matrices, and vectors with one entry per token, by their names in the copy."""
+    """The matrices by their names in the copy."""
     config: dict[str, Any]
     """What config.json must say."""
     actions: list[str]
@@ -218,10 +218,9 @@ def _plan_tie(
             "scores something other than tokens, and tying to it would lose them; "
             'keep="input" drops it'
         )
-    vectors = _vectors_of_the_head(checkpoint, roles, head, rows)
+    _require_nothing_else(checkpoint, roles, head, rows)
     does = "has its numbers and predicts" if use_head else "predicts as well"
     actions = [f"{head.name} is dropped; {reads.name} {does}"]
-    actions += [f"{name} is cut to {rows:,} numbers" for name in vectors]
     for matrix in (reads, head) if roles.fits else ():
         if (n := matrix.shape[0]) > rows:
             nonzero = nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
@@ -231,27 +230,21 @@ def _plan_tie(
     if extra and vocabulary not in (None, rows):
         config["vocab_size"] = rows
         actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
-    return Plan({reads.name: kept.row_range(0, rows), **vectors}, config, actions)
+    return Plan({reads.name: kept.row_range(0, rows)}, config, actions)
 
 
-def _vectors_of_the_head(
+def _require_nothing_else(
     checkpoint: Checkpoint, roles: Roles, head: StoredTensor, rows: int
-) -> dict[str, StoredTensor]:
-    """Cut what has a number for each row of the head; `UserError` if that cannot be done."""
-    n_rows, module = head.shape[0], head.name.rpartition(".")[0]
-    vectors: dict[str, StoredTensor] = {}
+) -> None:
+    """Refuse to change the rows of a head that has more than a matrix, such as a bias."""
+    n_rows, module = head.shape[0], head.name.rpartition(".")[0] or "final_logits_bias"
     for name, tensor in checkpoint.tensors.items():
-        near = module and name.startswith(f"{module}.") and name != head.name
-        if n_rows == rows or not (near or name.endswith("final_logits_bias")):
-            continue
-        if len(tensor.shape) == 1 and n_rows >= rows and roles.fits and n_rows in tensor.shape:
-            vectors[name] = tensor.row_range(0, rows)
-        elif n_rows in tensor.shape:
-            raise UserError(
-                f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
-                f"and {rows:,} are kept: cut or fill it yourself first"
-            )
-    return vectors
+        if n_rows != rows and name.startswith((f"{module}.", "final_logits_bias")):
+            if n_rows in tensor.shape and name not in (head.name, roles.matrix.name):
+                raise UserError(
+                    f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
+                    f"and {rows:,} are kept: cut or fill it yourself first"
+                )
 
 
 # Write it

@@ -230,16 +230,14 @@ def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
 
 
 def _match(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
-    """Pair each later storage with the one that had its first name, or else any of its names."""
-    pairs: dict[Row, Row] = {}
-    left = dict.fromkeys(before)
-    for n_names in (1, None):  # the first name decides before any other does
-        by_key = {key: row for row in left for key in [*row.keys][:n_names]}
-        for new in after:
-            old = next((by_key[key] for key in [*new.keys][:n_names] if key in by_key), None)
-            if old in left and new not in pairs:
-                pairs[new] = old
-                del left[old]
+    """Pair each later storage with the first that had one of its names, each of these once."""
+    by_key = {key: row for row in reversed(before) for key in row.keys}
+    pairs, left = dict[Row, Row](), set(before)
+    for new in after:
+        old = next((by_key[key] for key in new.keys if by_key.get(key) in left), None)
+        if old is not None:
+            pairs[new] = old
+            left.remove(old)
     return pairs
 
 

@@ -108,11 +108,8 @@ def find_roles(
     head = _named(checkpoint, matrices, "output", output_name)
     head = head or _find_output(checkpoint, matrices, reads)
     if reads is None and head is None:
-        raise UserError(
-            f"{checkpoint.source} has no matrix whose name suggests an embedding or a head, so "
-            f"there is nothing to tie; its largest: {_likeliest(matrices, 'input')}; name them "
-            "with --input and --output (input_name=, output_name=)"
-        )
+        why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
+        raise _ask(checkpoint, "input", f"{why}; its largest", matrices)
     if reads is None:
         return Roles(None, head)
     predicts = None if head is reads else head
@@ -166,10 +163,7 @@ def _named(
     inside = [t for t in matrices if t.name.startswith(f"{name}.")]
     if exact or inside:
         return _only(checkpoint, role, exact[:1] or inside)
-    raise UserError(
-        f"--{role} ({role}_name=) {name!r} is not among the matrices of {checkpoint.source}; the "
-        f"likeliest are {_likeliest(matrices, role)}"
-    )
+    raise _ask(checkpoint, role, f"has no matrix {name!r}; the likeliest", matrices)
 
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
@@ -206,18 +200,13 @@ def _find_output(
         and not _may_hide_a_head(t, reads) and name_rank(t.name, "input") < 2
     ]  # fmt: skip
     if doubtful:
-        doubt = f"{_listed(doubtful)} has the shape of {reads.name} and a name that does not tell "
-        doubt += "whether it predicts"
-    elif checkpoint.products and checkpoint.predicts and reads.name not in checkpoint.products:
-        last = checkpoint.tensors[checkpoint.predicts[-1]]
-        doubt = f"{reads.name} multiplies nowhere in the graph. Its last product is with "
-        doubt += f"{_listed([last])} (quantized, one of several pieces, or no head)"
-    else:
-        return None
-    raise UserError(
-        f"{checkpoint.source}: {doubt}: name the matrix that predicts with --output "
-        f"(output_name=), {reads.name} if there is no other"
-    )
+        does = "does not tell whether it predicts"
+        why = f"has a matrix with the shape of {reads.name}, and its name {does}"
+        raise _ask(checkpoint, "output", why, doubtful)
+    if checkpoint.products and checkpoint.predicts and reads.name not in checkpoint.products:
+        why = f"multiplies nowhere with {reads.name}; its last product (quantized, or no head)"
+        raise _ask(checkpoint, "output", why, [checkpoint.tensors[checkpoint.predicts[-1]]])
+    return None
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
@@ -266,19 +255,14 @@ def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> 
     preferred = [t for t in candidates if preference(t) == best]
     others = [t for t in preferred if not t.is_view_of(preferred[0])]
     if others:
-        raise UserError(
-            f"{checkpoint.source}: several matrices could be the {role}: "
-            f"{_listed([preferred[0], *others])}; name one with --{role} ({role}_name=)"
-        )
+        why = f"has several matrices that could be the {role}"
+        raise _ask(checkpoint, role, why, [preferred[0], *others])
     return preferred[0] if preferred else None
 
 
-def _likeliest(matrices: list[StoredTensor], role: str) -> str:
-    """List a few matrices, by their names and then by their sizes."""
-    ordered = sorted(matrices, key=lambda t: (-name_rank(t.name, role), -t.count))
-    return _listed(ordered[:6]) or "none"
-
-
-def _listed(tensors: list[StoredTensor]) -> str:
-    listed = [f"{printable(tensor.name[:80])} {tensor.shape}" for tensor in tensors[:8]]
-    return ", ".join(listed + ["..."] * (len(tensors) > 8))
+def _ask(checkpoint: Checkpoint, role: str, why: str, candidates: list[StoredTensor]) -> UserError:
+    """Return an error that lists a few matrices, by their names and sizes, to choose from."""
+    ordered = sorted(candidates, key=lambda t: (-name_rank(t.name, role), -t.count))[:8]
+    listed = ", ".join(f"{printable(t.name[:80])} {t.shape}" for t in ordered) or "none"
+    choice = "--input (input_name=) and --output (output_name=); one that reads and predicts, twice"
+    return UserError(f"{checkpoint.source} {why}: {listed}; name the matrices with {choice}")
