@@ -246,10 +246,9 @@ def _check_tensors(
     there = sum(file.stat().st_size for file in files)
     wanted = sum(tensor.n_bytes for tensor in tensors.values())
     if files and wanted > 2 * there + SLACK_BYTES:
-        largest = max(tensors, key=lambda name: tensors[name].n_bytes)
         raise CorruptInputError(
-            f"{path} lies: its tensors, such as {largest} of shape {tensors[largest].shape}, would "
-            f"take {wanted:,} bytes, and its files have {there:,}"
+            f"{path} lies: its tensors, such as wte.weight of shape {tensors[EMBEDDING].shape}, "
+            f"would take {wanted:,} bytes, and its files have {there:,}"
         )
 
 

@@ -125,9 +125,9 @@ def _open_index(path: Path) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     files, kind = [path], ""
     for shard in sorted(set(map(str, weight_map.values()))):
-        file = beside(path, shard, links=True)
         if shard.endswith(".index.json"):
             raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
+        file = beside(path, shard, links=True)
         opened = _open_file(file)
         if twice := tensors.keys() & opened.tensors.keys():
             raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")

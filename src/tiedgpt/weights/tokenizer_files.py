@@ -52,16 +52,12 @@ def _in_directory(directory: Path, *, with_gguf: bool = False) -> Tokenizer | No
     if (directory / META).is_file():
         return nanogpt.tokenizer(directory / META)
     binary = sorted(directory.glob("*.bin"))
-    kinds = {
-        "tokenizers of llm.c": [f for f in binary if _head(f).startswith(llmc.TOKENIZER_MAGIC)],
-        "GGUF files": sorted(directory.glob("*.gguf")) if with_gguf else [],
-    }
-    for kind, files in kinds.items():
-        if len(files) > 1:
-            raise UserError(f"{directory} holds {len(files)} {kind}: name one")
-        if files:
-            return _in_file(files[0])
-    return None
+    llmcs = [file for file in binary if _head(file).startswith(llmc.TOKENIZER_MAGIC)]
+    files = llmcs or (sorted(directory.glob("*.gguf")) if with_gguf else [])
+    if len(files) > 1:
+        kind = "tokenizers of llm.c" if llmcs else "GGUF files"
+        raise UserError(f"{directory} holds {len(files)} {kind}: name one")
+    return _in_file(files[0]) if files else None
 
 
 def _in_file(path: Path) -> Tokenizer | None:

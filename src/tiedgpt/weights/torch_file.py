@@ -119,9 +119,8 @@ def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
 def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int | None:
     """Return the address at which a zip file is mapped, or None where it is not sure.
 
-    A model that lived in the map would end the process (SIGBUS) when another program cuts the file
-    short. So tensors are read by place, into memory of their own; the map only tells the places.
-    Under the right address each storage is one of the zip file's members.
+    Under the right address each storage is one of the zip file's members. The map only tells the
+    places: reading it would end the process (SIGBUS) when another program cuts the file short.
     """
     held = (tensor.untyped_storage() for tensor in state.values())
     storages = [(storage.data_ptr(), storage.nbytes()) for storage in held if storage.nbytes()]
@@ -217,12 +216,14 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
 
 def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the values that JSON has too, and that a message can show."""
-    plain = {}
-    for key, value in values.items():
-        is_plain = value is None or type(value) in (str, bool, float, int)
-        if isinstance(key, str) and is_plain and value == value and len(f"{key}{value}") < 1024:
-            plain[key] = value
-    return plain
+    shown = {key: value for key, value in values.items() if isinstance(key, str) and len(key) < 999}
+    return {key: value for key, value in shown.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) < 999
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e308)
 
 
 def _check(path: Path, name: str, tensor: Tensor, file_size: int) -> None:
