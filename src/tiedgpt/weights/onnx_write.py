@@ -14,10 +14,7 @@ onnxruntime would make a second matrix when it loads the file. Operators are of 
 onnxruntime runs from 1.12 (2022) on. The config is in the metadata, so that `onnx.py` reads the
 same model back.
 
-The nodes are written in ONNX's own text form, which `onnx.parser` reads. Names in it are parameters
-(`wte.weight`), constants (`constant.heads`) and results. `a.out = Norm(x)` and `a.out = Linear(x)`
-stand for a LayerNorm and a linear layer with the parameters `a.weight` and `a.bias`; `.b` in block
-3 is `h.3.b`.
+A linear layer's or a LayerNorm's result is named after it: `h.3.mlp.c_fc.out`.
 
 onnxruntime packs the matrix that predicts into a copy of its own when it loads a file. Where memory
 counts more than the time of a step, set "session.disable_prepacking" to "1": then W is there once.
@@ -27,7 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -39,9 +35,8 @@ import torch
 from tiedgpt import __version__
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.huggingface import is_transposed
 from tiedgpt.weights.onnx import CONSTANT, METADATA_KEY
 from tiedgpt.weights.packages import require_package
@@ -66,108 +61,6 @@ Write = Callable[[BinaryIO, str], None]
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 """Field numbers of ModelProto, GraphProto and TensorProto."""
 
-MASK = """
-    is_token = Cast<to = 9>(attention_mask)
-    key_is_token = Unsqueeze(is_token, constant.key_axes)
-    ids_shape = Shape(input_ids)
-    all_shape = Shape(attention_mask)
-    n_new = Gather(ids_shape, constant.1)
-    n_all = Gather(all_shape, constant.1)
-    n_past = Sub(n_all, n_new)
-    slots = Range(constant.0, n_all, constant.1)
-    new_slots = Range(n_past, n_all, constant.1)
-    query_slots = Unsqueeze(new_slots, constant.column)
-    causal = LessOrEqual(slots, query_slots)
-    mask = And(key_is_token, causal)
-"""
-"""Which keys each new token attends to, (batch, 1, sequence, past + sequence) bool: those that are
-neither padding nor after it."""
-DISTANCE = """
-    ranks = CumSum(attention_mask, constant.1)
-    key_ranks = Unsqueeze(ranks, constant.key_axes)
-    new_ranks = Gather<axis = 1>(ranks, new_slots)
-    query_ranks = Unsqueeze(new_ranks, constant.query_axes)
-    distance = Sub(query_ranks, key_ranks)
-"""
-"""How many tokens, without padding, a key is before each new token."""
-WINDOW = """
-    near_{0} = Less(distance, constant.window_{0})
-    mask_{0} = And(mask, near_{0})
-"""
-EMBEDDED = """
-    tokens = Gather(wte.weight, input_ids)
-    positions = Gather(wpe.weight, position_ids)
-    embedded = Add(tokens, positions)
-"""
-ATTENTION = """
-    .attn.q, .attn.k, .attn.v = Split<axis = -1>(.attn.c_attn.out)
-    .attn.q.split = Reshape(.attn.q, constant.heads)
-    .attn.k.split = Reshape(.attn.k, constant.heads)
-    .attn.v.split = Reshape(.attn.v, constant.heads)
-    .attn.q.heads = Transpose<perm = [0, 2, 1, 3]>(.attn.q.split)
-    .attn.k.heads = Transpose<perm = [0, 2, 1, 3]>(.attn.k.split)
-    .attn.v.heads = Transpose<perm = [0, 2, 1, 3]>(.attn.v.split)
-    present.{n}.key = Concat<axis = 2>(past_key_values.{n}.key, .attn.k.heads)
-    present.{n}.value = Concat<axis = 2>(past_key_values.{n}.value, .attn.v.heads)
-    .attn.scaled = Mul(.attn.q.heads, constant.scale)
-    .attn.turned = Transpose<perm = [0, 1, 3, 2]>(present.{n}.key)
-    .attn.scores = MatMul(.attn.scaled, .attn.turned)
-    .attn.masked = Where({mask}, .attn.scores, constant.lowest)
-    .attn.weights = Softmax<axis = -1>(.attn.masked)
-    .attn.mean = MatMul(.attn.weights, present.{n}.value)
-    .attn.by_token = Transpose<perm = [0, 2, 1, 3]>(.attn.mean)
-    .attn.joined = Reshape(.attn.by_token, constant.joined)
-    .attn.c_proj.out = Linear(.attn.joined)
-    .attended = Add({x}, .attn.c_proj.out)
-"""
-GATE = """
-    .mlp.gate = Add(.mlp.bent, constant.one)
-    .mlp.half = Mul(.mlp.c_fc.out, constant.half)
-    .mlp.active = Mul(.mlp.half, .mlp.gate)
-"""
-GELU_NEW = """
-    .mlp.scaled = Mul(.mlp.c_fc.out, constant.cubic)
-    .mlp.square = Mul(.mlp.scaled, .mlp.c_fc.out)
-    .mlp.factor = Add(.mlp.square, constant.one)
-    .mlp.root = Mul(.mlp.c_fc.out, constant.sqrt_2_pi)
-    .mlp.cubic = Mul(.mlp.root, .mlp.factor)
-    .mlp.bent = Tanh(.mlp.cubic)
-"""
-"""tanh(sqrt(2 / pi) (x + 0.044715 x^3)), factored so that fp16 does not overflow."""
-GELU = ".mlp.ratio = Div(.mlp.c_fc.out, constant.sqrt_2)  .mlp.bent = Erf(.mlp.ratio)"
-SILU = ".mlp.gate = Sigmoid(.mlp.c_fc.out)  .mlp.active = Mul(.mlp.c_fc.out, .mlp.gate)"
-RELU = ".mlp.active = Relu(.mlp.c_fc.out)"
-ACTIVATIONS = {"relu": RELU, "silu": SILU, "gelu": GELU + GATE, "gelu_new": GELU_NEW + GATE}
-PRE = """
-    .ln_1.out = Norm({x})
-    .attn.c_attn.out = Linear(.ln_1.out)
-    ATTENTION
-    .ln_2.out = Norm(.attended)
-    .mlp.c_fc.out = Linear(.ln_2.out)
-    ACTIVATION
-    .mlp.c_proj.out = Linear(.mlp.active)
-    .out = Add(.attended, .mlp.c_proj.out)
-"""
-POST = """
-    .attn.c_attn.out = Linear({x})
-    ATTENTION
-    .ln_1.out = Norm(.attended)
-    .mlp.c_fc.out = Linear(.ln_1.out)
-    ACTIVATION
-    .mlp.c_proj.out = Linear(.mlp.active)
-    .sum = Add(.ln_1.out, .mlp.c_proj.out)
-    .ln_2.out = Norm(.sum)
-"""
-BLOCKS = {"pre": (PRE, ".out"), "post": (POST, ".ln_2.out")}
-"""GPT-2's and GPT-1's block, and its result."""
-LOGITS = """
-    rows = Reshape({x}, constant.rows)
-    logits_of_rows = Gemm<transB = 1>(rows, {matrix})
-    logits_shape = Concat<axis = 0>(ids_shape, constant.vocab_size)
-    logits = Reshape(logits_of_rows, logits_shape)
-"""
-"""Each position's dot product with every row of W, or of the head's matrix."""
-
 
 def write(
     model: GPT,
@@ -178,7 +71,7 @@ def write(
     progress: Callable[[int, int], None] | None = None,
     largest_file: int = LARGEST_FILE,
 ) -> None:
-    """Write `path`; a graph holds no tokenizer, but one that is given must fit the model.
+    """Write `path`; a graph holds no tokenizer.
 
     `precision`: "fp32"; "fp16", also computed in fp16; "bf16", stored so and computed in fp32;
     None: the model's own. Weights of more than `largest_file` bytes go to `<name>_data` beside it.
@@ -186,17 +79,9 @@ def write(
     are not plain GPTs.
     """
     onnx = require_package("onnx", "writing ONNX files")
-    require_package("onnx.parser", "writing ONNX files")
     path, config = Path(path), model.config
     parameters = plain_parameters(model, "an ONNX graph")
     dtype = PRECISIONS[chosen_precision(model, precision, PRECISIONS, "ONNX")]
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; give the name of a file to write")
-    if tokenizer is not None and len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}: "
-            "they do not belong together"
-        )
     tensors = {n: p.detach().T if is_transposed(n) else p.detach() for n, p in parameters.items()}
     n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     require_room(path.parent, n_bytes + (ALIGNMENT + 256) * len(tensors))
@@ -265,10 +150,8 @@ def _field(number: int, n_bytes: int) -> bytes:
 
 def _graph(onnx: Any, config: GPTConfig, dtype: torch.dtype) -> Any:
     """Return the GraphProto of a GPT, without its initializers."""
-    helper, types, declare = onnx.helper, onnx.TensorProto, onnx.helper.make_tensor_value_info
-    is_half = dtype is torch.float16
-    kind = types.FLOAT16 if is_half else types.FLOAT
-    floats = np.dtype(np.float16 if is_half else np.float32)
+    types, declare = onnx.TensorProto, onnx.helper.make_tensor_value_info
+    kind = types.FLOAT16 if dtype is torch.float16 else types.FLOAT
     batch, new, past = "batch_size", "sequence_length", "past_sequence_length"
     both, n_head, width = f"{past} + {new}", config.n_head, config.head_dim
     lengths = {"input_ids": new, "attention_mask": both, "position_ids": new}
@@ -279,70 +162,135 @@ def _graph(onnx: Any, config: GPTConfig, dtype: torch.dtype) -> Any:
             cached = declare(f"past_key_values.{part}", kind, (batch, n_head, past, width))
             inputs.append(cached)
             outputs.append(declare(f"present.{part}", kind, (batch, n_head, both, width)))
-    text = _text(config)
-    if dtype is torch.bfloat16:  # computed in float32
-        casts = (f"{name}.float32 = Cast<to = 1>({name})" for name in shapes(config))
-        text = "\n".join(casts) + re.sub(r"\.(weight|bias)\b", r".\1.float32", text)
-    text = re.sub(r"\b[a-z_]\w*(\.\w+)+", r'"\g<0>"', text)
-    nodes = []
-    for name, value in _constants(config, floats).items():
-        if f'"{CONSTANT}{name}"' in text:
-            array = np.array(value, floats if isinstance(value, float) else np.int64)
-            tensor = onnx.numpy_helper.from_array(array, CONSTANT + name)
-            nodes.append(helper.make_node("Constant", [], [CONSTANT + name], value=tensor))
-    nodes += onnx.parser.parse_graph(f"gpt () => () {{ {text} }}").node
-    for node in nodes:
-        node.name = node.output[0]
-    return helper.make_graph(nodes, "gpt", inputs, outputs)
+    network = _Network(onnx, config, dtype)
+    network.compute_logits()
+    return onnx.helper.make_graph(network.nodes, "gpt", inputs, outputs)
 
 
-def _constants(config: GPTConfig, floats: np.dtype[Any]) -> dict[str, Any]:
-    return {
-        "0": 0,
-        "1": 1,
-        "column": [1],
-        "key_axes": [1, 2],
-        "query_axes": [1, 3],
-        "heads": [0, 0, config.n_head, config.head_dim],
-        "joined": [0, 0, config.n_embd],
-        "rows": [-1, config.n_embd],
-        "vocab_size": [config.vocab_size],
-        "scale": config.head_dim**-0.5,
-        "lowest": float(np.finfo(floats).min),  # finite: padding is no nan
-        "one": 1.0,
-        "half": 0.5,
-        "sqrt_2": math.sqrt(2),
-        "sqrt_2_pi": math.sqrt(2 / math.pi),
-        "cubic": 0.044715,
-        **{f"window_{window}": window for window in config.attention_windows or ()},
-    }
+class _Network:
+    """The nodes of a GPT in the order of computation. Every result is the name of a value."""
 
+    def __init__(self, onnx: Any, config: GPTConfig, dtype: torch.dtype) -> None:
+        self.onnx, self.config = onnx, config
+        self.floats: np.dtype[Any] = np.dtype(np.float16 if dtype is torch.float16 else np.float32)
+        self.stored_as_bf16 = dtype is torch.bfloat16  # computed in float32
+        self.nodes: list[Any] = []
+        self.named: set[str] = set()
 
-def _text(config: GPTConfig) -> str:
-    """Return the nodes in the order of computation."""
-    windows = [config.window(layer) for layer in range(config.n_layer)]
-    banded = sorted({window for window in windows if window is not None})
-    parts = [MASK, DISTANCE if banded else "", *(WINDOW.format(window) for window in banded)]
-    parts.append(EMBEDDED)
-    block, out = BLOCKS[config.norm]
-    block = block.replace("ATTENTION", ATTENTION)
-    block = block.replace("ACTIVATION", ACTIVATIONS[config.activation_function])
-    x = "embedded"
-    for layer, window in enumerate(windows):
-        mask = "mask" if window is None else f"mask_{window}"
-        relative = block.format(n=layer, x=x, mask=mask)
-        parts.append(re.sub(r"(?<!\w)\.(?=\w)", f"h.{layer}.", relative))
-        x = f"h.{layer}{out}"
-    if config.norm == "pre":
-        parts.append(f"ln_f.out = Norm({x})")
-        x = "ln_f.out"
-    parts.append(LOGITS.format(x=x, matrix=EMBEDDING if config.tie_word_embeddings else HEAD))
-    text = "\n".join(parts)
-    options = f"axis = -1, epsilon = {float(config.layer_norm_epsilon)}"
-    norm = rf"\1.out = LayerNormalization<{options}>(\2, \1.weight, \1.bias)"
-    linear = r"\1.product = MatMul(\2, \1.weight)  \1.out = Add(\1.product, \1.bias)"
-    if not config.bias:
-        norm = norm.replace(r", \1.bias", "")
-        linear = r"\1.out = MatMul(\2, \1.weight)"
-    text = re.sub(r"(\S+)\.out = Norm\((\S+)\)", norm, text)
-    return re.sub(r"(\S+)\.out = Linear\((\S+)\)", linear, text)
+    def __call__(self, op: str, *inputs: Any, out: str = "", **attributes: Any) -> str:
+        """Add a node; numbers among its inputs become constants, several outputs are "a b"."""
+        names = [each if isinstance(each, str) else self.constant(each) for each in inputs]
+        out = out or f"{op}_{len(self.nodes)}"
+        outputs = out.split()
+        node = self.onnx.helper.make_node(op, names, outputs, name=outputs[0], **attributes)
+        self.nodes.append(node)
+        return out
+
+    def constant(self, value: float | int | list[int]) -> str:
+        name = f"{CONSTANT}{value}".replace(" ", "")
+        if name not in self.named:
+            array = np.array(value, self.floats if isinstance(value, float) else np.int64)
+            self("Constant", out=name, value=self.onnx.numpy_helper.from_array(array, name))
+            self.named.add(name)
+        return name
+
+    def parameter(self, name: str) -> str:
+        if not self.stored_as_bf16:
+            return name
+        if name not in self.named:
+            self("Cast", name, out=f"{name}.float32", to=self.onnx.TensorProto.FLOAT)
+            self.named.add(name)
+        return f"{name}.float32"
+
+    def compute_logits(self) -> None:
+        config, masks = self.config, self.masks()
+        tokens = self("Gather", self.parameter(EMBEDDING), "input_ids")
+        positions = self("Gather", self.parameter("wpe.weight"), "position_ids")
+        x = self("Add", tokens, positions)
+        block = self.pre_norm_block if config.norm == "pre" else self.post_norm_block
+        for layer in range(config.n_layer):
+            x = block(x, f"h.{layer}", layer, masks[config.window(layer)])
+        if config.norm == "pre":
+            x = self.norm(x, "ln_f")
+        matrix = self.parameter(EMBEDDING if config.tie_word_embeddings else HEAD)
+        rows = self("Gemm", self("Reshape", x, [-1, config.n_embd]), matrix, transB=1)
+        shape = self("Concat", self("Shape", "input_ids"), [config.vocab_size], axis=0)
+        self("Reshape", rows, shape, out="logits")
+
+    def masks(self) -> dict[int | None, str]:
+        """Return, by window, which keys a new token attends to: tokens that are not after it.
+
+        Shape (batch, 1, sequence, past + sequence), bool. A window counts tokens without padding.
+        """
+        n_new = self("Gather", self("Shape", "input_ids"), 1)
+        n_all = self("Gather", self("Shape", "attention_mask"), 1)
+        new_slots = self("Range", self("Sub", n_all, n_new), n_all, 1)
+        is_token = self("Cast", "attention_mask", to=self.onnx.TensorProto.BOOL)
+        slots = self("Range", 0, n_all, 1)
+        causal = self("LessOrEqual", slots, self("Unsqueeze", new_slots, [1]))
+        masks: dict[int | None, str] = {}
+        masks[None] = self("And", self("Unsqueeze", is_token, [1, 2]), causal)
+        windows = {self.config.window(layer) for layer in range(self.config.n_layer)} - {None}
+        if windows:
+            ranks = self("CumSum", "attention_mask", 1)
+            queries = self("Unsqueeze", self("Gather", ranks, new_slots, axis=1), [1, 3])
+            distance = self("Sub", queries, self("Unsqueeze", ranks, [1, 2]))
+            for window in sorted(windows, key=str):
+                masks[window] = self("And", masks[None], self("Less", distance, window))
+        return masks
+
+    def pre_norm_block(self, x: str, name: str, layer: int, mask: str) -> str:
+        x = self("Add", x, self.attention(self.norm(x, f"{name}.ln_1"), layer, mask))
+        return self("Add", x, self.mlp(self.norm(x, f"{name}.ln_2"), f"{name}.mlp"))
+
+    def post_norm_block(self, x: str, name: str, layer: int, mask: str) -> str:
+        x = self.norm(self("Add", x, self.attention(x, layer, mask)), f"{name}.ln_1")
+        return self.norm(self("Add", x, self.mlp(x, f"{name}.mlp")), f"{name}.ln_2")
+
+    def norm(self, x: str, name: str) -> str:
+        kinds = ("weight", "bias") if self.config.bias else ("weight",)
+        inputs = [self.parameter(f"{name}.{kind}") for kind in kinds]
+        return self(
+            "LayerNormalization", x, *inputs, out=f"{name}.out", axis=-1,
+            epsilon=float(self.config.layer_norm_epsilon),
+        )  # fmt: skip
+
+    def linear(self, x: str, name: str) -> str:
+        weight = self.parameter(f"{name}.weight")
+        if not self.config.bias:
+            return self("MatMul", x, weight, out=f"{name}.out")
+        return self("Add", self("MatMul", x, weight), self.parameter(f"{name}.bias"),
+                    out=f"{name}.out")  # fmt: skip
+
+    def attention(self, x: str, layer: int, mask: str) -> str:
+        name, config = f"h.{layer}.attn", self.config
+        qkv = self.linear(x, f"{name}.c_attn")
+        parts = self("Split", qkv, out=f"{name}.q {name}.k {name}.v", axis=-1).split()
+        by_head = [self("Reshape", part, [0, 0, config.n_head, config.head_dim]) for part in parts]
+        q, k, v = (self("Transpose", part, perm=[0, 2, 1, 3]) for part in by_head)
+        past, present = f"past_key_values.{layer}", f"present.{layer}"
+        k = self("Concat", f"{past}.key", k, out=f"{present}.key", axis=2)
+        v = self("Concat", f"{past}.value", v, out=f"{present}.value", axis=2)
+        scaled = self("Mul", q, config.head_dim**-0.5)
+        scores = self("MatMul", scaled, self("Transpose", k, perm=[0, 1, 3, 2]))
+        lowest = float(np.finfo(self.floats).min)  # finite: padding is no nan
+        weights = self("Softmax", self("Where", mask, scores, lowest), axis=-1)
+        mean = self("Transpose", self("MatMul", weights, v), perm=[0, 2, 1, 3])
+        return self.linear(self("Reshape", mean, [0, 0, config.n_embd]), f"{name}.c_proj")
+
+    def mlp(self, x: str, name: str) -> str:
+        x = self.linear(x, f"{name}.c_fc")
+        return self.linear(self.activation(x), f"{name}.c_proj")
+
+    def activation(self, x: str) -> str:
+        name = self.config.activation_function
+        if name == "relu":
+            return self("Relu", x)
+        if name == "silu":
+            return self("Mul", x, self("Sigmoid", x))
+        if name == "gelu":
+            bent = self("Erf", self("Div", x, math.sqrt(2)))
+        else:  # tanh(sqrt(2 / pi) (x + 0.044715 x^3)), factored so that fp16 does not overflow
+            factor = self("Add", self("Mul", self("Mul", x, 0.044715), x), 1.0)
+            bent = self("Tanh", self("Mul", self("Mul", x, math.sqrt(2 / math.pi)), factor))
+        return self("Mul", self("Mul", x, 0.5), self("Add", bent, 1.0))
