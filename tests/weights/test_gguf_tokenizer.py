@@ -120,7 +120,7 @@ DAMAGED = {
     "tokens is missing": {"token_list": None},
     "merges is missing": {"token_merges": None},
     "a type of its own": {"token_types": lambda types: types[:-1]},
-    "twice": {"token_list": lambda tokens: [*tokens[:-1], tokens[0]]},
+    "occurs twice": {"token_list": lambda tokens: [*tokens[:-1], tokens[0]]},
     "empty": {"token_list": lambda tokens: [*tokens[:-1], ""]},
     "'alone' is not of two tokens": {"token_merges": lambda merges: [*merges, "alone"]},
     "'z z' is not of two tokens": {"token_merges": lambda merges: [*merges, "z z"]},

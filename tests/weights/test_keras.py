@@ -587,7 +587,7 @@ CONFIGS = {
         UserError, "holds a OPTBackbone",
     ),
     "a class that is none": ({"class_name": ["x"]}, UserError, "of Keras; only"),
-    "no sizes": ({"config": None}, CorruptInputError, "does not describe a model"),
+    "no sizes": ({"config": None}, CorruptInputError, r"no config\.json of KerasHub"),
     "a dropout of more than all": (
         {"config": {"dropout": 7}}, CorruptInputError, "must be a probability",
     ),

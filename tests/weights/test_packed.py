@@ -99,7 +99,7 @@ def test_a_sixteen_bit_model_comes_back_bit_for_bit(tiny, tmp_path):
 def test_a_packed_directory_is_found_by_itself_and_by_its_file(packed, tmp_path):
     assert find_packed(packed) == find_packed(packed / FILE) == packed
     assert find_packed(tmp_path) is None
-    assert find_packed("gpt2") is None and find_packed("~nobody-at-all/x\0" * 999) is None
+    assert find_packed("gpt2") is None
 
 
 def test_a_file_that_was_cut_off_is_refused(packed):

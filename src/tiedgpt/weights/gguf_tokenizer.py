@@ -15,7 +15,8 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import UserError
+from tiedgpt.files import reading
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer, unlike_gpt2
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.gguf import ARCHITECTURE, ID_KEYS, read_header
@@ -44,32 +45,29 @@ def read_tokenizer(path: Path) -> Tokenizer:
             "that the model was trained with"
         )
     metadata.setdefault(KEYS + "token_type", [NORMAL] * len(metadata.get(KEYS + "tokens") or ()))
-    for key, kind in ARRAYS.items():
-        array = metadata.get(key)
-        if not isinstance(array, list) or not all(type(item) is kind for item in array):
-            raise CorruptInputError(f"{path}: {key} is missing or no array of {kind.__name__}")
-    tokens, lines, types = (metadata[key] for key in ARRAYS)
-    used = [id for id, kind in enumerate(types[: len(tokens)]) if kind != UNUSED]
-    ids = {tokens[id]: id for id in used}
-    if len(types) != len(tokens) or "" in ids or len(ids) < len(used):
-        raise CorruptInputError(
-            f"{path}: each token needs a type of its own, and none may be empty or occur twice"
-        )
-    if not ids.keys() >= set(BYTE_ALPHABET):
-        raise UserError(
-            f"{path}: the vocabulary lacks some of the 256 bytes, so it is not byte-level; use a "
-            "model with a byte-level BPE, as GPT-2's"
-        )
-    merges = [tuple(line.split(" ")) for line in lines]
-    for merge in merges:
-        if len(merge) != 2 or not ids.keys() >= {*merge, "".join(merge)}:
-            raise CorruptInputError(
-                f"{path}: the merge {' '.join(merge)[:80]!r} is not of two tokens into a third"
+    with reading(path, "tokenizer of GGUF"):
+        for key, kind in ARRAYS.items():
+            array = metadata.get(key)
+            if not isinstance(array, list) or not all(type(item) is kind for item in array):
+                raise ValueError(f"{key} is missing or no array of {kind.__name__}")
+        tokens, lines, types = (metadata[key] for key in ARRAYS)
+        used = [id for id, kind in enumerate(types[: len(tokens)]) if kind != UNUSED]
+        ids = {tokens[id]: id for id in used}
+        if len(types) != len(tokens) or "" in ids or len(ids) < len(used):
+            raise ValueError("a token has no type of its own, is empty, or occurs twice")
+        if not ids.keys() >= set(BYTE_ALPHABET):
+            raise UserError(
+                f"{path}: the vocabulary lacks some of the 256 bytes, so it is not byte-level; use "
+                "a model with a byte-level BPE, as GPT-2's"
             )
-    special = {name: metadata[key] for name, key in ID_KEYS.items() if key in metadata}
-    for name, id in special.items():
-        if type(id) is not int or not 0 <= id < len(tokens) or types[id] == UNUSED:
-            raise CorruptInputError(f"{path}: {name}={id!r} is none of its {len(tokens):,} tokens")
+        merges = [tuple(line.split(" ")) for line in lines]
+        for merge in merges:
+            if len(merge) != 2 or not ids.keys() >= {*merge, "".join(merge)}:
+                raise ValueError(f"the merge {' '.join(merge)[:80]!r} is not of two tokens")
+        special = {name: metadata[key] for name, key in ID_KEYS.items() if key in metadata}
+        for name, id in special.items():
+            if type(id) is not int or not 0 <= id < len(tokens) or types[id] == UNUSED:
+                raise ValueError(f"{name}={id!r} is none of its {len(tokens):,} tokens")
     rust = byte_level_tokenizer(models.BPE(vocab=ids, merges=merges))
     control = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)}
     control.update(special.values())
@@ -111,9 +109,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -
         tokens.append(token)
         types.append(kind)
     if len(taken) < len(of_id) or "" in taken:
-        raise UserError(
-            "this tokenizer has an empty token or one under two ids, which llama.cpp does not take"
-        )
+        raise UserError("llama.cpp takes no tokenizer with an empty token or one under two ids")
     writer.add_tokenizer_model(MODEL)
     writer.add_tokenizer_pre(SPLIT)
     writer.add_token_list(tokens)

@@ -292,7 +292,7 @@ def _dropout(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     described = config.get("keras", config)
     if "class_name" not in described:
         return {}
-    try:
+    with reading(Path(source), "config.json of KerasHub"):
         if described["class_name"] == TASK:
             described = described["config"]["backbone"]
         if described["class_name"] != BACKBONE:
@@ -301,8 +301,6 @@ def _dropout(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
                 f"KerasHub's {BACKBONE} and {TASK} are read"
             )
         dropout = described["config"].get("dropout", 0.0)
-    except (KeyError, TypeError, AttributeError):
-        raise CorruptInputError(f"{source}: its config.json does not describe a model") from None
     return dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout)
 
 

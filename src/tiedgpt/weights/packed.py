@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
+from tiedgpt.files import read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
 from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
 from tiedgpt.weights.packed_panels import (
@@ -37,7 +37,7 @@ from tiedgpt.weights.packed_panels import (
     unpack,
 )
 from tiedgpt.weights.safetensors_file import PACKED_FORMAT, SafetensorsFile
-from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"
 FORMAT, VERSION = PACKED_FORMAT, "1"
@@ -126,13 +126,10 @@ def place_of(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def find_packed(source: str | os.PathLike[str]) -> Path | None:
-    """Return the packed directory that a source names, itself or by its file; else None."""
-    try:
-        path = Path(source).expanduser()
-        path = path.parent if path.name == FILE else path
-        return path if (path / FILE).is_file() else None
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL in it
-        return None
+    """Return the packed directory that a path names, itself or by its file; else None."""
+    path = Path(source)
+    path = path.parent if path.name == FILE else path
+    return path if (path / FILE).is_file() else None
 
 
 def open_packed(path: str | os.PathLike[str]) -> PackedModel:
@@ -163,15 +160,13 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
             f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on: pack the "
             "model again"
         )
-    try:
+    with reading(file.path, "packed model"):  # it may be cut off since its header was read
         with file.path.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         raw = np.frombuffer(mapped, np.uint8)
         for name, (shape, dtype) in described.items():
             start, size = entries[name].storage.start, entries[name].n_bytes
             arrays[name] = raw[start : start + size].view(dtype).reshape(shape)
-    except (OSError, ValueError) as error:  # it was replaced or cut off since its header was read
-        raise UserError(f"cannot read {file.path}: {error}") from None
     return PackedModel(config, precision, arrays, file.path, mapped)
 
 
@@ -205,14 +200,13 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
     key, index = place_of(name)
     array = model.arrays[key][index]
     start = array.ctypes.data - np.frombuffer(model.mapped, np.uint8).ctypes.data
-    storage = Storage(str(model.path), start, start + array.nbytes)
     if not key.endswith(".weights"):
-        reader = plain_reader(model.path, start, array.shape[-1], 4)
-        return StoredTensor(name, shape, "float32", 4 * math.prod(shape), storage, reader)
+        tensor = tensor_in_file(model.path, name, array.shape, "float32", start, 4)
+        return replace(tensor, shape=shape, n_bytes=4 * math.prod(shape))
     panels = Panels(array, model.arrays[key.replace("weights", "scales")][index], *shape)
     return StoredTensor(
-        name, shape, f"{model.precision} panels", array.nbytes + panels.scales.nbytes, storage,
-        _unpacking(panels),
+        name, shape, f"{model.precision} panels", array.nbytes + panels.scales.nbytes,
+        Storage(str(model.path), start, start + array.nbytes), _unpacking(panels),
     )  # fmt: skip
 
 
