@@ -119,7 +119,7 @@ def test_other_tokenizers_are_refused_by_name(why, tokenizer, tmp_path):
 DAMAGED = {
     "tokens is missing": {"token_list": None},
     "merges is missing": {"token_merges": None},
-    "a type of its own": {"token_types": lambda types: types[:-1]},
+    "no type of its own": {"token_types": lambda types: types[:-1]},
     "occurs twice": {"token_list": lambda tokens: [*tokens[:-1], tokens[0]]},
     "empty": {"token_list": lambda tokens: [*tokens[:-1], ""]},
     "'alone' is not of two tokens": {"token_merges": lambda merges: [*merges, "alone"]},
