@@ -168,7 +168,7 @@ def test_a_head_padded_to_a_multiple_of_64(tmp_path, filler):
 
     found = judged(rewrite(save(their_gpt2(), tmp_path / "m"), add), "broken", "padded")
     padded = next(f for f in found.findings if f.kind == "padded")
-    assert "31 rows beyond the 97 tokens" in padded.explain
+    assert "31 rows more than the 97 tokens" in padded.title
     assert f"{31 if filler else 0} of them hold numbers other than zero" in padded.explain
     assert found.comparison.equal
 

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -121,8 +122,7 @@ def _print_ledger(ledger: Ledger) -> None:
     lines = ["products: multiply-adds per token with this matrix; a lookup costs none"]
     lines.append(ledger.explain)
     if ledger.left_out:
-        names = ", ".join(ledger.left_out[:3]) + (", ..." if len(ledger.left_out) > 3 else "")
-        lines.append(f"Not parameters, left out: {names}")
+        lines.append(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
     _console().print(table, *lines, sep="\n")
 
 
@@ -176,9 +176,9 @@ def _table(result: Ledger | Audit, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         right = column in ("parameters", "MB", "products")
-        keep = column != columns[0]  # the names fold
-        table.add_column(column, justify="right" if right else "left", no_wrap=keep)
-    table.columns[0].overflow = "fold"
+        names = column == columns[0]
+        side: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(column, justify=side, no_wrap=not names, overflow="fold")
     return table
 
 

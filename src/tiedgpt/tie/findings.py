@@ -32,13 +32,12 @@ TEXTS = {
     "readers may fill the embedding with random numbers. `tiedgpt tie fix` renames it for GPT-2 "
     "and GPT; otherwise rename it yourself.",
     "same storage": "{output} is {input}\n"
-    "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. Learning to "
-    "predict a token also changes how it is read. A count by names counts the matrix twice.",
+    "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. A count by "
+    "names counts it twice.",
     "two parameters on one storage": "{output} and {input} are two Parameters on the same bytes\n"
     "Two Parameter objects hold one {input_size} matrix (load_state_dict(assign=True) does this). "
-    "An optimizer sees two, each with half of the gradient, and steps the matrix twice. A deep "
-    "copy or a move to another device makes two matrices. Share the object: "
-    "tiedgpt.tie.tie(model).",
+    "An optimizer steps the matrix twice, and the next copy or move makes two matrices. Share the "
+    "object: tiedgpt.tie.tie(model).",
     "missing": "an untied head is claimed, and there is one matrix\n"
     "{claim_source}, but {matrix} ({matrix_size}) has no second matrix beside it. Either the claim "
     "is wrong and the one matrix does both (`tiedgpt tie fix` corrects the claim), or the head was "
@@ -51,33 +50,29 @@ TEXTS = {
     "{matrix} ({matrix_size}) reads. The head {why}: it does not multiply with W itself. Merge or "
     "remove that first, then audit again.",
     "not comparable": "{matrix} and the head were not compared\n"
-    "{matrix} ({matrix_size}, {reads}) reads and {heads} predicts. How far apart they are is not "
-    "known here, because at least one of them is quantized, packed, in parts, or without data. "
-    "Audit the file that it was made from.",
+    "{matrix} ({matrix_size}, {reads}) reads and {heads} predicts. One of them is quantized, "
+    "packed, in parts, or without data: audit the file that it was made from.",
     # two matrices
     "shapes": "{output} does not fit {input}\n"
-    "{input} is {input_size} and {output} is {output_size}. Their widths differ, so one cannot be "
-    "the other, straight or transposed. The head belongs to another model, or predicts something "
-    "other than tokens.",
+    "{input} is {input_size} and {output} is {output_size}. Their widths differ: the head belongs "
+    "to another model, or predicts something other than tokens.",
     "equal copies": "{output} is a second copy of {input}\n"
-    "{input} ({input_size}) and {output} ({output_size}) are two tensors and equal in "
-    "all {rows_compared:,} rows that both have. {follows}",
+    "{input} ({input_size}) and {output} ({output_size}) are two tensors, equal in all "
+    "{rows_compared:,} rows that both have. {follows}",
     "drifted": "{output} differs from {input} in {differing_rows:,} of {rows_compared:,} rows\n"
-    "{input} ({input_size}) gives a token's vector when it is read; {output} "
-    "({output_size}) gives the vector that its logit is computed with. They are two "
-    "matrices and differ first at token {first}. {gap}Their cosine is {angle}. {cause}",
+    "{input} ({input_size}) reads; {output} ({output_size}) predicts. They differ first at token "
+    "{first}. {gap}Their cosine is {angle}. {cause}",
     "fresh": "{name} looks freshly initialized\n"
     "The numbers of {name} ({name_size}) have mean {mean:.2g}, standard deviation {std:.3g}, and "
     "cosine {cosine:.3f} with the other matrix: they look like {initialization}, never trained. A "
     "loader that does not find this matrix and makes one up leaves exactly this.",
     "not finite": "{rows:,} rows hold numbers that are not finite\n"
-    "{rows:,} rows hold an infinity or NaN. In a tied matrix such a row spoils both reading and "
-    "predicting.",
+    "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
     # the layout of a matrix, the claim
     "transposed": "{name} is stored transposed\n"
     "{name} is {name_size}: its columns, not its rows, are tokens. {follows}",
     "padded": "{name} has {extra_rows:,} rows more than the {rows:,} {beyond}\n"
-    "{name} is {name_size}: {extra_rows:,} rows beyond the {rows:,} {beyond}. {follows}",
+    "{name} is {name_size}. {follows}",
     "config": "config.json has {key!r}, which nothing reads\n"
     "The key is tie_word_embeddings; {key!r} is ignored, so it changes nothing.",
     "claim: holds": "{holds}\n{claim_source}. The matrices are sound: {verdict}.",

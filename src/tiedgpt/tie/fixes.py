@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.tie.audits import Audit, checkpoint_of, examine
-from tiedgpt.tie.findings import megabytes, size
+from tiedgpt.tie.findings import size
 from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows
@@ -45,16 +45,13 @@ class Repair:
     actions: tuple[str, ...]
     before: Audit
     after: Audit
-    bytes_before: int
-    bytes_after: int
 
     @property
     def explain(self) -> str:
         """What was done, in plain words."""
         return (
             f"{self.source} was {self.before.verdict}; {'; '.join(self.actions)}. "
-            f"{self.dest} is {self.after.verdict}, {megabytes(self.bytes_after)} of weights where "
-            f"there were {megabytes(self.bytes_before)}. The source is untouched."
+            f"{self.dest} is {self.after.verdict}. The source is untouched."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,16 +110,7 @@ def fix(
         for file in _beside(checkpoint):
             shutil.copyfile(file, temporary / file.name)
         after = _audit_copy(temporary, dest, plan, input_name, output_name)
-    weights = [file for file in checkpoint.files if file.suffix != ".json"]
-    return Repair(
-        source=str(checkpoint.source),
-        dest=str(dest),
-        actions=tuple(plan.actions),
-        before=before,
-        after=after,
-        bytes_before=sum(file.stat().st_size for file in weights),
-        bytes_after=(dest / "model.safetensors").stat().st_size,
-    )
+    return Repair(str(checkpoint.source), str(dest), tuple(plan.actions), before, after)
 
 
 # Decide what to write
