@@ -613,7 +613,7 @@ def test_rows_that_are_not_finite_are_refused_and_can_be_pruned(tiny, value, say
 
 def test_a_sample_may_be_lists_of_ids(tiny):
     assert add_tokens(copy.deepcopy(tiny), 3, sample=[[1, 2], [3, 4]]).mass.n_states == 4
-    for wrong in ([[1, 2], [3]], [[1.5]], [1, 2], [[97]], [[-1]], [[]], "text", [[10**30]]):
+    for wrong in ([[1, 2], [3]], [[1.5]], [1, 2], [[100]], [[-1]], [[]], "text", [[10**30]]):
         with pytest.raises(UserError, match=r"\bids\b"):
             add_tokens(tiny, 3, sample=wrong)
     assert tiny.wte.weight.shape == (97, 32)

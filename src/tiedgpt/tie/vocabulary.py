@@ -103,10 +103,8 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
     if n < size:
         return prune(model, range(n))
     tables = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
-    states, mass = _states(model, sample, seed), None
     with _replaced(model, tables, {}):
-        if states is not None:
-            mass = _mass(model, states, size)
+        mass = _mass(model, sample, seed, size)
     change = before.difference(ledger(model))
     return VocabularyReport(size, n, tuple(tables), change, mass)
 
@@ -237,29 +235,20 @@ def _set(model: GPT, name: str, parameter: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _states(model: GPT, sample: Sample, seed: int) -> Tensor | None:
-    """Return hidden states (N, D) at the ids of a sample (B, T); None on the meta device."""
-    size, device = model.config.vocab_size, model.wte.weight.device
+def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> Mass | None:
+    """Measure the probability of all rows from n_old on, after each id of a sample (B, T)."""
+    if model.wte.weight.is_meta:
+        return None
     if sample is None:
         length = min(16, model.config.n_positions)
         shape = (-(-N_STATES // length), length)
-        sample = torch.randint(size, shape, generator=torch.Generator().manual_seed(seed))
+        sample = torch.randint(n_old, shape, generator=torch.Generator().manual_seed(seed))
     try:
-        ids = torch.as_tensor(sample)
+        ids = torch.as_tensor(sample, device=model.wte.weight.device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UserError(f"sample must be rows of equally many ids (B, T): {error}") from None
-    if device.type == "meta":
-        return None
     with inference(model):
-        return model.body(ids.to(device)).flatten(0, 1)
-
-
-@torch.no_grad()
-def _mass(model: GPT, states: Tensor, n_old: int) -> Mass:
-    """Measure the probability of all rows from n_old on, at the states (N, D)."""
-    masses = []
-    with inference(model):
-        for part in states.split(N_STATES):
-            masses.append(model.logits(part).float().softmax(-1)[:, n_old:].sum(-1))
+        parts = model.body(ids).flatten(0, 1).split(N_STATES)  # (N, D)
+        masses = [model.logits(h).float().softmax(-1)[:, n_old:].sum(-1) for h in parts]
     mass, share = torch.cat(masses), 1 - n_old / model.config.vocab_size
     return Mass(float(mass.mean()), float(mass.max()), share, len(mass))
