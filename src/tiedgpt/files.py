@@ -54,7 +54,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno:
             raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from None
         why = " ".join(str(error).split()) or type(error).__name__
-        why = why.encode("unicode_escape").decode()[:200]
+        why = "".join(c if c.isprintable() else repr(c)[1:-1] for c in why[:200])
         raise CorruptInputError(f"{path} is damaged or no {what}: {why}") from None
 
 
