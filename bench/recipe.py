@@ -39,16 +39,14 @@ from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
 from tiedgpt.train.events import Ended, Evaluated, Stepped
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import make_plan, training_device
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import Plan, make_plan, training_device
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.sizes import SIZES
+from tiedgpt.train.sources import open_sources, prepare
 from tiedgpt.train.step import train_step
+from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.trainer import Trainer
 
 MOST_EPOCHS = 4
 POINTS = 20
@@ -101,7 +99,7 @@ def trained(task: LanguageModelling, plan: Plan, share: float, scratch: str) -> 
     made = Run(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         try:
-            for event in train(RunDirectory(Path(place)), task, plan, training_device()):
+            for event in Trainer(RunDirectory(Path(place)), task, plan, training_device()).run():
                 match event:
                     case Stepped():
                         made.seconds += (event.units - made.tokens) / event.units_per_second

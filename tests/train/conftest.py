@@ -10,6 +10,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan, record
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.trainer import Trainer
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
 
@@ -81,6 +82,11 @@ def whole(ready) -> Path:
     run = shutil.copytree(ready, ready.with_name("whole"))
     assert Command(run, fault=Fault(None)).wait() == 0
     return run
+
+
+def train(*arguments, **options):
+    """Return the events of a training, as they happen."""
+    return Trainer(*arguments, **options).run()
 
 
 CPU = torch.device("cpu")

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import CPU, TEXT
+from tests.train.conftest import CPU, TEXT, train
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.train.card import command, model_card
 from tiedgpt.train.history import history, read_history
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.save import OUR_CARD
 
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w])")

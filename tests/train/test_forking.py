@@ -37,13 +37,13 @@ def test_other_options_are_refused_field_by_field_and_fork_is_named(one, capsys)
 
 def test_a_fork_begins_with_weights_and_optimizer_and_anew_with_the_steps(one, monkeypatch):
     command = ["train", one, "--fork", "one", "--steps", "4", "--lr", "1e-4", "--out", "two"]
-    from tiedgpt.train import loop
+    from tiedgpt.train import trainer
 
-    train_step = loop.train_step
+    train_step = trainer.train_step
     with monkeypatch.context() as patch:  # killed before its first step
-        patch.setattr(loop, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(trainer, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main([*command, "--dtype", "fp32"]) == 75
-    assert loop.train_step is train_step
+    assert trainer.train_step is train_step
     begun, there = checkpoint("two", 0), checkpoint("one", -1)
     assert begun.name == "step-000000" and there.name == "step-000006"
     for file in ("model", "optimizer"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import CPU
-from tests.train.test_loop import metrics
+from tests.train.conftest import CPU, train
+from tests.train.test_trainer import metrics
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.heads import (
@@ -23,12 +23,11 @@ from tiedgpt.heads import (
 )
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Ended, Evaluated, Stepped
-from tiedgpt.train.exercises import EXERCISES
-from tiedgpt.train.labelled import Labelled, LabelScore, read_examples
-from tiedgpt.train.loop import train
 from tiedgpt.train.optim import parameter_groups
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
+from tiedgpt.train.tasks import LABELLED
+from tiedgpt.train.tasks.labelled import LabelScore, read_examples
 
 ANIMALS, THINGS = ("cat", "dog", "cow", "owl"), ("cup", "hat", "box", "pen")
 
@@ -57,17 +56,14 @@ def make(tmp_path):
     def made(task, plan, name="run", *, n=240, **sizes):
         file = tmp_path / f"{task}.jsonl"
         file.write_text("".join(json.dumps(record(task, k)) + "\n" for k in range(n)))
-        exercise = EXERCISES[task]()
-        examples = read_examples(exercise, [str(file)])
-        texts = [
-            t for line in examples.train + examples.held_out for t in exercise.texts(line.example)
-        ]
+        examples = read_examples(LABELLED[task], [str(file)])
+        texts = [text for each in examples.train + examples.held_out for text in each.texts]
         tokenizer = Tokenizer.characters(texts)
         shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
         config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
         run = RunDirectory(tmp_path / name)
         run.path.mkdir(exist_ok=True)
-        return run, Labelled(exercise, examples, config, tokenizer)
+        return run, LABELLED[task](examples, config, tokenizer)
 
     return made
 
@@ -80,7 +76,7 @@ def run_all(run, task, plan, stop_after=None):
     return events
 
 
-@pytest.mark.parametrize("task", EXERCISES)
+@pytest.mark.parametrize("task", LABELLED)
 def test_a_small_problem_is_learned_to_more_than_95_percent(make, plan, task):
     steps = 240 if task == "choose" else 120  # which word of two fits: neither tells it alone
     plan = dataclasses.replace(plan, steps=steps, batch_size=16, micro_batch=16, eval_every=100)
@@ -115,7 +111,7 @@ def test_the_published_finder_finds_what_was_asked_for(make, plan):
     assert tokenizer.decode(ids[0, first : last + 1].tolist()) == "dog"
 
 
-@pytest.mark.parametrize("task", EXERCISES)
+@pytest.mark.parametrize("task", LABELLED)
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan, task):
     plan = dataclasses.replace(plan, steps=7, save_every=3, micro_batch=3)
     dropout = {"embd_pdrop": 0.2, "resid_pdrop": 0.2}
@@ -133,7 +129,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan
         assert (whole.model / file).read_bytes() == (parts.model / file).read_bytes()
 
 
-@pytest.mark.parametrize("task", EXERCISES)
+@pytest.mark.parametrize("task", LABELLED)
 def test_parts_of_a_batch_add_up_to_its_gradient(make, plan, task):
     _, labelled = make(task, plan, n=30)
     plan = dataclasses.replace(plan, batch_size=7)
@@ -164,11 +160,11 @@ def test_an_epoch_visits_every_example_once(make, plan):
 
 
 def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, plan):
-    for task in EXERCISES:
+    for task in LABELLED:
         _, labelled = make(task, plan, n=70)
         model = labelled.build()
         rows = [row for _, row in labelled.held_out]
-        arrays = labelled.exercise.collate(rows)
+        arrays = labelled.collate(rows)
         whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
         model.train()
         score = labelled.evaluate(model, dataclasses.replace(plan, micro_batch=2))
@@ -191,9 +187,8 @@ def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
 
 def test_examples_that_do_not_fit_are_left_out_and_counted(make, plan):
     _, labelled = make("answer", plan, n=60, n_positions=48)
-    short = Labelled(
-        labelled.exercise, labelled.examples, labelled.config, labelled.tokenizer, context=12
-    )
+    kind = type(labelled)
+    short = kind(labelled.examples, labelled.config, labelled.tokenizer, context=12)
     assert any("left out" in note and "12 tokens" in note for note in short.notes)
     assert any("cut" in note for note in short.notes)
     assert len(short.train) < len(labelled.train)
@@ -205,7 +200,7 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(make, plan):
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for task in EXERCISES:
+    for task in LABELLED:
         lines = "".join(json.dumps(record(task, k)) + "\n" for k in range(80))
         Path(f"{task}.jsonl").write_text(lines)
     text = "".join(record("classify", k)["text"] + ", it lives\n" for k in range(400))
@@ -216,7 +211,7 @@ def files(tmp_path, monkeypatch) -> Path:
 QUICK = ["--size", "tiny", "--context", "40", "--batch-size", "4", "--steps", "3"]
 
 
-@pytest.mark.parametrize("task", EXERCISES)
+@pytest.mark.parametrize("task", LABELLED)
 def test_train_a_head_from_the_command_line(files, capfd, task):
     command = ["train", f"{task}.jsonl", "--task", task, *QUICK, "--tokenizer", "char"]
     assert main(command) == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tests.train.trials import SERVER, left, metrics
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.train import run as train_command
@@ -21,14 +21,12 @@ from tiedgpt.heads import SequenceClassifier
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import objective as objective_module
 from tiedgpt.train.events import Ended, Stepped
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.parallel import World, joined, launched
+from tiedgpt.train.parallel import Shards, World, joined, launched
 from tiedgpt.train.plan import Plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.sharding import Shards
 from tiedgpt.train.step import train_step
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 PLAN = Plan(

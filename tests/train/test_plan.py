@@ -4,15 +4,12 @@ import tomllib
 import pytest
 
 from tests.train.conftest import CPU
-from tiedgpt import GPTConfig
 from tiedgpt.data import Counts, EncodedCorpus
-from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import record, recorded
-from tiedgpt.train.planning import make_plan, require_memory
+from tiedgpt.errors import UserError
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import make_plan, record, recorded
 from tiedgpt.train.run_directory import toml
-from tiedgpt.train.sizes import SIZES
+from tiedgpt.train.tasks.language import LanguageModelling
 
 
 def test_every_size_is_a_possible_model():
@@ -64,19 +61,6 @@ def test_text_shorter_than_the_context_is_refused_with_both_numbers(
     task.encoded = EncodedCorpus(run.data, Counts(tokens=train), Counts(tokens=val))
     with pytest.raises(UserError, match=says):
         task.require_enough()
-
-
-def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic():
-    with pytest.raises(NoRoomError, match=r"174,604,259,328 parameters need 2,793\.7 GB"):
-        require_memory(GPTConfig.preset("gpt3-175b"), CPU)
-
-
-def test_a_batch_that_cannot_fit_is_refused_before_it_is_read():
-    with pytest.raises(NoRoomError, match="--micro-batch"):
-        require_memory(GPTConfig.preset("gpt2"), CPU, batch_size=10**12, micro_batch=1)
-    with pytest.raises(NoRoomError, match="--micro-batch"):
-        require_memory(GPTConfig.preset("gpt2"), CPU, batch_size=10**6, micro_batch=10**6)
-    require_memory(GPTConfig.preset("gpt2"), CPU, batch_size=512, micro_batch=1)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ import shutil
 
 import pytest
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tests.train.trials import Command, metrics
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Stepped
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
+from tiedgpt.train.tasks.language import LanguageModelling
 
 ARGUMENTS = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),

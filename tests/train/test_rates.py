@@ -9,8 +9,8 @@ import torch
 from tests.train.conftest import CPU
 from tiedgpt.cli.find_rate import show
 from tiedgpt.errors import UserError
-from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.rates import BELOW_LOWEST, HIGHEST, LOWEST, Sweep, sweep
+from tiedgpt.train.tasks.language import LanguageModelling
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from tests.train.trials import SERVER
 from tiedgpt.cli import verify_resume as verb
 from tiedgpt.errors import CheckFailedError, UserError
-from tiedgpt.train.rehearsal import Compared, rehearse
+from tiedgpt.train.rehearsal import rehearse
 
 
 @pytest.mark.timeout(200)
@@ -16,9 +16,9 @@ def test_a_killed_and_resumed_run_is_proven_equal_to_an_unbroken_one_whatever_ch
     said = []
     on_the_way = {"untie_at": 0.5, "batch_warmup": 0.5, "length_warmup": 0.5, "schedule": "wsd"}
     asked = dataclasses.replace(options, dropout=0.1, context=64, **on_the_way)
-    found = rehearse(asked, tmp_path / "run", said.append)
-    assert found.equal
-    assert set(found.unbroken) == {
+    unbroken, resumed = rehearse(asked, tmp_path / "run", said.append)
+    assert unbroken == resumed
+    assert set(unbroken) == {
         "model.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl",
     }  # fmt: skip
     assert any("SIGKILL" in line for line in said)
@@ -26,10 +26,9 @@ def test_a_killed_and_resumed_run_is_proven_equal_to_an_unbroken_one_whatever_ch
 
 
 def test_a_difference_is_a_failed_check_that_names_the_file(options, tmp_path, monkeypatch, capsys):
-    unlike = Compared({"state.json": "ab", "model.safetensors": "1"}, {"state.json": "ab"} | {
-        "model.safetensors": "2"
-    })  # fmt: skip
-    monkeypatch.setattr("tiedgpt.train.rehearsal.rehearse", lambda *_: unlike)
+    one = {"state.json": "ab", "model.safetensors": "1"}
+    other = one | {"model.safetensors": "2"}
+    monkeypatch.setattr("tiedgpt.train.rehearsal.rehearse", lambda *_: (one, other))
     with pytest.raises(CheckFailedError, match=r"differs .* in model\.safetensors:") as error:
         verb.verify_resume(options, tmp_path / "run")
     assert error.value.exit_code == 6

@@ -6,20 +6,18 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tests.train.trials import metrics
 from tiedgpt.data import Batches
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped
 from tiedgpt.train.history import read_history
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import make_plan
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import make_plan
 from tiedgpt.train.rates import sweep
 from tiedgpt.train.schedule import Growth, learning_rate, transferred_rate
-from tiedgpt.train.sizes import SIZES
+from tiedgpt.train.tasks.language import LanguageModelling
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
@@ -78,8 +76,8 @@ def test_shares_of_the_steps_become_steps_in_the_plan(options, config, new_run):
     [
         ({"cooldown": 0.2}, "--schedule wsd"),
         ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "more than all steps"),
-        ({"batch_warmup": 1.5}, "--batch-warmup 1.5"),
-        ({"untie_at": 1.0}, "--untie-at 1.0"),
+        ({"batch_warmup": 1.5}, "--batch-warmup must be .* 1.5"),
+        ({"untie_at": 1.0}, "--untie-at must be .* 1.0"),
         ({"task": "classify", "data": ("x",), "batch_warmup": 0.1}, "--batch-warmup .* --task lm"),
         ({"task": "classify", "data": ("x",), "length_warmup": 0.1}, "--length-warmup .* lm"),
         ({"task": "classify", "data": ("x",), "untie_at": 0.5}, "--untie-at 0.5 is for --task lm"),
@@ -181,7 +179,7 @@ def test_a_sweep_over_rates_is_on_whole_batches(new_run, config, plan, growing):
 
 
 def test_minutes_are_filled_where_the_first_steps_are_small(new_run, config, options, monkeypatch):
-    monkeypatch.setattr("tiedgpt.train.planning.measured_steps", lambda *_: 1000)
+    monkeypatch.setattr("tiedgpt.train.plan.measured_steps", lambda *_: 1000)
     run, tokenizer = new_run()
     task = LanguageModelling(run, config, tokenizer)
     asked = dataclasses.replace(options, steps=None, minutes=1.0)

@@ -7,11 +7,10 @@ import types
 
 import pytest
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tracking import TRACKERS, Tracking, open_tracker, parts
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tests.train.trials import metrics
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
@@ -19,10 +19,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.train.card import command
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped, Untied
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
-from tiedgpt.train.planning import make_plan
+from tiedgpt.train.plan import make_plan
 from tiedgpt.train.step import train_step
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.untying import arranged, untie_in_training
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 

@@ -7,7 +7,6 @@ import builtins
 import errno
 import hashlib
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -20,15 +19,14 @@ import torch._dynamo  # which the optimizers import when they are made
 
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
-import tiedgpt.train.planning
-import tiedgpt.train.prepare
+import tiedgpt.train.plan
+import tiedgpt.train.sources
+from tests.train.conftest import train
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.checkpoint import checkpoints, verify
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
-from tiedgpt.train.measures import of_the_machine
+from tiedgpt.train import rehearsal
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.tasks.language import LanguageModelling
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
@@ -184,18 +182,13 @@ class _Watched:
 
 def left(run: Path) -> dict[str, str]:
     """Return sums of everything that a run left, without what tells of machine and moment."""
-    newest = checkpoints(run / "checkpoints")[-1]
-    verify(newest)
-    files = [*newest.iterdir(), *(run / "model").glob("*.safetensors"), *(run / "data").iterdir()]
+    files = [*(run / "model").glob("*.safetensors"), *(run / "data").iterdir()]
     files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
-    sums = {
-        str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(files)
-        if file.name != "manifest.json"
+    sums = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
+    return rehearsal.left(run) | {
+        name: hashlib.sha256(data).hexdigest() for name, data in sums.items()
     }
-    return sums | {"metrics": metrics(run)}
 
 
 def metrics(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
+    return rehearsal.repeatable_metrics(run)

@@ -23,9 +23,8 @@ from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.schedule import Growth
-from tiedgpt.train.sizes import SIZES
 
 if TYPE_CHECKING:
     from tiedgpt.train.run_directory import RunDirectory

@@ -68,7 +68,7 @@ def _torch_report() -> dict[str, Any]:
     import torch
 
     from tiedgpt.core.config import GPTConfig
-    from tiedgpt.train.planning import faster_dtype, training_device
+    from tiedgpt.train.plan import faster_dtype, training_device
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

@@ -28,10 +28,10 @@ def find_rate(options: TrainOptions) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from tiedgpt.train.planning import make_plan, training_device
-    from tiedgpt.train.prepare import open_sources, prepare
+    from tiedgpt.train.plan import make_plan, training_device
     from tiedgpt.train.rates import STEPS, sweep
     from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.sources import open_sources, prepare
 
     device = training_device()
     columns = TextColumn("{task.description}"), BarColumn()

@@ -20,15 +20,15 @@ from tiedgpt.cli.training_words import changes, labelled, next_steps, parameters
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
 from tiedgpt.infer import Engine
-from tiedgpt.train.compiling import decide
+from tiedgpt.train.blocks import decide
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
-from tiedgpt.train.labelled import Labelled, LabelScore
-from tiedgpt.train.language import LanguageModelling
+from tiedgpt.train.memory import memory_line
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import memory_line
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.tasks.labelled import Labelled, LabelScore
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
@@ -130,7 +130,7 @@ class Display:
         """Return what predicts, in a line."""
         if isinstance(task, LanguageModelling):
             return parameters(task.config)
-        head = task.exercise.head_class.__name__
+        head = task.head_class.__name__
         return f"{task.config.parameter_count():,} parameters, and a {head} on its states"
 
     @contextlib.contextmanager

@@ -23,8 +23,8 @@ from tiedgpt.train.tracking import TrackerName
 if TYPE_CHECKING:
     from tiedgpt.train.parallel import Parallel, World
     from tiedgpt.train.plan import Plan
-    from tiedgpt.train.prepare import Prepared
     from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.sources import Prepared
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -110,7 +110,7 @@ def train_run(
     `before_data` is called before a fresh run's data are prepared, and may put them there.
     """
     from tiedgpt.train.parallel import joined
-    from tiedgpt.train.planning import training_device
+    from tiedgpt.train.plan import training_device
 
     with joined(parallel, training_device()) as world:
         return _train_in(
@@ -130,13 +130,11 @@ def _train_in(
 ) -> int:
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.events import Ended
-    from tiedgpt.train.forking import fork_options
-    from tiedgpt.train.loop import train
-    from tiedgpt.train.plan import record, recorded
-    from tiedgpt.train.planning import make_plan
-    from tiedgpt.train.prepare import open_sources, prepare
+    from tiedgpt.train.plan import make_plan, record, recorded
     from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.sources import fork_options, open_sources, prepare
     from tiedgpt.train.tracking import Tracking, open_tracker
+    from tiedgpt.train.trainer import Trainer
 
     directory = RunDirectory(out)
     display = Display(out, command=command, silent=not world.leads)
@@ -162,7 +160,7 @@ def _train_in(
         if tables and directory.finished():
             display.say(f"{out} finished already; generate from it, or train in another --out")
             return None
-        asked = options if options.fork is None else fork_options(options, tables)
+        asked = fork_options(options, tables)
         if before_data is not None and not tables:
             before_data(directory)
         with display.encoding() as progress:
@@ -193,7 +191,7 @@ def _train_in(
                     Tracking(track, tracker, out, tables, warn=display.say)
                 )
             fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
-            for event in train(
+            trainer = Trainer(
                 directory,
                 task,
                 plan,
@@ -202,7 +200,8 @@ def _train_in(
                 stop_requested=stop.requested,
                 track=tracking.log if tracking is not None else None,
                 world=world,
-            ):
+            )
+            for event in trainer.run():
                 display.event(event)
                 if isinstance(event, Ended):
                     ended = event

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
-from tiedgpt.train.labelled import Labelled, LabelScore
-from tiedgpt.train.language import LanguageModelling
 from tiedgpt.train.plan import Plan
+from tiedgpt.train.tasks.labelled import Labelled, LabelScore
+from tiedgpt.train.tasks.language import LanguageModelling
 
 SHOWN_LABELS = 6
 
@@ -55,15 +55,15 @@ def labelled(names: tuple[str, ...]) -> str:
 
 def next_steps(task: Labelled, model: Path) -> str:
     """Return how the head is used, in Python."""
-    head = task.exercise.head_class
+    head = task.head_class
     theirs = head.class_in_transformers(task.config)
     loads = f", which transformers loads too, as {theirs}" if theirs else ""
-    names = (head.__name__, *(name for name in ("best_spans", "pad") if name in task.exercise.use))
+    names = (head.__name__, *(name for name in ("best_spans", "pad") if name in task.use))
     return (
         f"saved in {model}{loads}\n\nnext, in Python:\n"
         "  from tiedgpt import Tokenizer\n"
         f"  from tiedgpt.heads import {', '.join(names)}\n"
         f"  head = {head.__name__}.from_pretrained({str(model)!r})\n"
         f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
-        f"  {task.exercise.use}"
+        f"  {task.use}"
     )

@@ -16,12 +16,12 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
     """
     from tiedgpt.train.rehearsal import rehearse
 
-    found = rehearse(options, out, lambda line: print(line, file=sys.stderr))
-    for name, digest in found.unbroken.items():
-        same = found.resumed[name] == digest
-        print(f"{name:<22} {digest[:16]} {'=' if same else '!='} {found.resumed[name][:16]}")
-    if not found.equal:
-        unlike = [n for n, digest in found.unbroken.items() if found.resumed[n] != digest]
+    unbroken, resumed = rehearse(options, out, lambda line: print(line, file=sys.stderr))
+    unlike = [name for name, digest in unbroken.items() if resumed[name] != digest]
+    for name, digest in unbroken.items():
+        same = "!=" if name in unlike else "="
+        print(f"{name:<22} {digest[:16]} {same} {resumed[name][:16]}")
+    if unlike:
         raise CheckFailedError(
             f"a resumed run differs from an unbroken one in {', '.join(unlike)}: the products are "
             "not repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"

@@ -1,13 +1,14 @@
-"""The mean loss over a text, also per byte of it, so that vocabularies can be compared."""
+"""Scoring of held-out data: the loop that every evaluation runs, and what it says of a text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
@@ -26,6 +27,32 @@ class Score:
 
 
 @torch.no_grad()
+def totals(
+    model: nn.Module,
+    batches: Iterable[Sequence[np.ndarray]],
+    measure: Callable[[tuple[Tensor, ...]], Sequence[float]],
+    *,
+    autocast: torch.dtype | None = None,
+) -> list[float]:
+    """Add up what `measure` returns of each batch, with the model in evaluation mode.
+
+    `measure` gets the batch as tensors on the model's device. The model is put back into training
+    mode if it was in it.
+    """
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    total = np.zeros(1)
+    try:
+        for arrays in batches:
+            batch = tuple(torch.from_numpy(array).to(device) for array in arrays)
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                total = total + np.array(measure(batch), np.float64)
+    finally:
+        model.train(training)
+    return [float(value) for value in total]
+
+
 def score(
     model: GPT,
     batches: Iterable[tuple[np.ndarray, np.ndarray]],
@@ -35,24 +62,14 @@ def score(
 ) -> Score:
     """Score batches of (ids, targets), each (B, T), targets of -100 not counted.
 
-    `byte_lengths` (V,) gives the bytes of text that each token stands for. The model is put back
-    into training mode if it was in it.
+    `byte_lengths` (V,) gives the bytes of text that each token stands for.
     """
-    device = model.wte.weight.device
-    training = model.training
-    model.eval()
-    nats, tokens, n_bytes = 0.0, 0, 0
-    try:
-        for ids, targets in batches:
-            counted = targets != IGNORED
-            n = int(counted.sum())
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                loss = model.loss(
-                    torch.from_numpy(ids).to(device), torch.from_numpy(targets).to(device)
-                )
-            nats += float(loss) * n
-            tokens += n
-            n_bytes += int(byte_lengths[targets[counted]].sum())
-    finally:
-        model.train(training)
-    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1), tokens)
+
+    def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:
+        ids, targets = batch
+        counted = targets[targets != IGNORED].cpu().numpy()
+        loss = float(model.loss(ids, targets))
+        return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
+
+    nats, tokens, n_bytes = totals(model, batches, measure, autocast=autocast)
+    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1), int(tokens))

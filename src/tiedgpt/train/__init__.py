@@ -1,6 +1,6 @@
-"""Training: the plan, the loop, and a state that survives.
+"""Training: the plan, the trainer, and a state that survives.
 
-`fast_training` is imported when it is first used.
+The public names are imported when they are first used.
 """
 
 from importlib import import_module
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiedgpt.train.fast import fast_training
+    from tiedgpt.train.trainer import Trainer
 
-__all__ = ["fast_training"]
+__all__ = ["Trainer", "fast_training"]
+_PLACES = {"Trainer": "tiedgpt.train.trainer", "fast_training": "tiedgpt.train.fast"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "fast_training":
+    if name not in _PLACES:
         raise AttributeError(f"module 'tiedgpt.train' has no attribute {name!r}")
-    return import_module("tiedgpt.train.fast").fast_training
+    return getattr(import_module(_PLACES[name]), name)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
-from tiedgpt.train.parallel import World
-from tiedgpt.train.sharding import laid_out_like
+from tiedgpt.train.parallel import World, laid_out_like
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 

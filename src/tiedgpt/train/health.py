@@ -6,11 +6,18 @@ does: how many were skipped of late, whether the loss runs away, which weights v
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from tiedgpt.errors import CorruptInputError, DivergedError
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.step import train_step
+from tiedgpt.train.task import Arrays, Model
 
 SKIPS_AMONG = 200
 """The limit of skipped steps is counted among so many."""
@@ -90,3 +97,41 @@ class Health:
         norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN:])
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN:])
         return f"losses before: {losses}; gradient norms before: {norms}"
+
+
+def first_not_finite(model: Model, batch: Arrays, plan: Plan) -> str:
+    """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
+    for name, parameter in model.named_parameters():
+        if n := _not_finite(parameter):
+            return f"first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
+    found: list[str] = []
+
+    def look(what: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and (n := _not_finite(tensor)):
+            found.append(f"{what} ({n:,} of {tensor.numel():,})")
+
+    def watch_output(name: str, module: nn.Module) -> Any:
+        return module.register_forward_hook(
+            lambda _module, _inputs, output: look(f"the output of {name}", output)
+        )
+
+    def watch_gradient(name: str, parameter: nn.Parameter) -> Any:
+        return parameter.register_post_accumulate_grad_hook(
+            lambda held: look(f"the gradient of {name}", held.grad)
+        )
+
+    handles = [watch_output(name, module) for name, module in model.named_modules() if name]
+    handles += [watch_gradient(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    try:
+        with contextlib.suppress(DivergedError):
+            train_step(model, [], batch, plan)
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return f"first not finite: {found[0]}" if found else ""
+
+
+@torch.no_grad()
+def _not_finite(tensor: Tensor) -> int:
+    return int(tensor.numel() - tensor.isfinite().sum())

@@ -1,4 +1,8 @@
-"""How much memory training takes, by formula: what stays, and what a part of a batch adds."""
+"""How much memory training takes, by formula: what stays, and what a part of a batch adds.
+
+It is asked before anything is built: a CPU that runs out of memory raises no error, the system ends
+the process.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ import ctypes
 import os
 import re
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import UserError
+from tiedgpt.errors import NoRoomError, UserError
 
 if TYPE_CHECKING:
     import torch
+
+    from tiedgpt.train.parallel import World
+    from tiedgpt.train.plan import Plan
 
 CHUNK_BYTES = 50 << 20
 """Of logits, as `core/loss.py` has it."""
@@ -59,6 +66,17 @@ def taken(device: torch.device) -> int:
         return 0
 
 
+def free(device: torch.device) -> int | None:
+    """Return the free bytes of a device, or None where the system does not tell."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    from tiedgpt.infer.room import free_memory
+
+    return free_memory()
+
+
 def return_memory_at_once() -> None:
     """Let glibc give back freed tensors of a megabyte and more at once, where it is the C library.
 
@@ -70,29 +88,13 @@ def return_memory_at_once() -> None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
-@dataclass(frozen=True)
-class Needed:
-    """Bytes that training takes at its peak; the allocator may take more."""
+class Needed(NamedTuple):
+    """Bytes that a process takes at its peak; the allocator may take more."""
 
-    weights: int
-    gradients: int
-    moments: int
-    activations: int
-    """Of the sequences that are computed at a time, beyond the gradients that take their place."""
-    loss: int
-    """Logits of a chunk, and the gradients that the loss has ready before backward."""
-    batch: int
-    """Ids and targets of a step, as read and as moved to the device."""
-
-    @property
-    def lasting(self) -> int:
-        """What does not depend on the batch."""
-        return self.weights + self.gradients + self.moments
-
-    @property
-    def passing(self) -> int:
-        """What a batch adds."""
-        return self.activations + self.loss + self.batch
+    lasting: int
+    """Weights, gradients and the optimizer's moments."""
+    passing: int
+    """What a batch adds: activations, logits of a chunk, gradients of the loss, the batch."""
 
     @property
     def total(self) -> int:
@@ -100,23 +102,11 @@ class Needed:
         return self.lasting + self.passing
 
 
-def needed(
-    config: GPTConfig,
-    *,
-    batch_size: int,
-    micro_batch: int,
-    row_tokens: int,
-    dtype: str,
-    device: str = "cpu",
-    recompute: str = "off",
-    optimizer: str = "adamw",
-    processes: int = 1,
-    holders: int = 1,
-) -> Needed:
-    """Estimate the peak; `dtype` is that of the products, `optimizer` that of blocks' matrices.
+def needed(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> Needed:
+    """Estimate the peak of training rows of at most `row_tokens` tokens.
 
-    Of several `processes` it is that of each: it reads the whole batch, computes its share, and has
-    one part in `holders` of what lasts, or, as DDP, all of it and the gradients twice.
+    Of several processes it is that of each: it reads the whole batch, computes its share, and has
+    one part in `world.holders` of what lasts, or, as DDP, all of it and the gradients twice.
 
     Attention with dropout holds its T x T matrices on a CPU; a GPU's kernels do not.
 
@@ -124,32 +114,74 @@ def needed(
     shapes on a CPU, with `LATER` and freed memory given back: of those it is from 8 % too low to
     26 % too high. Several processes were not measured.
     """
-    parameters = config.parameter_count()
-    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
-    wide, of_width, of_inner = dtype == "fp32", *KEPT["fp32" if dtype == "fp32" else "bf16"]
-    rows = micro_batch * row_tokens
+    if plan.untie_at is not None:
+        config = replace(config, tie_word_embeddings=False)  # as it will be
+    on_cpu, wide = world.device.type == "cpu", plan.dtype == "fp32"
+    of_width, of_inner = KEPT["fp32" if wide else "bf16"]
     position = of_width * config.n_embd + of_inner * config.inner_dim
     if config.attn_pdrop or config.resid_pdrop:
         masks, pairs = DROPPED
         position += masks * config.n_embd
-        if config.attn_pdrop and device == "cpu":
+        if config.attn_pdrop and on_cpu:
             position += pairs * config.n_head * row_tokens
-    elif device == "cpu" and not wide and row_tokens <= WEIGHTS_UP_TO:
+    elif on_cpu and not wide and row_tokens <= WEIGHTS_UP_TO:
         position += WEIGHTS * config.n_head * (row_tokens + WEIGHTS_BLOCK) // 2
     blocks = position * config.n_layer
-    if recompute == "blocks":
+    if plan.recompute == "blocks":
         blocks = STATE * config.n_embd * config.n_layer + position + of_inner * config.inner_dim
-    matrix = 4 * config.vocab_size * config.n_embd
+
+    parameters = config.parameter_count()
+    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
+    moments = 8 * parameters - (4 * in_matrices if plan.optimizer == "muon" else 0)
+    gradients = 4 * parameters * (2 if world.size > world.holders else 1)
+    rows = plan.micro_batch * row_tokens
     logits = min(CHUNK_BYTES, rows * config.vocab_size * (4 if wide else 2))
-    kept = rows * blocks
-    copies = 2 if processes > holders else 1
-    share = -(-batch_size // processes)
-    in_parts = micro_batch < share  # W's gradient of a part, beside the sum of those before
+    activations, loss = rows * blocks, logits + STATE * config.n_embd * rows
+    if plan.micro_batch < world.share(plan.batch_size):
+        loss += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
+    else:
+        activations = max(0, activations - 4 * in_matrices)  # gradients take their place
     return Needed(
-        weights=4 * parameters // holders,
-        gradients=copies * 4 * parameters // holders,
-        moments=(8 * parameters - (4 * in_matrices if optimizer == "muon" else 0)) // holders,
-        activations=kept if in_parts else max(0, kept - 4 * in_matrices),
-        loss=logits + STATE * config.n_embd * rows + (matrix if in_parts else 0),
-        batch=4 * 8 * batch_size * row_tokens,
+        lasting=(4 * parameters + gradients + moments) // world.holders,
+        passing=activations + loss + 4 * 8 * plan.batch_size * row_tokens,
+    )
+
+
+def require_memory(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> None:
+    """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory."""
+    device = world.device
+    room, has, ways = free(device), "free", ["a smaller --batch-size or --micro-batch"]
+    ways += ["--recompute blocks"] if plan.recompute == "off" else []
+    if room is not None and device.type == "cpu" and world.neighbours > 1:
+        room, has = room // world.neighbours, "free for each process"
+    if plan.memory is not None:
+        left = plan.memory - taken(device)
+        if left <= 0:
+            raise NoRoomError(
+                f"--memory {said(plan.memory)}: the program alone takes about {said(taken(device))}"
+            )
+        if room is None or left < room:
+            room, has = left, f"of --memory {said(plan.memory)} left beside the program"
+            ways.append("more --memory")
+    need = needed(config, plan, row_tokens, world)
+    if room is not None and need.lasting > room:
+        raise NoRoomError(
+            f"{config.parameter_count():,} parameters need {said(need.lasting)} to train (weights, "
+            f"gradients and the optimizer's moments) and {device} has {said(room)} {has}"
+        )
+    if room is not None and need.total > room:
+        raise NoRoomError(
+            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} "
+            f"sequences at a time, needs about {said(need.passing)} beside the "
+            f"{said(need.lasting)} of weights, gradients and moments, and {device} has "
+            f"{said(room)} {has}: use {', or '.join(ways)}"
+        )
+
+
+def memory_line(plan: Plan, config: GPTConfig, row_tokens: int, world: World) -> str:
+    """Return in words what a plan with a budget takes beside the program itself."""
+    how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
+    return (
+        f"about {said(needed(config, plan, row_tokens, world).total)} beside the program, of "
+        f"{said(plan.memory or 0)}: {plan.micro_batch:,} sequences at a time{how}"
     )

@@ -1,4 +1,4 @@
-"""What a user may ask of a training run. No torch: `--help` reads this."""
+"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.train.memory import parse_bytes
 from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
-from tiedgpt.train.sizes import DEFAULT_SIZE, SIZES
 
 MAX_VOCABULARY = 1 << 16
+DEFAULT_SIZE = "mini"
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
 """Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
@@ -24,17 +24,59 @@ START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
 START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
+FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
+"""Options of a fresh model; one to --start or --fork from has its own."""
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
 
 
-def _flag(name: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A named shape with the recipe that suits it."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_positions: int
+    vocab_size: int
+    """Tokens of a vocabulary trained for it."""
+    batch_size: int = 16
+    """Sequences in a step."""
+    lr: float
+    """Peak learning rate, with Muon; measured for tiny and mini (`bench/recipe.py`)."""
+    lr_adamw: float | None = None
+    """With AdamW alone; None: the same."""
+    weight_decay: float = 0.1
+    """Of the blocks' matrices; more for small models that see their text several times."""
+    dropout: float = 0.0
+
+
+def _size(n_layer: int, n_embd: int, n_head: int, n_positions: int, **recipe: Any) -> Size:
+    shape = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "n_positions": n_positions}
+    return Size(**shape, **recipe)
+
+
+def _published(name: str, lr: float) -> Size:
+    keys = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+    return Size(**{key: PRESETS[name][key] for key in keys}, lr=lr, dropout=0.1)
+
+
+PUBLISHED_RATES = {
+    "gpt1": 2.5e-4, "gpt2": 6e-4, "gpt2-medium": 3e-4, "gpt2-large": 2.5e-4, "gpt2-xl": 2e-4,
+    "gpt3-small": 6e-4, "gpt3-medium": 3e-4, "gpt3-large": 2.5e-4, "gpt3-xl": 2e-4,
+    "gpt3-2.7b": 1.6e-4, "gpt3-6.7b": 1.2e-4, "gpt3-13b": 1e-4, "gpt3-175b": 0.6e-4,
+}  # fmt: skip
+"""Peak rates of the presets: Brown et al. 2020, table 2.1."""
+SIZES = {
+    "tiny": _size(2, 128, 4, 128, vocab_size=1024, lr=1.2e-2, lr_adamw=4e-3, weight_decay=0.3),
+    "mini": _size(4, 256, 4, 128, vocab_size=4096, lr=3e-3, batch_size=8),
+    "small": _size(6, 384, 6, 256, vocab_size=4096, lr=2e-3),
+    "medium": _size(8, 512, 8, 512, vocab_size=8192, lr=1e-3),
+} | {name: _published(name, lr) for name, lr in PUBLISHED_RATES.items()}
+
+
+def flag(name: str) -> str:
+    """Return an option's name on the command line."""
     return "the data" if name == "data" else f"--{name.replace('_', '-')}"
-
-
-def _shown(value: Any) -> str:
-    if value in (None, ()):
-        return "not given"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,77 +157,64 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
             raise UserError(f"--task {self.task} needs examples: name a .jsonl file")
-        if self.task != "lm" and self.text_field != "text":
-            raise UserError(f"--text-field {self.text_field} is for --task lm")
         if self.start is not None and self.fork is not None:
             raise UserError(
                 "--start begins with a model's weights, --fork with a run's weights and optimizer: "
                 "give one of them"
             )
-        if self.start is not None:
-            for name, given in (
-                ("size", self.size != DEFAULT_SIZE),
-                ("width", self.width is not None),
-                ("vocab_size", self.vocab_size is not None),
-                ("tokenizer", self.tokenizer == "char"),
-                ("window", self.window is not None),
-                ("bias", not self.bias),
-            ):
-                if given:
-                    raise UserError(
-                        f"{_flag(name)} {getattr(self, name)} is for a fresh model: the one to "
-                        "--start from has its own"
-                    )
         if self.size not in SIZES:
             raise UserError(f"no size {self.size!r}; there are {', '.join(SIZES)}")
         if self.minutes is not None and self.steps is not None:
             raise UserError("give --minutes or --steps, not both")
-        for name in ("minutes", "lr", "grad_clip"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} {value} is not a positive number")
-        for name in (
-            *("steps", "vocab_size", "context", "batch_size", "micro_batch"),
-            *("skip_limit", "patience", "window"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value} is not at least 1")
-        if self.vocab_size is not None and self.vocab_size > MAX_VOCABULARY:
-            raise UserError(
-                f"--vocab-size {self.vocab_size} is above {MAX_VOCABULARY:,}, the ids of 16 bits"
-            )
-        self._require_shares()
+        self._require_ranges()
+        self._require_together()
         if self.memory is not None:
             parse_bytes(self.memory)
-        if self.width is not None and (self.width < 1 or self.width % self._head_width()):
-            raise UserError(
-                f"--width {self.width}: the heads of --size {self.size} are "
-                f"{self._head_width()} wide, and a width is a multiple of that"
-            )
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"--weight-decay {self.weight_decay} is negative or infinite")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout {self.dropout} is not a probability in [0, 1)")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed {self.seed} is not a whole number from 0 to 2^63 - 1")
 
-    def _require_shares(self) -> None:
-        """Raise `UserError` for shares of the steps that cannot be, or not together."""
-        for name in ("warmup", "cooldown", "batch_warmup", "length_warmup"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{_flag(name)} {getattr(self, name)} is not a share from 0 to 1")
+    def _require_ranges(self) -> None:
+        """Raise `UserError` for a number that cannot be."""
+        counts = ("steps", "context", "batch_size", "micro_batch", "skip_limit", "patience")
+        shares = ("warmup", "cooldown", "batch_warmup", "length_warmup")
+        for names, least, most, expected in (
+            (("minutes", "lr", "grad_clip"), math.ulp(0), 1e300, "a positive number"),
+            ((*counts, "window"), 1, math.inf, "at least 1"),
+            (("vocab_size",), 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
+            (shares, 0, 1, "a share from 0 to 1"),
+            (("untie_at",), math.ulp(0), math.nextafter(1, 0), "a share between 0 and 1"),
+            (("dropout",), 0, math.nextafter(1, 0), "a probability in [0, 1)"),
+            (("weight_decay",), 0, 1e300, "a number from 0"),
+            (("seed",), 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not least <= value <= most:
+                    raise UserError(f"{flag(name)} must be {expected}, got {value}")
+
+    def _require_together(self) -> None:
+        """Raise `UserError` for options that cannot be given together."""
+        for name, default in (
+            ("text_field", "text"), ("batch_warmup", 0), ("length_warmup", 0), ("untie_at", None),
+        ):  # fmt: skip
+            if self.task != "lm" and getattr(self, name) != default:
+                raise UserError(f"{flag(name)} {getattr(self, name)} is for --task lm")
+        for name in FRESH_ONLY if self.start is not None else ():
+            given, default = getattr(self, name), getattr(TrainOptions, name)
+            if given != default and (name != "tokenizer" or given == "char"):
+                raise UserError(
+                    f"{flag(name)} {given} is for a fresh model: the one to --start from has its "
+                    "own"
+                )
         if self.schedule != "wsd" and self.cooldown != DEFAULT_COOLDOWN:
             raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
             raise UserError(
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} are more than all steps"
             )
-        if self.untie_at is not None and not 0 < self.untie_at < 1:
-            raise UserError(f"--untie-at {self.untie_at} is not a share between 0 and 1")
-        for name in ("batch_warmup", "length_warmup", "untie_at"):
-            if self.task != "lm" and getattr(self, name):
-                raise UserError(f"{_flag(name)} {getattr(self, name)} is for --task lm")
+        if self.width is not None and (self.width < 1 or self.width % self._head_width()):
+            raise UserError(
+                f"--width {self.width}: the heads of --size {self.size} are "
+                f"{self._head_width()} wide, and a width is a multiple of that"
+            )
 
     def _head_width(self) -> int:
         return SIZES[self.size].n_embd // SIZES[self.size].n_head
@@ -242,5 +271,11 @@ class TrainOptions:
             now, then = getattr(self, option.name), recorded.get(option.name, option.default)
             then = tuple(then) if isinstance(then, list) else then
             if now != then and not (now in (None, ()) and then in (None, ())):
-                found.append(f"{_flag(option.name)} was {_shown(then)} and is {_shown(now)}")
+                found.append(f"{flag(option.name)} was {_shown(then)} and is {_shown(now)}")
         return found
+
+
+def _shown(value: Any) -> str:
+    if value in (None, ()):
+        return "not given"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -3,7 +3,7 @@
 torchrun starts the processes; each has the whole batch of a step and computes its share of the
 rows, so that the steps are those of one process, to rounding. Rank 0 leads: it alone measures,
 evaluates and writes, and the others do what it found. `World` is one process, in which all of this
-is nothing; `Replicas` (DDP) hold the model each, `Shards` (`sharding.py`, FSDP2) hold it together.
+is nothing; `Replicas` (DDP) hold the model each, `Shards` (FSDP2) a part of every matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.task import Model, Task
+from tiedgpt.train.task import Model, Task, body_of
+
+if TYPE_CHECKING:
+    from tiedgpt.train.plan import Plan
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
@@ -226,6 +228,124 @@ class Replicas(World):
         gc.collect()
 
 
+class Shards(Replicas):
+    """Several processes that hold a part of each matrix and its optimizer's state (FSDP2)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.holders = self.size
+
+    def require_work(self, plan: Plan) -> None:
+        """Refuse, too, what changes parameters in the middle of a run."""
+        super().require_work(plan)
+        if plan.untie_at is not None:
+            raise UserError("--untie-at gives the model a matrix in mid-run: use --parallel ddp")
+
+    def place(self, model: Model) -> Model:
+        """Keep this process's parts: a block's matrices are whole only while it computes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.let_go()
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        objective = Objective(model)
+        for block in body_of(model).h:
+            fully_shard(block, mesh=mesh)
+        self._objective = fully_shard(objective, mesh=mesh)  # W is whole for both its uses
+        return model
+
+    def objective(self, model: Model) -> nn.Module:
+        """Return the `Objective` that was sharded last."""
+        return self._objective
+
+    def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Have Muon, whose update is of a matrix as a whole, gather each."""
+        muon = torch.optim.Muon
+        return [WholeMuon.of(rule) if isinstance(rule, muon) else rule for rule in rules]
+
+    def summing(self, part: Part) -> AbstractContextManager[Any]:
+        """Exchange gradients in the last part only."""
+        self._objective.set_requires_gradient_sync(part.last)
+        return nullcontext()
+
+    def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
+        """Take the norm over all parts."""
+        norm: Any = super().clip(parameters, limit)
+        return norm.full_tensor()
+
+    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+        """Give it a copy with all weights."""
+        weights = self.gather(dict(model.named_parameters()))
+
+        def act_on_copy() -> T:
+            with torch.device("meta"):
+                copy = task.build().train(model.training)
+            copy.load_state_dict(weights, assign=True)
+            return act(copy.to(self.device))
+
+        return self.lead(act_on_copy)
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gather them one after the other, on the CPU."""
+        whole = {}
+        for name, tensor in tensors.items():
+            full = _full(tensor.detach())
+            if self.leads:
+                whole[name] = full.cpu()
+        return whole
+
+
+class WholeMuon(torch.optim.Muon):
+    """Muon for parameters of which each process holds a part; the update is that of one process.
+
+    Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
+    """
+
+    @classmethod
+    def of(cls, rule: torch.optim.Muon) -> WholeMuon:
+        """Return it over the same parameters with the same numbers."""
+        return cls(rule.param_groups, **rule.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            numbers = {key: value for key, value in group.items() if key != "params"}
+            for part in (p for p in group["params"] if p.grad is not None):
+                matrix = nn.Parameter(_full(part))
+                matrix.grad = _full(part.grad)
+                rule = torch.optim.Muon([numbers | {"params": [matrix]}])
+                rule.state[matrix] = {k: _full(v) for k, v in self.state[part].items()}
+                rule.step()
+                part.copy_(laid_out_like(matrix.detach(), part))
+                self.state[part] = {
+                    key: laid_out_like(value, part) for key, value in rule.state[matrix].items()
+                }
+
+
+def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Bring a whole tensor to where a parameter lies; of one that lies in parts, this part."""
+    placed = tensor.to(parameter.device)
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or tensor.shape != parameter.shape:
+        return placed
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = DTensor.from_local(placed, mesh, [Replicate()], run_check=False)
+    return everywhere.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what lies in this process of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def launched() -> bool:
     """Whether torchrun has started this process beside others."""
     return LAUNCHED in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -260,8 +380,6 @@ def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
-    from tiedgpt.train.sharding import Shards
-
     world = Shards(device) if parallel == "fsdp" else Replicas(device)
     try:
         with _said_once(world):

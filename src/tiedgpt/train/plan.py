@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, get_args
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
+from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.machine import describe
-from tiedgpt.train.optim import RULES
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.memory import parse_bytes, require_memory
+from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
+from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
+from tiedgpt.train.step import train_step
+from tiedgpt.train.task import Task
 
-if TYPE_CHECKING:
-    from tiedgpt.train.parallel import World
-
-SCHEDULES = get_args(Schedule)
+MICRO_BATCH_TOKENS = 8192
+EVALUATIONS = 10
+MANY = 1000
+"""Steps, of which shares are whole numbers."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -67,25 +77,20 @@ class Plan:
     """Whether blocks are compiled, "on" or "off"."""
 
     def __post_init__(self) -> None:
-        whole = (
-            *("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"),
-            *("skip_limit", *(["patience"] if self.patience is not None else [])),
-        )
-        from_0 = (
-            *("warmup", "seed", "cooldown", "batch_warmup", "length_warmup"),
-            *(["untie_at"] if self.untie_at is not None else []),
-        )
-        least = dict.fromkeys(whole, 1) | dict.fromkeys(from_0, 0)
+        counts = ("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every")
+        from_0 = ("warmup", "seed", "cooldown", "batch_warmup", "length_warmup")
+        optional = {"patience": 1, "memory": 1, "untie_at": 0}
+        least = dict.fromkeys((*counts, "skip_limit"), 1) | dict.fromkeys(from_0, 0)
+        least |= {name: n for name, n in optional.items() if getattr(self, name) is not None}
         sound = (
             all(type(getattr(self, name)) is int for name in least)
             and all(getattr(self, name) >= n for name, n in least.items())
-            and self.schedule in SCHEDULES
             and all(type(x) in (int, float) for x in (self.lr, self.weight_decay, self.grad_clip))
+            and self.schedule in get_args(Schedule)
             and self.dtype in DTYPES
-            and self.optimizer in RULES
+            and self.optimizer in get_args(Rule)
             and self.recompute in ("off", "blocks")
             and self.compile in ("on", "off")
-            and (self.memory is None or (type(self.memory) is int and self.memory >= 1))
         )
         if not sound:
             raise CorruptInputError(f"no training goes by this plan: {self}")
@@ -119,6 +124,158 @@ class Plan:
     def autocast(self) -> torch.dtype | None:
         """The dtype of matrix products, where it is not the weights' own."""
         return None if self.dtype == "fp32" else DTYPES[self.dtype]
+
+
+def training_device() -> torch.device:
+    """Return the GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_plan(
+    options: TrainOptions, task: Task, device: torch.device, *, world: World | None = None
+) -> Plan:
+    """Derive what was not set, measuring where the machine decides.
+
+    Raises `NoRoomError` for a model that cannot fit in memory, before anything is built. In a
+    `world` of several processes all must call this, and get the same.
+    """
+    world = world or World(device)
+    draft = world.lead(lambda: drafted(options, task, world))
+    world.lead(lambda: world.require_work(draft))
+    steps, batch_size = options.steps, draft.batch_size
+    if steps is None and options.minutes is None and task.epoch_rows is not None:
+        steps = math.ceil(DEFAULT_EPOCHS * task.epoch_rows / batch_size)
+    if steps is None:
+        steps = measured_steps(options.minutes or DEFAULT_MINUTES, task, draft, world)
+        steps = round(steps / growing_share(options, draft, task.row_units))
+    eval_every = max(1, min(steps // EVALUATIONS, 1000))
+    return replace(
+        draft,
+        steps=steps,
+        **scheduled(options, steps),
+        eval_every=eval_every,
+        eval_batches=max(4, eval_every // 20),
+        save_every=max(1, min(steps // 4, 1000)),
+    )
+
+
+def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
+    """Return a plan of which all is decided but the number of steps, and what depends on it."""
+    config, device = task.config, world.device
+    if options.untie_at is not None and not config.tie_word_embeddings:
+        raise UserError("--untie-at: the model to begin with has a head of its own already")
+    decay = options.weight_decay
+    one_shape = task.unit == "tokens" and not options.length_warmup
+    compiles, _ = decide(options.compile, device, one_shape=one_shape)
+    draft = Plan(
+        steps=options.steps or 1,
+        batch_size=options.batch_size or options.default_batch_size(),
+        micro_batch=1,
+        optimizer=options.rule(),
+        lr=options.lr or options.default_rate(config),
+        warmup=0,
+        weight_decay=options.default_weight_decay() if decay is None else decay,
+        grad_clip=options.grad_clip,
+        dtype="bf16" if options.dtype == "auto" else options.dtype,
+        seed=options.seed,
+        eval_every=1,
+        eval_batches=1,
+        save_every=1,
+        skip_limit=options.skip_limit,
+        patience=options.patience,
+        schedule=options.schedule,
+        untie_at=None if options.untie_at is None else 0,
+        memory=None if options.memory is None else parse_bytes(options.memory),
+        compile="on" if compiles else "off",
+    )
+    plan = fitted(draft, options, task, world)  # before a product is timed
+    if options.dtype == "auto":
+        plan = fitted(replace(draft, dtype=faster_dtype(config, device)), options, task, world)
+    return plan
+
+
+def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
+    """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
+
+    Fewer at a time come first, which costs little; then recomputing, about a third of a step.
+    """
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
+    micro = min(world.share(draft.batch_size), at_most)
+    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
+    ways = ["off", "blocks"] if options.memory is not None else ["off"]
+    if options.recompute != "auto":
+        ways = [options.recompute]
+    for recompute, size in itertools.product(ways, sizes):
+        plan = replace(draft, micro_batch=size, recompute=recompute)
+        try:
+            require_memory(task.config, plan, task.row_tokens, world)
+            return plan
+        except NoRoomError as error:
+            refused = error
+    raise refused
+
+
+def scheduled(options: TrainOptions, steps: int) -> dict[str, Any]:
+    """Return the fields of a plan of so many steps that options give as shares of them."""
+    warmup = round(options.warmup * steps)
+    untie_at = options.untie_at
+    return {
+        "warmup": warmup,
+        "cooldown": min(round(options.cooldown * steps), steps - warmup)
+        if options.schedule == "wsd"
+        else 0,
+        "batch_warmup": round(options.batch_warmup * steps),
+        "length_warmup": round(options.length_warmup * steps),
+        "untie_at": None if untie_at is None else min(round(untie_at * steps), steps - 1),
+    }
+
+
+def growing_share(options: TrainOptions, draft: Plan, row_units: int) -> float:
+    """Return what share of the tokens of whole batches the steps see, as batch and rows grow."""
+    plan = replace(draft, steps=MANY, **scheduled(options, MANY))
+    return plan.growth(row_units).units_before(MANY) / (MANY * plan.batch_size * row_units)
+
+
+def faster_dtype(config: GPTConfig, device: torch.device) -> str:
+    """Return "bf16" where a product of the MLP's shape is faster in it than in fp32."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    seconds = {}
+    for name, dtype in DTYPES.items():
+        x = torch.randn(1024, config.n_embd, dtype=dtype, device=device)
+        w = torch.randn(config.inner_dim, config.n_embd, dtype=dtype, device=device)
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            F.linear(x, w)
+            times.append(time.perf_counter() - began)
+        seconds[name] = min(times)
+    return "bf16" if seconds["bf16"] < 0.8 * seconds["fp32"] else "fp32"
+
+
+def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
+    """Turn minutes into steps by timing a few steps of a throw-away model, in all processes."""
+    model = world.place(in_training(task.build().train(), plan))
+    groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
+    rules = world.optimizers(optimizers(groups, lr=1e-5))
+    batch_of = task.batches(plan)
+    times: list[float] = []
+
+    def seconds() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    while len(times) < 3 or (sum(times) < 4 and len(times) < 30):
+        began = time.perf_counter()
+        train_step(model, rules, batch_of(len(times)), plan, world)
+        times.append(world.lead(seconds))
+    step = statistics.median(times[1:])
+    # A forward is a third of a step; evaluations, by one process, see a twentieth of it, the last
+    # all of the text.
+    forward = step / 3 * world.size
+    last = forward * task.held_out_rows / plan.batch_size
+    return max(1, int((minutes * 60 - last) / (step + forward / 20)))
 
 
 def record(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tiedgpt.errors import DivergedError, UserError
+from tiedgpt.train.blocks import in_training
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.recomputing import in_training
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 

@@ -14,23 +14,21 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
-from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Stepped
-from tiedgpt.train.forking import fork_options
-from tiedgpt.train.loop import train
 from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan, record, recorded
-from tiedgpt.train.planning import make_plan, training_device
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.plan import Plan, make_plan, record, recorded, training_device
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import fork_options, open_sources, prepare
+from tiedgpt.train.trainer import Trainer
 
 PROCESSES: Any = multiprocessing.get_context("spawn")
 STEPS = 6
@@ -42,53 +40,54 @@ UNTIED_AT = 3
 """Before a checkpoint that is resumed from."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The sums of what both runs left, by file; of metrics.jsonl without what tells of speed."""
-
-    unbroken: dict[str, str]
-    resumed: dict[str, str]
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return self.unbroken == self.resumed
-
-
 def rehearse(
     options: TrainOptions, out: Path, say: Callable[[str], None] = lambda line: None
-) -> Compared:
-    """Train, kill, resume and compare, in a temporary directory beside `out` that is removed.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Train, kill and resume, in a temporary directory beside `out` that is removed.
 
-    Raises `UserError` for what cannot be trained, `CheckFailedError` where a child process fails.
+    Returns what the unbroken and the resumed run left, as `left` does. Raises `UserError` for what
+    cannot be trained, `CheckFailedError` where a child process fails.
     """
     if "-" in options.data or options.val == "-":
         raise UserError("standard input can be read only once: name a file for --verify-resume")
     place = next(p for p in out.absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".verify-resume-", dir=place) as name:
-        runs = [Path(name) / which for which in ("unbroken", "resumed")]
-        plan = _plan(options, runs[0])
-        (runs[1]).mkdir()
+        unbroken, resumed = (Path(name) / which for which in ("unbroken", "resumed"))
+        plan = _plan(options, RunDirectory(unbroken))
+        resumed.mkdir()
         for entry in ("data", "tokenizer", "run.toml"):
-            if (runs[0] / entry).exists():
-                os.symlink(runs[0] / entry, runs[1] / entry)
+            if (unbroken / entry).exists():
+                os.symlink(unbroken / entry, resumed / entry)
         say(f"unbroken: {STEPS} steps of {plan.batch_size} rows")
-        _in_child(runs[0], options, None)
+        _in_child(unbroken, options, None)
         say(f"killed after step {KILLED_AFTER} (SIGKILL)")
-        _in_child(runs[1], options, KILLED_AFTER)
+        _in_child(resumed, options, KILLED_AFTER)
         say(f"resumed from step {KILLED_AFTER - KILLED_AFTER % SAVE_EVERY}")
-        _in_child(runs[1], options, None)
-        return Compared(*(_sums(RunDirectory(run)) for run in runs))
+        _in_child(resumed, options, None)
+        return left(unbroken), left(resumed)
 
 
-def _plan(options: TrainOptions, path: Path) -> Plan:
+def left(run: Path) -> dict[str, str]:
+    """Return the sha256 of each file of the newest checkpoint, and of the metrics."""
+    newest = checkpoints(run / "checkpoints")[-1]
+    verify(newest)
+    files = {p.name: p.read_bytes() for p in newest.iterdir() if p.name != "manifest.json"}
+    files["metrics.jsonl"] = json.dumps(repeatable_metrics(run)).encode()
+    return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
+
+
+def repeatable_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
+
+
+def _plan(options: TrainOptions, run: RunDirectory) -> Plan:
     """Prepare the data in a run's directory, and write its record with a plan of a few steps."""
-    run = RunDirectory(path)
-    asked = options if options.fork is None else fork_options(options, {})
+    asked = fork_options(options, {})
     prepared = prepare(run, asked, open_sources(asked))
-    plan = make_plan(
-        replace(asked, minutes=None, steps=STEPS + 1), prepared.task, training_device()
-    )
+    few = replace(asked, minutes=None, steps=STEPS + 1)
+    plan = make_plan(few, prepared.task, training_device())
     plan = replace(
         plan,
         warmup=2,
@@ -104,9 +103,9 @@ def _plan(options: TrainOptions, path: Path) -> Plan:
     return plan
 
 
-def _in_child(path: Path, options: TrainOptions, die_after: int | None) -> None:
+def _in_child(run: Path, options: TrainOptions, die_after: int | None) -> None:
     """Train in a fresh process."""
-    arguments = (path, options, die_after, torch.get_num_threads())
+    arguments = (run, options, die_after, torch.get_num_threads())
     child = PROCESSES.Process(target=_train, args=arguments)
     child.start()
     child.join()
@@ -118,22 +117,16 @@ def _in_child(path: Path, options: TrainOptions, die_after: int | None) -> None:
 def _train(path: Path, options: TrainOptions, die_after: int | None, threads: int) -> None:
     """Go on to step `STEPS` from wherever the run stands; be killed after a step before that."""
     torch.set_num_threads(threads)
-    run, done = RunDirectory(path), [0]
+    run = RunDirectory(path)
     tables = run.read_record()
     config, plan = recorded(tables)
-    asked = options if options.fork is None else fork_options(options, tables)
+    asked = fork_options(options, tables)
+    fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
     try:
         task = prepare(run, asked, open_sources(asked), config).task
-        fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
-        for event in train(
-            run,
-            task,
-            plan,
-            training_device(),
-            fork=fork,
-            stop_requested=lambda: done[0] >= STEPS,
-        ):
-            done[0] = event.step
+        trainer = Trainer(run, task, plan, training_device(), fork=fork)
+        trainer.stop_requested = lambda: trainer.step >= STEPS
+        for event in trainer.run():
             if isinstance(event, Stepped) and event.step == die_after:
                 _die()
     except TiedGPTError as error:
@@ -145,13 +138,3 @@ def _die() -> None:
     if hasattr(signal, "SIGKILL"):
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(-1)
-
-
-def _sums(run: RunDirectory) -> dict[str, str]:
-    """Return the sha256 of each file of the newest checkpoint, and of the metrics."""
-    newest = checkpoints(run.checkpoints)[-1]
-    names = ("model.safetensors", "optimizer.safetensors", "state.json")
-    sums = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in names}
-    lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    kept = [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
-    return sums | {"metrics.jsonl": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}

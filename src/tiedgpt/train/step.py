@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ import torch
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Arrays, Model, body_of, on_device
+
+if TYPE_CHECKING:
+    from tiedgpt.train.plan import Plan
 
 
 @dataclass(frozen=True)

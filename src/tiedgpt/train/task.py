@@ -26,7 +26,7 @@ from tiedgpt.weights.save import save_tokenizer
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
-    from tiedgpt.train.pretrained import Pretrained
+    from tiedgpt.train.sources import Pretrained
 
 Model = GPT | Head
 Arrays = tuple[NDArray[np.int64], ...]

@@ -5,16 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, train
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
-from tiedgpt.train import loop as loop_module
+from tiedgpt.train import trainer as trainer_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Skipped, Started, Stepped
-from tiedgpt.train.language import LanguageModelling
-from tiedgpt.train.loop import train
-from tiedgpt.train.measures import of_the_machine
+from tiedgpt.train.rehearsal import repeatable_metrics
 from tiedgpt.train.step import train_step
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
@@ -34,8 +33,7 @@ def weights(run):
 
 
 def metrics(run):
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
+    return repeatable_metrics(run.path)
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
@@ -222,7 +220,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(new_run, config, pl
 
 def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatch):
     run, tokenizer = new_run()
-    step = loop_module.train_step
+    step = trainer_module.train_step
     calls = []
 
     def poisoned(model, optimizers, batch, plan, world):
@@ -232,7 +230,7 @@ def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatc
                 model.ln_f.weight[0] = float("nan")
         return step(model, optimizers, batch, plan, world)
 
-    monkeypatch.setattr(loop_module, "train_step", poisoned)
+    monkeypatch.setattr(trainer_module, "train_step", poisoned)
     with pytest.raises(
         DivergedError, match=r"ln_f.weight is no longer finite at step 4; .* step 2"
     ):
@@ -360,7 +358,7 @@ def test_a_run_killed_while_it_publishes_is_not_finished(new_run, config, plan, 
 
 def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monkeypatch):
     run, tokenizer = new_run()
-    step = loop_module.train_step
+    step = trainer_module.train_step
     calls = []
 
     def breaking(model, optimizers, batch, plan, world):
@@ -371,7 +369,7 @@ def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monk
                 model.wte.weight[3, 3] = float("inf")
         return result
 
-    monkeypatch.setattr(loop_module, "train_step", breaking)
+    monkeypatch.setattr(trainer_module, "train_step", breaking)
     with pytest.raises(DivergedError, match=r"wte\.weight is no longer finite .*nothing was saved"):
         run_all(run, config, plan, tokenizer)
     assert not checkpoints(run.checkpoints)

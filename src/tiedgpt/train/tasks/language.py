@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.pretrained import Pretrained
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Arrays, Model, Task, body_of
+
+if TYPE_CHECKING:
+    from tiedgpt.train.sources import Pretrained
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000

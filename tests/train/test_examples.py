@@ -5,19 +5,28 @@ import json
 import numpy as np
 import pytest
 
+from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.exercises import EXERCISES
-from tiedgpt.train.labelled import read_examples
+from tiedgpt.train.tasks import LABELLED
+from tiedgpt.train.tasks.labelled import Examples, read_examples
 
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
 BPE = Tokenizer.train(["Ada went to Paris. Where did Ada go? " * 20], 300)
 
 
-def prepare(task, record, *, tokenizer=CHAR, context=99, labels=()):
-    exercise = EXERCISES[task]()
-    numbers = {name: number for number, name in enumerate(labels)}
-    return exercise.prepare(exercise.parse(record), tokenizer, context, numbers)
+def task_of(kind, record, *, tokenizer=CHAR, labels=()):
+    """Return a task whose only example is this one."""
+    example = LABELLED[kind].parse(record)
+    shape = {"n_positions": 99, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    config = GPTConfig(vocab_size=len(tokenizer), **shape)
+    return LABELLED[kind](Examples([example], [example], tuple(labels)), config, tokenizer)
+
+
+def prepare(kind, record, *, context=99, **given):
+    task = task_of(kind, record, **given)
+    task.context = context
+    return task.prepare(task.examples.train[0])
 
 
 def test_of_a_long_text_that_is_classified_the_beginning_is_taken():
@@ -67,11 +76,11 @@ def test_an_answers_tokens_hold_its_text_and_the_question_comes_first(tokenizer)
 
 
 def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language():
-    exercise = EXERCISES["choose"]()
-    row = prepare("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
+    task = task_of("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
+    ((_, row),) = task.train
     assert [CHAR.decode(ids) for ids in row.rows] == ["ab c", "ab dd"]
     other = prepare("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
-    ids, lengths, targets, answers = exercise.collate([row, other])
+    ids, lengths, targets, answers = task.collate([row, other])
     assert ids.shape == targets.shape == (2, 3, 5)
     assert lengths.tolist() == [[4, 5, 0], [3, 3, 3]] and answers.tolist() == [1, 0]
     assert (targets[0, 0] == -100).all() and (targets[1, 1:] == -100).all()
@@ -115,8 +124,8 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
     file = tmp_path / "lines.jsonl"
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
     with pytest.raises(CorruptInputError, match=r"lines\.jsonl:3: ") as error:
-        read_examples(EXERCISES[task](), [str(file)])
-    assert says in str(error.value) and EXERCISES[task].fields in str(error.value)
+        read_examples(LABELLED[task], [str(file)])
+    assert says in str(error.value) and LABELLED[task].fields in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +148,10 @@ def test_files_that_cannot_be_learned_from_are_refused(tmp_path, text, kind, say
     file = tmp_path / "x.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(kind) as error:
-        read_examples(EXERCISES["classify"](), [str(file)])
+        read_examples(LABELLED["classify"], [str(file)])
     assert says in str(error.value)
     with pytest.raises(UserError, match=r"cannot read .*missing\.jsonl"):
-        read_examples(EXERCISES["classify"](), [str(tmp_path / "missing.jsonl")])
+        read_examples(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
 
 
 def write_lines(path, records):
@@ -152,27 +161,27 @@ def write_lines(path, records):
 
 def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_path):
     records = [{"text": f"text {n % 50}", "label": n % 2} for n in range(200)]
-    whole = read_examples(EXERCISES["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
+    whole = read_examples(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert len(whole.held_out) == 20 and len(whole.train) == 180
-    texts = [{line.example.text for line in side} for side in (whole.train, whole.held_out)]
+    texts = [{example.texts for example in side} for side in (whole.train, whole.held_out)]
     assert not texts[0] & texts[1]
     turned = write_lines(tmp_path / "b.jsonl", records[::-1])
-    again = read_examples(EXERCISES["classify"](), [turned])
-    assert {line.example.text for line in again.held_out} == texts[1]
+    again = read_examples(LABELLED["classify"], [turned])
+    assert {example.texts for example in again.held_out} == texts[1]
     assert again.digest() != whole.digest()
 
 
 def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
     train = write_lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": n % 2} for n in range(9)])
     val = write_lines(tmp_path / "b.jsonl", [{"text": "t3", "label": 1}, {"text": "v", "label": 0}])
-    found = read_examples(EXERCISES["classify"](), [train], val)
+    found = read_examples(LABELLED["classify"], [train], val)
     assert len(found.train) == 8 and len(found.held_out) == 2
     odd = write_lines(tmp_path / "c.jsonl", [{"text": "v", "label": "new"}])
     with pytest.raises(UserError, match=r"c\.jsonl:1: the label 'new' is held out"):
-        read_examples(EXERCISES["classify"](), [train], odd)
+        read_examples(LABELLED["classify"], [train], odd)
 
 
 def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
     records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
-    found = read_examples(EXERCISES["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
+    found = read_examples(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert found.labels == tuple(str(n) for n in range(12))

@@ -1,0 +1,11 @@
+"""What can be trained: language modelling, and four kinds of labelled examples."""
+
+from tiedgpt.train.tasks.kinds import Answer, Choose, Classify, Tag
+from tiedgpt.train.tasks.labelled import Labelled
+
+LABELLED: dict[str, type[Labelled]] = {
+    "classify": Classify,
+    "tag": Tag,
+    "choose": Choose,
+    "answer": Answer,
+}

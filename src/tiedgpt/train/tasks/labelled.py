@@ -1,0 +1,302 @@
+"""Labelled examples as a task: lines of .jsonl in, a head on a GPT's body out.
+
+A line of .jsonl (`parse`) becomes an example; an example (`prepare`) becomes rows of ids with their
+answer; rows (`collate`) become a batch of the head's `losses`. `kinds.py` has a class for each kind
+of example.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.data import json_lines, permutation
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.evaluate.perplexity import totals
+from tiedgpt.heads import Head, pad
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.task import Arrays, Model, Task, body_of, counts, loss_terms
+
+if TYPE_CHECKING:
+    from tiedgpt.train.sources import Pretrained
+
+HELD_OUT = 10
+"""One example in so many is held out."""
+MAX_LABELS = 10_000
+
+
+class Malformed(Exception):
+    """What is wrong with a line, in words; whoever reads the file adds where."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a line says."""
+
+    texts: tuple[str, ...]
+    """What the model reads: one text, or one for each choice."""
+    answer: Any = None
+    """What is right, unless the only label says it."""
+    labels: tuple[str, ...] = ()
+    place: str = field(default="", repr=False)
+    """File and line."""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of what it says, wherever it stands."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+
+@dataclass(frozen=True)
+class Row:
+    """An example as ids: one row, or one for each choice; and its answer."""
+
+    rows: tuple[list[int], ...]
+    answer: NDArray[np.int64]
+    cut: bool
+    """Whether text was left out because the context is too short for it."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What is trained on, what is held out, and the names of all labels."""
+
+    train: list[Example]
+    held_out: list[Example]
+    labels: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Return a sha256 of everything, to know changed data by."""
+        whole = hashlib.sha256()
+        for side in (self.train, self.held_out):
+            whole.update(len(side).to_bytes(8, "little") + b"".join(each.digest for each in side))
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """How good a head is on examples that it was not trained on."""
+
+    nats: float
+    """The mean loss."""
+    share: float
+    """Of what was asked, how much was answered rightly."""
+    measure: str
+    """What that share is called."""
+    examples: int
+
+
+class Labelled(Task):
+    """Train a head, and the body under it; see `task.Task`."""
+
+    unit = "examples"
+    row_units = 1
+    fields: ClassVar[str]
+    """What a line looks like, for messages."""
+    head_class: ClassVar[type[Head]]
+    """What is put on the body."""
+    use: ClassVar[str]
+    """How the trained `head` is asked, in Python."""
+    measure: ClassVar[str] = "accuracy"
+    """What the share of right answers is called."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        config: GPTConfig,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None = None,
+        start: Pretrained | None = None,
+    ) -> None:
+        super().__init__(config, tokenizer, context, start)
+        self.examples = examples
+        self.notes: list[str] = []
+        self.train = self._prepare("to train on", examples.train)
+        self.held_out = self._prepare("to validate on", examples.held_out)
+        self.epoch_rows = len(self.train)
+        self.held_out_rows = float(len(self.held_out))
+        self.row_tokens = max(
+            len(row.rows) * max(map(len, row.rows)) for _, row in (*self.train, *self.held_out)
+        )
+
+    @staticmethod
+    @abstractmethod
+    def parse(record: Mapping[str, Any]) -> Example:
+        """Return the example that a line holds, or raise `Malformed`."""
+
+    @abstractmethod
+    def prepare(self, example: Example) -> Row | None:
+        """Return its ids and its answer; None where the answer does not fit the context."""
+
+    @abstractmethod
+    def show(self, head: Any, example: Example, row: Row) -> str:
+        """Return an example beside what the head says of it."""
+
+    def right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
+        """Return which answers of a batch the head gives rightly, (n,)."""
+        ids, lengths, *_, answers = batch
+        return head(ids, lengths).argmax(-1) == answers
+
+    def collate(self, rows: Sequence[Row]) -> Arrays:
+        """Return a batch for the head's `losses`: ids (B, T), lengths (B,), answers (B, ...)."""
+        ids, lengths = pad([row.rows[0] for row in rows])
+        return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
+
+    def label_numbers(self) -> dict[str, int]:
+        """Return the number of each label."""
+        return {name: number for number, name in enumerate(self.examples.labels)}
+
+    def _prepare(self, what: str, examples: Sequence[Example]) -> list[tuple[Example, Row]]:
+        """Return the examples with their ids; one that cannot be is left out, and noted."""
+        made = []
+        for example in examples:
+            try:
+                row = self.prepare(example)
+            except (UserError, Malformed) as error:
+                raise UserError(f"{example.place}: {error}") from None
+            if row is not None:
+                made.append((example, row))
+        total, left_out = len(examples), len(examples) - len(made)
+        if not made:
+            raise UserError(
+                f"no example {what} fits a context of {self.context} tokens: give a longer "
+                "--context"
+            )
+        if left_out:
+            self.notes.append(
+                f"left out {left_out:,} of {total:,} examples {what}: their answer does not "
+                f"fit {self.context} tokens"
+            )
+        if cut := sum(row.cut for _, row in made):
+            self.notes.append(f"cut {cut:,} of {total:,} examples {what} to {self.context} tokens")
+        return made
+
+    def build(self) -> Head:
+        """Return a fresh head on a fresh body."""
+        make: Callable[..., Head] = self.head_class
+        labels = {"labels": self.examples.labels} if self.examples.labels else {}
+        return make(GPT(self.config), **labels)
+
+    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
+        """Return the batch of each step; an epoch visits every example once, in its own order."""
+        n = len(self.train)
+        order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=plan.seed, epoch=epoch))
+
+        def batch(step: int) -> Arrays:
+            first = step * plan.batch_size
+            places = (divmod(row, n) for row in range(first, first + plan.batch_size))
+            return self.collate([self.train[order(e)[i]][1] for e, i in places])
+
+        return batch
+
+    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> LabelScore:
+        """Score the examples held out, by loss and by how many are right."""
+        assert isinstance(model, Head)
+        head, size = model, plan.micro_batch
+        rows = [row for _, row in self.held_out]
+        rows = rows if n_batches is None else rows[: n_batches * size]
+        batches = (self.collate(rows[at : at + size]) for at in range(0, len(rows), size))
+
+        def measure(batch: tuple[Tensor, ...]) -> list[float]:
+            terms, right = loss_terms(head, batch), self.right(head, batch)
+            found = [float(right.sum()), float(len(right))]
+            for mean, n in zip(terms, counts(terms, batch), strict=True):
+                found += [float(mean) * int(n), float(n)]
+            return found
+
+        right, asked, *sums = totals(head, batches, measure, autocast=plan.autocast)
+        nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
+        return LabelScore(nats, right / asked, self.measure, len(rows))
+
+    def metrics(self, score: LabelScore) -> dict[str, float]:
+        """Return the loss and the share of right answers."""
+        return {"val_loss": score.nats, f"val_{score.measure.replace(' ', '_')}": score.share}
+
+    @torch.no_grad()
+    def sample(self, model: Model, plan: Plan, step: int) -> str:
+        """Return an example held out, another at each step, beside what the head says of it."""
+        training = model.training
+        model.eval()
+        try:
+            return self.show(model, *self.held_out[step % len(self.held_out)])
+        finally:
+            model.train(training)
+
+    def ask(self, head: Head, row: Row) -> Tensor:
+        """Return what the head says of one row of ids."""
+        logits: Tensor = head(torch.tensor(row.rows[:1], device=body_of(head).wte.weight.device))
+        return logits
+
+
+def read_examples(
+    kind: type[Labelled], sources: Sequence[str], validation: str | None = None
+) -> Examples:
+    """Read lines of .jsonl; without `validation` a tenth of them is held out, by what they say.
+
+    Equal lines are on the same side. Raises `UserError` or `CorruptInputError`, with file and line,
+    for what is no example, and where nothing is left to train or to validate on.
+    """
+    whole = [example for source in sources for example in _read(kind, source)]
+    if validation is not None:
+        held_out = list(_read(kind, validation))
+        digests = {example.digest for example in held_out}
+    else:
+        order = sorted({example.digest for example in whole})
+        digests = set(order[: max(1, len(order) // HELD_OUT)])
+        held_out = [example for example in whole if example.digest in digests]
+        held_out.sort(key=lambda example: example.digest)  # its beginning stands for all of it
+    train = [example for example in whole if example.digest not in digests]
+    if not train:
+        raise UserError(
+            f"{len(whole)} lines, and none is left to train on beside those held out: give more"
+        )
+    return Examples(train, held_out, _label_names(train, held_out))
+
+
+def _label_names(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
+    """Return the names in a fixed order; one that is never trained on is an error."""
+    seen = Counter(name for example in train for name in example.labels)
+    for example in held_out:
+        for name in example.labels:
+            if name not in seen:
+                raise UserError(
+                    f"{example.place}: the label {name!r} is held out and never trained on: give "
+                    "more examples of it, or --val"
+                )
+    if seen and not 2 <= len(seen) <= MAX_LABELS:
+        raise UserError(
+            f"{len(seen)} different labels ({', '.join(sorted(seen)[:3])}): 2 to {MAX_LABELS:,} "
+            "can be learned"
+        )
+    whole = all(name.lstrip("-").isdigit() for name in seen)
+    return tuple(sorted(seen, key=(lambda name: (int(name), name)) if whole else None))
+
+
+def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
+    """Yield the examples of a file."""
+    empty = True
+    try:
+        with open(source, "rb") as file:
+            for place, record in json_lines(file, source, kind.fields):
+                yield replace(kind.parse(record), place=place)
+                empty = False
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror}; check the name") from None
+    except Malformed as wrong:
+        raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
+    if empty:
+        raise UserError(f"{source} has no lines: give .jsonl, each line {kind.fields}")

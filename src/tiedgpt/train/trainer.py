@@ -1,0 +1,299 @@
+"""The trainer: step after step, with evaluations, samples and checkpoints in between.
+
+`Trainer.run` yields what happens as it happens; whoever iterates shows it. State lives in the
+model, the optimizers, the `Health` and the step number alone, so a run that stops and resumes
+equals one that never stopped. What is trained, and on what, is a `Task` (`task.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tiedgpt.errors import CorruptInputError, DivergedError
+from tiedgpt.train.blocks import compile_now, in_training
+from tiedgpt.train.card import write_card
+from tiedgpt.train.checkpoint import (
+    checkpoints,
+    load_newest,
+    load_weights,
+    save_checkpoint,
+    verify_step,
+)
+from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
+from tiedgpt.train.health import WORSE, Health, first_not_finite
+from tiedgpt.train.measures import Measures
+from tiedgpt.train.parallel import World, own_part
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import begin_fork
+from tiedgpt.train.step import StepResult, train_step
+from tiedgpt.train.task import Arrays, Model, Score, Task
+from tiedgpt.train.untying import Optimizers, arranged, untie_in_training
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """Trains a task by a plan, in a run's directory.
+
+        for event in Trainer(run, task, plan, device).run():
+            ...
+
+    `fork` is the directory of another run's checkpoints, whose newest this one begins with. `track`
+    is given each line of metrics.jsonl when it is written. In a `world` of several processes all
+    make a trainer and see the same events; the first one writes.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        task: Task,
+        plan: Plan,
+        device: torch.device,
+        *,
+        fork: Path | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        track: Callable[[Mapping[str, Any]], None] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.directory, self.task, self.plan, self.device = run, task, plan, device
+        self.fork, self.stop_requested, self.track = fork, stop_requested, track
+        self.world = world or World(device)
+        self.step = self.saved_at = 0
+        self.lr = plan.lr
+        self.notes: list[str] = []
+        self.growth = plan.growth(task.row_units)
+
+    def run(self) -> Iterator[Event]:
+        """Train to the end of the plan from wherever the run's directory stands.
+
+        A step whose loss or gradient is not finite is skipped. Raises `DivergedError` where too
+        many are, where the loss runs away, and where weights are not finite; the last checkpoint
+        is kept.
+        """
+        yield self._begin()
+        while not self._enough() and not self.world.any(self.stop_requested()):
+            if self.step == self.plan.untie_at:
+                yield self._untie()
+            yield self._next_step()
+            self._require_sound()
+            improved = False
+            if self.step % self.plan.eval_every == 0 and self.step < self.plan.steps:
+                improved, evaluated = self._evaluate_part()
+                yield evaluated
+            due = improved or self.step % self.plan.save_every == 0
+            if due and self.step < self.plan.steps:
+                self._save()
+        self._save()
+        yield self._finish() if self._enough() else self._stop()
+
+    def _begin(self) -> Started:
+        """Build the model and bring back the newest checkpoint, or begin at step 0."""
+        world, plan, run = self.world, self.plan, self.directory
+        world.lead(lambda: world.require_work(plan))
+        torch.manual_seed(plan.seed)
+        model = self.task.build().train()
+        if not checkpoints(run.checkpoints):
+            self.task.begin(model)
+        self.model: Model = world.place(in_training(model, plan))
+        self._arrange(0)
+        state, notes = world.after_first(
+            lambda: load_newest(run.checkpoints, self.model, self._arrange)
+        )
+        self.health = Health.of(state or {})
+        if state is not None:
+            self.step = self.saved_at = state["step"]
+        elif self.fork is not None:
+            notes += begin_fork(self.fork, self.model, self.optimizers)
+            self._write_checkpoint()
+        world.lead(lambda: run.cut_metrics(self.step))
+        self.batch_of = self.task.batches(plan)
+        if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
+            seconds = compile_now(self.model, self.batch_of(self.step), plan)
+            notes.append(f"compiled the blocks in {seconds:.1f} s")
+        self.measures = Measures(self.model, self.task, plan, self.device)
+        return Started(self.model, self.groups, self.step, notes)
+
+    def _arrange(self, step: int) -> Optimizers:
+        """Have the model, tied or not, and fresh optimizers as they are after `step` steps."""
+        self.groups, rules = arranged(self.model, self.plan, step)
+        self.optimizers = self.world.optimizers(rules)
+        return self.optimizers
+
+    def _untie(self) -> Untied:
+        self.groups, self.optimizers = untie_in_training(self.model, self.optimizers, self.plan)
+        untied = "a head of its own, W's copy, predicts from here"
+        self._write({"step": self.step + 1, "untied": untied})
+        return Untied(self.step, self.groups)
+
+    def _next_step(self) -> Stepped | Skipped:
+        """Do a step, or skip it where its loss or gradient is not finite."""
+        began, world = time.perf_counter(), self.world
+        self.lr = self.plan.rate(self.step)
+        for group in (group for rule in self.optimizers for group in rule.param_groups):
+            group["lr"] = self.lr
+        self.batch: Arrays = self.batch_of(self.step)
+        world.reseed(self.plan.seed, self.step)
+        self.step += 1
+        try:
+            with self.measures.watching(self.step) if world.size == 1 else nullcontext():
+                result = train_step(self.model, self.optimizers, self.batch, self.plan, world)
+        except DivergedError as error:
+            return self._skipped(str(error))
+        return self._stepped(result, time.perf_counter() - began)
+
+    def _stepped(self, result: StepResult, seconds: float) -> Stepped:
+        self.health.stepped(result.loss, result.grad_norm)
+        units = self.growth.units_before(self.step)
+        speed = (units - self.growth.units_before(self.step - 1)) / seconds
+        stepped = Stepped(
+            step=self.step,
+            **asdict(result),
+            lr=self.lr,
+            units=units,
+            units_per_second=speed,
+            measured=self.measures.found(self.step, speed / self.world.size),
+        )
+        self._write(stepped.metrics(self.task.unit))
+        return stepped
+
+    def _skipped(self, why: str) -> Skipped:
+        self.health.skip(self.step)
+        units = {self.task.unit: self.growth.units_before(self.step)}
+        self._write({"step": self.step, "skipped": why, "lr": self.lr, **units})
+        return Skipped(self.step, why, self.health.skipped_in_all)
+
+    def _evaluate_part(self) -> tuple[bool, Evaluated]:
+        """Score a part of what is held out; return whether it was never better, and the event."""
+        score = self._evaluate(self.plan.eval_batches)
+        sample = self._whole(lambda model: self.task.sample(model, self.plan, self.step))
+        self._write({"step": self.step, **self.task.metrics(score), "sample": sample})
+        improved = self.health.evaluated(self.step, score.nats)
+        return improved, Evaluated(self.step, score, sample)
+
+    def _evaluate(self, n_batches: int | None = None) -> Score:
+        self._require_finite()
+        score = self._whole(lambda model: self.task.evaluate(model, self.plan, n_batches))
+        if not math.isfinite(score.nats):
+            raise self._diverged(f"the validation loss became {score.nats}")
+        return score
+
+    def _enough(self) -> bool:
+        patience = self.plan.patience
+        out_of_patience = patience is not None and self.health.stale >= patience
+        return self.step >= self.plan.steps or out_of_patience
+
+    def _stop(self) -> Ended:
+        """Publish the weights as they are, of a run that was asked to stop."""
+        if self.step:
+            self._publish(self.directory.model)
+            self._write_card(None)
+        return Ended(self.step, finished=False, score=None)
+
+    def _finish(self) -> Ended:
+        """Score and publish the last weights, or the best where the plan asks for them."""
+        line: dict[str, Any] = {"step": self.step, "final": True}
+        best, best_loss = self.health.best_step, self.health.best_loss
+        patient = self.plan.patience is not None
+        part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
+        line |= {f"part_{name}": value for name, value in self.task.metrics(part).items()}
+        if patient and best_loss <= part.nats and self._load_best(best):
+            line["best_step"] = best
+            self.notes.append(
+                f"the best validation was after step {best:,} ({best_loss:.4f}, and "
+                f"{part.nats:.4f} after the last, {self.step:,}): those weights are in "
+                f"{self.directory.model}"
+            )
+        score = self._evaluate()
+        line |= self.task.metrics(score)
+        self._publish(self.directory.model)
+        self._write_card(line)
+        if not patient and part.nats > WORSE * best_loss and self._load_best(best):
+            self._publish(self.directory.best)
+            self.notes.append(
+                f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
+                f"({part.nats:.4f}): those weights are in {self.directory.best}; --patience makes "
+                "them the model"
+            )
+        self._write(line)  # the last thing that is written: with it the run is finished
+        return Ended(self.step, finished=True, score=score, notes=self.notes)
+
+    def _load_best(self, best: int | None) -> bool:
+        """Put the best weights in place of the last, if they can still be read."""
+        if best is None:
+            return False
+        try:
+            verify_step(self.directory.checkpoints, best)
+            arranged(self.model, self.plan, best)
+            load_weights(self.directory.checkpoints, best, self.model)
+        except CorruptInputError as error:
+            self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
+            return False
+        return True
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this step has one."""
+        if self.step > self.saved_at:
+            self._require_finite()
+            self.world.lead(self.directory.sync_metrics)
+            self._write_checkpoint(spared=self.health.best_step)
+            self.saved_at = self.step
+
+    def _write_checkpoint(self, spared: int | None = None) -> None:
+        save_checkpoint(
+            self.directory.checkpoints,
+            self.step,
+            self.model,
+            self.optimizers,
+            self.health.state(),
+            spared=spared,
+            world=self.world,
+        )
+
+    def _publish(self, directory: Path) -> None:
+        self._whole(lambda model: self.task.publish(model, directory))
+
+    def _write_card(self, last: Mapping[str, Any] | None) -> None:
+        self.world.lead(lambda: write_card(self.directory, self.model, last))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self.world.leads:
+            self.directory.write_metrics(line)
+            if self.track is not None:
+                self.track(line)
+
+    def _whole(self, act: Callable[[Model], T]) -> T:
+        """Return what `act` returned of the whole model, in the first process."""
+        return self.world.with_whole(self.model, self.task, act)
+
+    def _require_sound(self) -> None:
+        try:
+            self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
+        except DivergedError as error:
+            where = self._whole(lambda model: first_not_finite(model, self.batch, self.plan))
+            raise self._diverged(str(error), f"; {where}" if where else "") from None
+
+    def _require_finite(self) -> None:
+        parts = ((name, own_part(p)) for name, p in self.model.named_parameters())
+        name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+        if self.world.any(name is not None):
+            raise self._diverged(f"{name or 'a matrix'} is no longer finite")
+
+    def _diverged(self, what: str, where: str = "") -> DivergedError:
+        run = self.directory
+        kept, advice = "nothing was saved yet", ""
+        if self.saved_at:
+            kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
+            advice = f", or go on from there with --fork {run.path}"
+        return DivergedError(
+            f"{what} at step {self.step}{where}; rate {self.lr:.3g}, {self.health}; {kept}: train "
+            f"again with a lower --lr in another --out{advice}"
+        )
