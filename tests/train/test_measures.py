@@ -11,8 +11,16 @@ import torch.nn.functional as F
 from tests.train.conftest import CPU, train
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
-from tiedgpt.train.machine import describe, peak_flops, peak_memory
-from tiedgpt.train.measures import EVERY, GradientsOfW, due, model_flops, of_the_machine
+from tiedgpt.train.measures import (
+    EVERY,
+    GradientsOfW,
+    describe,
+    due,
+    model_flops,
+    of_the_machine,
+    peak_flops,
+    peak_memory,
+)
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
 

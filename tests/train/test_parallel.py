@@ -19,7 +19,7 @@ from tiedgpt.cli.train import run as train_command
 from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import objective as objective_module
+from tiedgpt.train import task as task_module
 from tiedgpt.train.events import Ended, Stepped
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.parallel import Shards, World, joined, launched
@@ -124,16 +124,16 @@ def skipped(world):
     world.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    terms = objective_module.loss_terms
+    terms = task_module.loss_terms
     if not world.leads:
-        objective_module.loss_terms = lambda *a: tuple(t * float("nan") for t in terms(*a))
+        task_module.loss_terms = lambda *a: tuple(t * float("nan") for t in terms(*a))
     try:
         train_step(model, rules, batch, PLAN, world)
     except DivergedError:
         same = (bool((before[name] == p).all()) for name, p in model.named_parameters())
         return all([*same])
     finally:
-        objective_module.loss_terms = terms
+        task_module.loss_terms = terms
     return False
 
 

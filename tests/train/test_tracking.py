@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import types
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.train.conftest import CPU, train
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended
 from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.tracking import TRACKERS, Tracking, open_tracker, parts
+from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker, parts
 
 
 class Fake:
@@ -30,7 +31,7 @@ class Fake:
         self._call("start", step)
         return self.log, self.finish
 
-    def log(self, step, values, texts):
+    def log(self, values, texts, step):
         self._call("log", step, values, texts)
 
     def finish(self):
@@ -88,7 +89,7 @@ def test_only_finite_numbers_and_texts_are_handed_over():
     assert parts(line) == ({"lr": 1.0}, {"sample": "a"})
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", get_args(TrackerName))
 def test_a_missing_package_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"pip install {name}"):
@@ -112,7 +113,7 @@ def test_a_run_that_goes_on_goes_on_under_the_same_name(monkeypatch, tmp_path, n
     (tmp_path / "run.toml").write_text("[options]\nseed = 1\n")
     for step in (0, 7):
         log, finish = open_tracker(name)(tmp_path, {"training": {"lr": 0.1, "data": ["a"]}}, step)
-        log(step + 1, {"loss": 1.0}, {"sample": "a"})
+        log({"loss": 1.0}, {"sample": "a"}, step + 1)
         finish()
     first, logged, finished, again, *_ = calls
     assert first == again and first["resume"] == "allow" and first["project"] == "tiedgpt"
@@ -136,7 +137,7 @@ def test_tensorboard_hides_what_an_earlier_call_wrote_of_later_steps(monkeypatch
     monkeypatch.setitem(sys.modules, "tensorboard", package)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
     log, finish = open_tracker("tensorboard")(tmp_path, {"training": {"lr": 0.1}}, 7)
-    log(8, {"loss": 1.0}, {"sample": "a"})
+    log({"loss": 1.0}, {"sample": "a"}, 8)
     finish()
     assert calls[0] == (str(tmp_path / "tensorboard"), 8)
     assert calls[1][2] == "    training.lr = 0.1\n"

@@ -145,9 +145,9 @@ def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new
 
 def not_finite_at(monkeypatch, *steps):
     """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
-    from tiedgpt.train import objective as objective_module
+    from tiedgpt.train import task as task_module
 
-    of_batches, losses = LanguageModelling.batches, objective_module.loss_terms
+    of_batches, losses = LanguageModelling.batches, task_module.loss_terms
     now = [0]
 
     def batches(task, plan):
@@ -159,7 +159,7 @@ def not_finite_at(monkeypatch, *steps):
         return (loss * float("nan") if now[0] in steps and model.training else loss,)
 
     monkeypatch.setattr(LanguageModelling, "batches", batches)
-    monkeypatch.setattr(objective_module, "loss_terms", poisoned)
+    monkeypatch.setattr(task_module, "loss_terms", poisoned)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(new_run, config, plan, monkeypatch):

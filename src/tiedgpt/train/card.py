@@ -12,6 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing
@@ -30,10 +32,6 @@ SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
 EVALUATIONS_SHOWN = 12
-DERIVED = ("eval_every", "eval_batches", "save_every")
-"""Numbers of the plan that change no weight."""
-UNUSED_AT_0 = ("cooldown", "batch_warmup", "length_warmup")
-"""Numbers of steps, of what a plan need not have."""
 
 
 def write_card(run: RunDirectory, model: Model, last: Mapping[str, Any] | None) -> None:
@@ -94,17 +92,14 @@ def command(tables: Mapping[str, Any]) -> str:
 def _front(options: Mapping[str, Any], config: GPTConfig) -> str:
     """Return what the Hugging Face hub reads."""
     kind = model_type_of(config)
-    library = "tiedgpt" if kind is TIEDGPT else "transformers"
-    tags = [kind.name] if kind is TIEDGPT else [kind.name, "tiedgpt"]
     start = options.get("start")
-    base = [f"base_model: {json.dumps(start)}"] if start and not Path(start).exists() else []
-    lines = (
-        f"library_name: {library}",
-        f"pipeline_tag: {PIPELINES[options.get('task', 'lm')]}",
-        f"tags: [{', '.join(tags)}]",
-        *base,
+    data = ModelCardData(
+        library_name="tiedgpt" if kind is TIEDGPT else "transformers",
+        pipeline_tag=PIPELINES[options.get("task", "lm")],
+        tags=[kind.name] if kind is TIEDGPT else [kind.name, "tiedgpt"],
+        base_model=start if start and not Path(start).exists() else None,
     )
-    return "\n".join(("---", *lines, "---"))
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _what(model: Model, config: GPTConfig, untied_at: int | None) -> str:
@@ -160,24 +155,23 @@ def _result(found: History, tables: Mapping[str, Any]) -> str:
     keys = [key for key in found.columns if key.startswith("val_")]
     if not keys:
         return f"Not validated yet.{state}"
-    best = found.last("best_step")
-    if best is not None:
+    if (best := found.last("best_step")) is not None:
         state += f" The weights are those of step {best:,.0f}, which validated best."
     names = [SCORES.get(key, key.removeprefix("val_").replace("_", " ")) for key in keys]
-    steps_shown = sorted(found.columns[keys[0]])
-    every = -(-len(steps_shown) // EVALUATIONS_SHOWN)
+    shown = sorted(found.columns[keys[0]])
+    every = -(-len(shown) // EVALUATIONS_SHOWN)
     rows = ["| step | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
-    for step in steps_shown[::-1][::every][::-1]:
+    for step in shown[::-1][::every][::-1]:
         values = (found.columns[key].get(step) for key in keys)
         rows.append(f"| {step:,} | " + " | ".join(map(_number, values)) + " |")
+    table = "\n".join(rows)
     if not found.finished:
-        return f"On a part of what was held out:{state}\n\n" + "\n".join(rows)
-    whole = ", ".join(
-        f"{name} **{_number(found.final.get(key))}**" for key, name in zip(keys, names, strict=True)
-    )
+        return f"On a part of what was held out:{state}\n\n{table}"
+    finals = zip(names, (found.final.get(key) for key in keys), strict=True)
+    whole = ", ".join(f"{name} **{_number(value)}**" for name, value in finals)
     return (
-        f"On all that was held out: {whole}.{state}\n\nOn a part of it, as training went on:\n\n"
-        + "\n".join(rows)
+        f"On all that was held out: {whole}.{state}\n\n"
+        f"On a part of it, as training went on:\n\n{table}"
     )
 
 
@@ -193,11 +187,10 @@ def _training(found: History, tables: Mapping[str, Any]) -> dict[str, str]:
     }
     if found.skipped:
         rows["skipped"] = f"{found.skipped:,} steps, whose loss or gradient was not finite"
-    skip = {"steps", "batch_size", *DERIVED}
-    skip |= {name for name in UNUSED_AT_0 if not plan.get(name)}
-    rows |= {k.replace("_", " "): f"{v}" for k, v in plan.items() if k not in skip}
-    if (norm := found.last("machine_memory_bytes")) is not None:
-        rows["peak memory"] = f"{norm / 1e9:.2f} GB"
+    told = ("steps", "batch_size")
+    rows |= {name.replace("_", " "): str(value) for name, value in plan.items() if name not in told}
+    if (peak := found.last("machine_memory_bytes")) is not None:
+        rows["peak memory"] = f"{peak / 1e9:.2f} GB"
     rows["machine"] = ", ".join(f"{v} {k}" if k == "cores" else str(v) for k, v in machine.items())
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {name: value for name, value in rows.items() if value}

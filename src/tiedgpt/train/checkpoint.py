@@ -78,7 +78,7 @@ def _write(
     require_room(directory, sum(sizes))
     held = {name: value if value.ndim else value.reshape(1) for name, value in moments.items()}
     held |= {f"random/{name}": value for name, value in random.items()}
-    path = _path(directory, step)
+    path = checkpoint_path(directory, step)
     set_aside(path)
     with replacing(path) as temporary:
         temporary.mkdir()
@@ -87,10 +87,11 @@ def _write(
         kept = {name: stored_tensor(name, value) for name, value in held.items()}
         write_safetensors(temporary / "optimizer.safetensors", kept, {})
         write_json(temporary / "state.json", state | {"step": step})
-        write_json(temporary / "manifest.json", _manifest(temporary))
+        manifest = {file.name: _identity(file) for file in sorted(temporary.iterdir())}
+        write_json(temporary / "manifest.json", manifest)
     _point_to(path)
     for old in checkpoints(directory)[:-KEPT]:
-        if spared is None or old != _path(directory, spared):
+        if spared is None or old != checkpoint_path(directory, spared):
             remove(old)
     return path
 
@@ -99,8 +100,7 @@ def set_aside(path: Path) -> Path | None:
     """Give a checkpoint that cannot be used another name, if it is there; return that."""
     if not path.exists():
         return None
-    numbers = (f".damaged-{number}" for number in count(2))
-    endings = chain([".damaged"], numbers)
+    endings = chain([".damaged"], (f".damaged-{number}" for number in count(2)))
     free = (path.with_name(path.name + ending) for ending in endings)
     aside = next(place for place in free if not place.exists())
     with writing(path):
@@ -151,14 +151,9 @@ def load_weights(directory: Path, step: int, model: nn.Module) -> None:
 
     Raises `CorruptInputError`, before the model is touched, where it is damaged.
     """
-    path = _path(directory, step)
+    path = checkpoint_path(directory, step)
     verify(path)
     _load_weights(path, model)
-
-
-def verify_step(directory: Path, step: int) -> None:
-    """Raise `CorruptInputError` where a step's checkpoint is damaged."""
-    verify(_path(directory, step))
 
 
 def verify(path: Path) -> None:
@@ -181,16 +176,25 @@ def verify(path: Path) -> None:
 
 def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Give the optimizers what a checkpoint knows of parameters of the same rule; count those."""
-    moments, taken = _read_moments(path), 0
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    return _give(_read_moments(path), model, optimizers)
+
+
+def _give(
+    moments: dict[str, dict[str, Tensor]],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> int:
+    names, given = {parameter: name for name, parameter in model.named_parameters()}, 0
     for optimizer in optimizers:
         by_momentum = "momentum" in optimizer.defaults
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             found = moments.get(names[parameter], {})
             if found and ("momentum_buffer" in found) == by_momentum:
-                optimizer.state[parameter] = _like(parameter, found)
-                taken += 1
-    return taken
+                optimizer.state[parameter] = {
+                    key: laid_out_like(value, parameter) for key, value in found.items()
+                }
+                given += 1
+    return given
 
 
 def _load(
@@ -198,13 +202,12 @@ def _load(
 ) -> dict[str, Any]:
     state, moments = read_json(path / "state.json"), _read_moments(path)
     _load_weights(path, model)
-    for device, random in moments.pop("random", {}).items():
-        _set_random_state(device, random)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if names[parameter] in moments:
-                optimizer.state[parameter] = _like(parameter, moments[names[parameter]])
+    random = moments.pop("random", {})
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"])
+    _give(moments, model, optimizers)
     return state
 
 
@@ -220,10 +223,6 @@ def _read_moments(path: Path) -> dict[str, dict[str, Tensor]]:
         value = file.read(entry)
         found.setdefault(name, {})[key] = value.reshape(()) if key == "step" else value
     return found
-
-
-def _like(parameter: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: laid_out_like(value, parameter) for key, value in found.items()}
 
 
 def _load_weights(path: Path, model: nn.Module) -> None:
@@ -251,7 +250,8 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _path(directory: Path, step: int) -> Path:
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
     return directory / f"step-{step:06d}"
 
 
@@ -261,17 +261,6 @@ def _random_state(model: nn.Module) -> dict[str, Tensor]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _set_random_state(device: str, state: Tensor) -> None:
-    if device == "cuda":
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    return {file.name: _identity(file) for file in sorted(directory.iterdir())}
 
 
 def _identity(file: Path) -> dict[str, Any]:

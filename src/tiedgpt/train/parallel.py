@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
-from tiedgpt.train.objective import Objective
-from tiedgpt.train.task import Model, Task, body_of
+from tiedgpt.train.task import Model, Objective, Task, body_of
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
@@ -329,10 +328,10 @@ def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or tensor.shape != parameter.shape:
         return placed
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import distribute_tensor
 
-    everywhere = DTensor.from_local(placed, mesh, [Replicate()], run_check=False)
-    return everywhere.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    placements = parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
 def own_part(tensor: Tensor) -> Tensor:

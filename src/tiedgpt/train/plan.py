@@ -17,7 +17,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.blocks import decide, in_training
-from tiedgpt.train.machine import describe
+from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import parse_bytes, require_memory
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
@@ -25,69 +24,61 @@ QUEUE = 10_000
 PATIENCE = 20.0
 """Seconds that the end of training waits for a tracker."""
 
-
-Log = Callable[[int, Mapping[str, float], Mapping[str, str]], None]
-"""Takes the numbers and texts of a step."""
-Finish = Callable[[], None]
-Start = Callable[[Path, Mapping[str, Any], int], tuple[Log, Finish]]
-"""Begins a run, or goes on after a step, with the tables of run.toml."""
+Log = Callable[[dict[str, float], dict[str, str], int], None]
+"""Takes the numbers, the texts and the number of a step."""
+Start = Callable[[Path, Mapping[str, Any], int], tuple[Log, Callable[[], None]]]
+"""Begins a run, or resumes it after a step, with run.toml's tables; returns `log` and `finish`."""
 
 
-def _trackio() -> Start:
-    """Keep the data on this machine: `trackio show --project tiedgpt`."""
-    trackio = _package("trackio")
+def open_tracker(name: TrackerName) -> Start:
+    """Return what begins a run of that tracker; `UserError` if its package is missing.
 
-    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
-        name = f"{run.name}-{_identity(run)}"
-        trackio.init(project=PROJECT, name=name, config=_flat(config), resume="allow", embed=False)
-        return lambda step, values, texts: trackio.log(
-            {**values, **texts}, step=step
-        ), trackio.finish
+    trackio keeps the data on this machine (`trackio show --project tiedgpt`), Weights & Biases goes
+    by its own settings, TensorBoard's files are in the run's directory.
+    """
+    try:
+        package: Any = import_module(name)
+        if getattr(package, "__file__", None) is None:
+            raise ImportError("only a folder of that name is here")
+    except ImportError as error:
+        raise UserError(
+            f"--track {name} needs the package {name} ({error}): pip install {name}"
+        ) from None
+    if name == "tensorboard":
+        return _start_tensorboard
 
-    return start
+    def start(run: Path, tables: Mapping[str, Any], step: int) -> tuple[Log, Callable[[], None]]:
+        own: dict[str, Any] = {"id": _identity(run), "name": run.name}
+        if name == "trackio":  # which knows a run by its name
+            own = {"name": f"{run.name}-{_identity(run)}", "embed": False}
+        tracker = package.init(project=PROJECT, config=_flat(tables), resume="allow", **own)
+        tracker = package if name == "trackio" else tracker
 
+        def log(values: dict[str, float], texts: dict[str, str], step: int) -> None:
+            tracker.log({**values, **texts}, step=step)
 
-def _wandb() -> Start:
-    """Weights & Biases, as its own settings and environment variables say."""
-    wandb = _package("wandb")
-
-    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
-        its = wandb.init(
-            project=PROJECT, name=run.name, id=_identity(run), config=dict(config), resume="allow"
-        )
-        return lambda step, values, texts: its.log({**values, **texts}, step=step), its.finish
-
-    return start
-
-
-def _tensorboard() -> Start:
-    """Event files in the run's directory: `tensorboard --logdir RUN/tensorboard`."""
-    _package("tensorboard")
-
-    def start(run: Path, config: Mapping[str, Any], step: int) -> tuple[Log, Finish]:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # what an earlier call wrote of later steps is not shown
-        writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-        rows = "".join(f"    {name} = {value}\n" for name, value in _flat(config).items())
-        writer.add_text("run.toml", rows, global_step=step + 1)
-
-        def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, global_step=step)
-            for name, text in texts.items():
-                writer.add_text(name, text, global_step=step)
-
-        return log, writer.close
+        return log, tracker.finish
 
     return start
 
 
-TRACKERS: dict[TrackerName, Callable[[], Start]] = {
-    "trackio": _trackio,
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
-}
+def _start_tensorboard(
+    run: Path, tables: Mapping[str, Any], step: int
+) -> tuple[Log, Callable[[], None]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # what an earlier call wrote of later steps is not shown
+    writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+    rows = "".join(f"    {name} = {value}\n" for name, value in _flat(tables).items())
+    writer.add_text("run.toml", rows, global_step=step + 1)
+
+    def log(values: dict[str, float], texts: dict[str, str], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, global_step=step)
+        for name, text in texts.items():
+            writer.add_text(name, text, global_step=step)
+
+    return log, writer.close
 
 
 class Tracking:
@@ -98,13 +89,13 @@ class Tracking:
         name: str,
         start: Start,
         run: Path,
-        config: Mapping[str, Any],
+        tables: Mapping[str, Any],
         *,
         warn: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:
-        self._name, self._start, self._run, self._config = name, start, run, config
-        self._warn, self._patience = warn, patience
+        self._name, self._warn, self._patience = name, warn, patience
+        self._start: Callable[[int], Any] = lambda step: start(run, tables, step)
         self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE)
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._dropped = False
@@ -136,18 +127,13 @@ class Tracking:
             log: Log | None = None
             while (line := self._lines.get()) is not None:
                 if log is None:
-                    log, finish = self._start(self._run, self._config, line["step"] - 1)
-                log(line["step"], *parts(line))
+                    log, finish = self._start(line["step"] - 1)
+                log(*parts(line), line["step"])
             if log is not None:
                 finish()
         except BaseException as error:  # whatever a foreign package does, training goes on
             why = " ".join(f"{type(error).__name__}: {error}".split())
             self._warn(f"{self._name} failed and is given no more metrics ({why[:200]})")
-
-
-def open_tracker(name: TrackerName) -> Start:
-    """Return what begins a run of that tracker; `UserError` if its package is missing."""
-    return TRACKERS[name]()
 
 
 def parts(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
@@ -158,18 +144,6 @@ def parts(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
         if key not in ("step", "final") and isinstance(value, (int, float)) and math.isfinite(value)
     }
     return values, {key: value for key, value in line.items() if isinstance(value, str)}
-
-
-def _package(name: str) -> ModuleType:
-    try:
-        module = import_module(name)
-        if getattr(module, "__file__", None) is None:
-            raise ImportError("only a folder of that name is here")
-    except ImportError as error:
-        raise UserError(
-            f"--track {name} needs the package {name} ({error}): pip install {name}"
-        ) from None
-    return module
 
 
 def _identity(run: Path) -> str:

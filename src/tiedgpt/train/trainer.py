@@ -21,22 +21,23 @@ from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.train.blocks import compile_now, in_training
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
+    checkpoint_path,
     checkpoints,
     load_newest,
     load_weights,
     save_checkpoint,
-    verify_step,
+    verify,
 )
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
 from tiedgpt.train.health import WORSE, Health, first_not_finite
 from tiedgpt.train.measures import Measures
+from tiedgpt.train.optim import Optimizers, arranged, untie_in_training
 from tiedgpt.train.parallel import World, own_part
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import begin_fork
 from tiedgpt.train.step import StepResult, train_step
 from tiedgpt.train.task import Arrays, Model, Score, Task
-from tiedgpt.train.untying import Optimizers, arranged, untie_in_training
 
 T = TypeVar("T")
 
@@ -231,7 +232,7 @@ class Trainer:
         if best is None:
             return False
         try:
-            verify_step(self.directory.checkpoints, best)
+            verify(checkpoint_path(self.directory.checkpoints, best))
             arranged(self.model, self.plan, best)
             load_weights(self.directory.checkpoints, best, self.model)
         except CorruptInputError as error:
