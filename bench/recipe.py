@@ -205,7 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainOptions(size=given.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")
-        task = prepare(run, options, open_sources(options)).task
+        task = prepare(run, options, open_sources(options))
         assert isinstance(task, LanguageModelling)
         row_tokens = (options.batch_size or SIZES[given.size].batch_size) * task.context
         steps = max(POINTS, int(given.epochs * task.encoded.train.tokens / row_tokens))

@@ -45,7 +45,7 @@ def find_rate(options: TrainOptions) -> int:
             progress.update(bar, completed=done, total=total)
 
         run = RunDirectory(Path(scratch))
-        task = prepare(run, options, open_sources(options), None, update).task
+        task = prepare(run, options, open_sources(options), None, update)
         plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
         progress.update(bar, description="trying rates")
         found = sweep(task, plan, device, progress=update)

@@ -73,10 +73,9 @@ class Display:
         plan: Plan,
         task: LanguageModelling | Labelled,
         world: World,
-        notes: list[str],
     ) -> None:
         """Show what was chosen."""
-        for note in notes:
+        for note in task.notes:
             self.say(note)
         config, self._unit = task.config, task.unit
         device = world.device

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tiedgpt.train.parallel import Parallel, World
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.sources import Prepared
+    from tiedgpt.train.tasks.labelled import Labelled
+    from tiedgpt.train.tasks.language import LanguageModelling
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -165,22 +166,21 @@ def _train_in(
             before_data(directory)
         with display.encoding() as progress:
             sources = sources or open_sources(options)
-            prepared = prepare(directory, asked, sources, config, progress)
-        return Ready(asked, prepared, plan, digest)
+            task = prepare(directory, asked, sources, config, progress)
+        return Ready(asked, task, plan, digest)
 
     tracker = open_tracker(track) if track is not None and world.leads else None
     with directory.locked() if world.leads else contextlib.nullcontext():
         found = world.after_first(ready)
         if found is None:
             return EXIT_OK
-        prepared, plan = found.prepared, found.plan
-        task, device = prepared.task, world.device
+        task, plan, device = found.task, found.plan, world.device
         if plan is None:
             display.say("measuring this machine")
             plan = make_plan(found.asked, task, device, world=world)
-            tables = record(options, task.config, plan, prepared.counted, found.digest, world)
+            tables = record(options, task.config, plan, task.counted, found.digest, world)
             world.lead(lambda: directory.write_record(tables))
-        display.plan(options, plan, task, world, prepared.notes)
+        display.plan(options, plan, task, world)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(stop_on_signals())
             stack.enter_context(display.training(plan))
@@ -219,7 +219,7 @@ class Ready:
 
     asked: TrainOptions
     """The options; a fork's with what it has from the run that it begins from."""
-    prepared: Prepared
+    task: LanguageModelling | Labelled
     plan: Plan | None
     """Of a run that goes on."""
     digest: str | None

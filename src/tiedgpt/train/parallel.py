@@ -2,8 +2,8 @@
 
 torchrun starts the processes; each has the whole batch of a step and computes its share of the
 rows, so that the steps are those of one process, to rounding. Rank 0 leads: it alone measures,
-evaluates and writes, and the others do what it found. `World` is one process, in which all of this
-is nothing; `Replicas` (DDP) hold the model each, `Shards` (FSDP2) a part of every matrix.
+evaluates and writes, and the others do what it found. `World` is one process, or several that have
+the model each (DDP); `Shards` have a part of every matrix each (FSDP2).
 """
 
 from __future__ import annotations
@@ -48,14 +48,23 @@ class Part:
 
 
 class World:
-    """One process: all rows are its own, it writes, and nothing is exchanged."""
+    """The processes of a run: one, or several that have the whole model each (DDP).
 
-    rank, size = 0, 1
-    holders = neighbours = 1
-    """Processes that a matrix is shared out among; that share a machine's memory."""
+    One process has all rows, writes, and exchanges nothing; of several the gradients are averaged.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    holders = 1
+    """Processes that a matrix is shared out among."""
+
+    def __init__(self, device: torch.device, *, parallel: bool = False) -> None:
         self.device = device
+        self.rank, self.size, self.neighbours = 0, 1, 1  # neighbours share a machine's memory
+        if parallel:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._objective: Any = None
+        self._parameters: list[nn.Parameter] = []
+        self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
 
     @property
     def leads(self) -> bool:
@@ -63,19 +72,39 @@ class World:
         return self.rank == 0
 
     def place(self, model: Model) -> Model:
-        """Bring a model to where it is trained; before optimizers are made of its parameters."""
+        """Bring a model to where it is trained, before optimizers are made of its parameters.
+
+        The one before is let go of.
+        """
+        self.let_go()
         return model.to(self.device)
 
     def objective(self, model: Model) -> nn.Module:
-        """Return the `Objective` of a model that was placed here, as it is to be called."""
-        return Objective(model)
+        """Return the `Objective` of a model that was placed here, as it is to be called.
+
+        DDP's is made anew where the model has other parameters than before.
+        """
+        if self.size == 1:
+            return Objective(model)
+        parameters = list(model.parameters())
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            from torch.nn.parallel import DistributedDataParallel
+
+            self._objective = DistributedDataParallel(Objective(model))
+            self._parameters = parameters
+        return self._objective
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return optimizers that can work on the parameters as they lie here."""
         return rules
 
     def reseed(self, seed: int, step: int) -> None:
-        """Give processes beside the first a random stream of their own, for what is dropped."""
+        """Give processes beside the first a random stream of their own, for what is dropped.
+
+        It goes by (seed, rank, step), so that a run that resumes drops what it would have.
+        """
+        if not self.leads:
+            torch.manual_seed(hash((seed, self.rank, step)))
 
     def parts(self, batch: Sequence[Tensor], micro_batch: int) -> list[Part]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
@@ -108,10 +137,12 @@ class World:
 
     def summing(self, part: Part) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""
-        return nullcontext()
+        return nullcontext() if self.size == 1 or part.last else self._objective.no_sync()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
         return tensor
 
     def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
@@ -120,76 +151,19 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return flag
+        if self.size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
 
     def lead(self, act: Callable[[], T]) -> T:
         """Return what `act` returned in the first process, which alone runs it.
 
         Where it raises, the others end, without a word and with the exit code of the error.
         """
-        return act()
-
-    def after_first(self, make: Callable[[], T]) -> T:
-        """Make something in each process, in the others when the first is done with it."""
-        return make()
-
-    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
-        """Return what `act` returned of the model with all its weights, in the first process."""
-        return self.lead(lambda: act(model))
-
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return whole tensors, in the first process; the others have a part in it."""
-        return tensors
-
-
-class Replicas(World):
-    """Several processes with the whole model each; gradients are averaged (DDP)."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._objective: Any = None
-        self._parameters: list[nn.Parameter] = []
-        self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
-
-    def place(self, model: Model) -> Model:
-        """Bring it to this process's device, and let go of the one before."""
-        self.let_go()
-        return super().place(model)
-
-    def objective(self, model: Model) -> nn.Module:
-        """Return the `Objective` in DDP, anew where the model has other parameters than before."""
-        parameters = list(model.parameters())
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
-            from torch.nn.parallel import DistributedDataParallel
-
-            self._objective = DistributedDataParallel(Objective(model))
-            self._parameters = parameters
-        return self._objective
-
-    def reseed(self, seed: int, step: int) -> None:
-        """Seed by (seed, rank, step), so that a run that goes on drops what it would have."""
-        if not self.leads:
-            torch.manual_seed(hash((seed, self.rank, step)))
-
-    def summing(self, part: Part) -> AbstractContextManager[Any]:
-        """Exchange gradients in the last part only."""
-        return nullcontext() if part.last else self._objective.no_sync()
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Add up in all processes."""
-        dist.all_reduce(tensor)
-        return tensor
-
-    def any(self, flag: bool) -> bool:
-        """Ask all processes."""
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
-
-    def lead(self, act: Callable[[], T]) -> T:
-        """Run it in the first process and tell the others."""
+        if self.size == 1:
+            return act()
         told: list[Any] = [None, None]
         if not self.leads:
             dist.broadcast_object_list(told, device=torch.device("cpu"))
@@ -208,10 +182,18 @@ class Replicas(World):
         return told[0]
 
     def after_first(self, make: Callable[[], T]) -> T:
-        """Make it in the first process, then in the others."""
+        """Make something in each process, in the others when the first is done with it."""
         made: list[T] = []
         self.lead(lambda: made.append(make()))
         return made[0] if self.leads else make()
+
+    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+        """Return what `act` returned of the model with all its weights, in the first process."""
+        return self.lead(lambda: act(model))
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return whole tensors, in the first process; the others have a part in it."""
+        return tensors
 
     def part(self) -> None:
         """Let the first process have the last word: torchrun ends all when one has ended."""
@@ -223,15 +205,16 @@ class Replicas(World):
 
         Those may be waiting for Python, which that wait would block.
         """
-        self._objective, self._parameters = None, []
-        gc.collect()
+        if self._objective is not None:
+            self._objective, self._parameters = None, []
+            gc.collect()
 
 
-class Shards(Replicas):
+class Shards(World):
     """Several processes that hold a part of each matrix and its optimizer's state (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device, parallel=True)
         self.holders = self.size
 
     def require_work(self, plan: Plan) -> None:
@@ -379,7 +362,7 @@ def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
-    world = Shards(device) if parallel == "fsdp" else Replicas(device)
+    world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
     try:
         with _said_once(world):
             yield world
@@ -396,7 +379,7 @@ def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
 
 
 @contextlib.contextmanager
-def _said_once(world: Replicas) -> Iterator[None]:
+def _said_once(world: World) -> Iterator[None]:
     """Where a run fails in all processes, let the first say so and the others end with it."""
     try:
         yield

@@ -85,9 +85,9 @@ def repeatable_metrics(run: Path) -> list[dict[str, Any]]:
 def _plan(options: TrainOptions, run: RunDirectory) -> Plan:
     """Prepare the data in a run's directory, and write its record with a plan of a few steps."""
     asked = fork_options(options, {})
-    prepared = prepare(run, asked, open_sources(asked))
+    task = prepare(run, asked, open_sources(asked))
     few = replace(asked, minutes=None, steps=STEPS + 1)
-    plan = make_plan(few, prepared.task, training_device())
+    plan = make_plan(few, task, training_device())
     plan = replace(
         plan,
         warmup=2,
@@ -99,7 +99,7 @@ def _plan(options: TrainOptions, run: RunDirectory) -> Plan:
         length_warmup=STEPS if asked.length_warmup else 0,
         untie_at=None if plan.untie_at is None else UNTIED_AT,
     )
-    run.write_record(record(options, prepared.task.config, plan, prepared.counted))
+    run.write_record(record(options, task.config, plan, task.counted))
     return plan
 
 
@@ -123,7 +123,7 @@ def _train(path: Path, options: TrainOptions, die_after: int | None, threads: in
     asked = fork_options(options, tables)
     fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
     try:
-        task = prepare(run, asked, open_sources(asked), config).task
+        task = prepare(run, asked, open_sources(asked), config)
         trainer = Trainer(run, task, plan, training_device(), fork=fork)
         trainer.stop_requested = lambda: trainer.step >= STEPS
         for event in trainer.run():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -236,22 +236,13 @@ def open_sources(options: TrainOptions) -> Texts | Examples:
     )
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A task that can be trained, what its data holds for run.toml, and what is worth telling."""
-
-    task: LanguageModelling | Labelled
-    counted: dict[str, dict[str, Any]]
-    notes: list[str]
-
-
 def prepare(
     run: RunDirectory,
     options: TrainOptions,
     sources: Texts | Examples,
     config: GPTConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Prepared:
+) -> LanguageModelling | Labelled:
     """Return the run's task on the tokenizer and data made now or by an earlier call.
 
     `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
@@ -261,73 +252,51 @@ def prepare(
         origin = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
     elif options.fork is not None and config is None:
         origin = Forked.open(options.fork)
-    if isinstance(sources, Texts):
-        prepared = _language(run, options, sources, config, origin, progress)
-    else:
-        prepared = _labelled(run, options, sources, config, origin)
-    table = origin.table(options) if isinstance(origin, Forked) else {}
-    return replace(prepared, counted=prepared.counted | table)
-
-
-def _language(
-    run: RunDirectory,
-    options: TrainOptions,
-    texts: Texts,
-    config: GPTConfig | None,
-    origin: Pretrained | Forked | None,
-    progress: Callable[[int, int], None] | None,
-) -> Prepared:
-    """Encode texts into shards, once."""
-    notes: list[str] = []
-    if run.data.exists():
+    start = origin if isinstance(origin, Pretrained) else None
+    if isinstance(sources, Examples) and isinstance(origin, Forked):
+        origin.require_labels(sources.labels)
+    if (run.data if isinstance(sources, Texts) else run.tokenizer).exists():
         if not run.tokenizer.is_dir():
             raise CorruptInputError(
                 f"{run.tokenizer} is missing: without it the run cannot go on; train in another "
                 "--out"
             )
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)
+    elif isinstance(sources, Texts):
+        tokenizer = _encode(run, options, sources, origin, progress)
     else:
-        split = plan_split(texts.corpus, texts.validation)
-        notes = texts.left_out()
-        train = (document.text for side, document in split if side == "train")
-        tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
-        tokenizer.save_pretrained(run.tokenizer)
-        encode_corpus(split, tokenizer, run.data, progress=progress)
-    config = config or _config(options, tokenizer, origin)
-    start = origin if isinstance(origin, Pretrained) else None
-    task = LanguageModelling(run, config, tokenizer, context=options.context, start=start)
-    task.require_enough()
-    sides = {"train_text": task.encoded.train, "val_text": task.encoded.val}
-    return Prepared(task, {name: asdict(side) for name, side in sides.items()}, notes)
-
-
-def _labelled(
-    run: RunDirectory,
-    options: TrainOptions,
-    examples: Examples,
-    config: GPTConfig | None,
-    origin: Pretrained | Forked | None,
-) -> Prepared:
-    """Return the task of labelled examples."""
-    if isinstance(origin, Forked):
-        origin.require_labels(examples.labels)
-    if run.tokenizer.is_dir():
-        tokenizer = Tokenizer.from_pretrained(run.tokenizer)
-    else:
-        sides = (examples.train, examples.train + examples.held_out)
+        sides = (sources.train, sources.train + sources.held_out)
         train, whole = ((text for each in side for text in each.texts) for side in sides)
         tokenizer = _tokenizer(options, origin, train, whole)
         tokenizer.save_pretrained(run.tokenizer)
     config = config or _config(options, tokenizer, origin)
-    start = origin if isinstance(origin, Pretrained) else None
-    kind = LABELLED[options.task]
-    task = kind(examples, config, tokenizer, context=options.context, start=start)
-    labels = {"labels": list(examples.labels)} if examples.labels else {}
-    counted: dict[str, dict[str, Any]] = {
-        "train_examples": {"examples": len(task.train), **labels},
-        "val_examples": {"examples": len(task.held_out)},
-    }
-    return Prepared(task, counted, task.notes)
+    made: dict[str, Any] = {"context": options.context, "start": start}
+    task: LanguageModelling | Labelled
+    if isinstance(sources, Texts):
+        task = LanguageModelling(run, config, tokenizer, **made)
+        task.require_enough()
+        task.notes = sources.left_out()
+    else:
+        task = LABELLED[options.task](sources, config, tokenizer, **made)
+    if isinstance(origin, Forked):
+        task.counted |= origin.table(options)
+    return task
+
+
+def _encode(
+    run: RunDirectory,
+    options: TrainOptions,
+    texts: Texts,
+    origin: Pretrained | Forked | None,
+    progress: Callable[[int, int], None] | None,
+) -> Tokenizer:
+    """Encode texts into shards; return the tokenizer."""
+    split = plan_split(texts.corpus, texts.validation)
+    train = (document.text for side, document in split if side == "train")
+    tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
+    tokenizer.save_pretrained(run.tokenizer)
+    encode_corpus(split, tokenizer, run.data, progress=progress)
+    return tokenizer
 
 
 def _tokenizer(

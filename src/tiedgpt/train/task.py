@@ -56,6 +56,10 @@ class Task(ABC):
     """Rows of an epoch, where epochs are what one counts in."""
     held_out_rows: float
     """Rows that the last evaluation takes."""
+    counted: dict[str, dict[str, Any]]
+    """Tables of run.toml that tell what the data hold."""
+    notes: list[str]
+    """What is worth telling of the data."""
 
     def __init__(
         self,
@@ -68,6 +72,8 @@ class Task(ABC):
         self.tokenizer = tokenizer
         self.context = context or config.n_positions
         self.start = start
+        self.counted = {}
+        self.notes = []
 
     @abstractmethod
     def build(self) -> Model:

@@ -124,9 +124,13 @@ class Labelled(Task):
     ) -> None:
         super().__init__(config, tokenizer, context, start)
         self.examples = examples
-        self.notes: list[str] = []
         self.train = self._prepare("to train on", examples.train)
         self.held_out = self._prepare("to validate on", examples.held_out)
+        labels = {"labels": list(examples.labels)} if examples.labels else {}
+        self.counted = {
+            "train_examples": {"examples": len(self.train), **labels},
+            "val_examples": {"examples": len(self.held_out)},
+        }
         self.epoch_rows = len(self.train)
         self.held_out_rows = float(len(self.held_out))
         self.row_tokens = max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,8 @@ class LanguageModelling(Task):
         start: Pretrained | None = None,
     ) -> None:
         super().__init__(config, tokenizer, context, start)
-        self.encoded = open_encoded(run.data)
+        self.encoded = encoded = open_encoded(run.data)
+        self.counted = {"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)}
         self._train, self._held_out = _open_shards(run, self.encoded)
         self._byte_lengths = _byte_lengths(tokenizer, config)
         self.row_units = self.row_tokens = self.context
