@@ -1,4 +1,4 @@
-"""What happens in a training run, as `loop.train` yields it."""
+"""What happens in a training run, as `Trainer.run` yields it."""
 
 from __future__ import annotations
 

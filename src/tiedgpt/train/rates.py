@@ -14,7 +14,7 @@ import torch
 
 from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.train.blocks import in_training
-from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.optim import arranged
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
@@ -63,12 +63,9 @@ def sweep(
     loss is beyond 1.5 times the first, or no longer finite. Equal seeds give equal sweeps.
     Raises `UserError` where the loss is not finite from the beginning.
     """
-    state = torch.get_rng_state()
-    torch.manual_seed(plan.seed)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
         return _sweep(task, plan, device, steps, progress)
-    finally:
-        torch.set_rng_state(state)
 
 
 def _sweep(
@@ -76,8 +73,7 @@ def _sweep(
 ) -> Sweep:
     model = in_training(task.build().train(), plan).to(device)
     task.begin(model)
-    groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
-    rules = optimizers(groups, lr=LOWEST)
+    _, rules = arranged(model, replace(plan, lr=LOWEST), 0)
     batch_of = task.batches(replace(plan, batch_warmup=0, length_warmup=0))
     found = Sweep([], [], [])
     total = weight = 0.0

@@ -1,6 +1,6 @@
 """What a run trains, and on what: everything in which one run differs from another.
 
-The loop (`loop.py`) knows a `Task` and nothing of text, labels or heads. A batch is a tuple of
+The trainer knows a `Task` and nothing of text, labels or heads. A batch is a tuple of
 int64 arrays, a row an example; the last ones are the answers, one for each term of the loss, in
 which -100 is not counted.
 """

@@ -44,7 +44,7 @@ class Classify(Labelled):
     def prepare(self, example: Example) -> Row:
         """Return the text's ids and the label's number, ()."""
         ids = self.tokenizer.encode(example.texts[0])
-        answer = np.array(self.label_numbers()[example.labels[0]])
+        answer = np.array(self.numbers[example.labels[0]])
         return Row((ids[: self.context],), answer, cut=len(ids) > self.context)
 
     def show(self, head: SequenceClassifier, example: Example, row: Row) -> str:
@@ -86,7 +86,7 @@ class Tag(Labelled):
 
     def prepare(self, example: Example) -> Row | None:
         """Return ids and for each the number of its label, (T,), or -100."""
-        numbers = self.label_numbers()
+        numbers = self.numbers
         if example.answer and isinstance(example.answer[0], str):
             ids, answer = [], []
             for at, (word, name) in enumerate(zip(example.answer, example.labels, strict=True)):

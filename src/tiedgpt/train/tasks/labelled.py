@@ -124,6 +124,7 @@ class Labelled(Task):
     ) -> None:
         super().__init__(config, tokenizer, context, start)
         self.examples = examples
+        self.numbers = {name: number for number, name in enumerate(examples.labels)}
         self.train = self._prepare("to train on", examples.train)
         self.held_out = self._prepare("to validate on", examples.held_out)
         labels = {"labels": list(examples.labels)} if examples.labels else {}
@@ -159,10 +160,6 @@ class Labelled(Task):
         """Return a batch for the head's `losses`: ids (B, T), lengths (B,), answers (B, ...)."""
         ids, lengths = pad([row.rows[0] for row in rows])
         return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
-
-    def label_numbers(self) -> dict[str, int]:
-        """Return the number of each label."""
-        return {name: number for number, name in enumerate(self.examples.labels)}
 
     def _prepare(self, what: str, examples: Sequence[Example]) -> list[tuple[Example, Row]]:
         """Return the examples with their ids; one that cannot be is left out, and noted."""

@@ -70,11 +70,9 @@ class LanguageModelling(Task):
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""
-        growth, whole = (
-            plan.growth(self.context),
-            Batches(
-                self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
-            ),
+        growth = plan.growth(self.context)
+        whole = Batches(
+            self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
         )
 
         def batch(step: int) -> Arrays:
