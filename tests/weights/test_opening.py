@@ -1,5 +1,6 @@
 """Any checkpoint opens alike; no code in a pickle runs; lying files are refused."""
 
+import errno
 import io
 import json
 import os
@@ -230,3 +231,43 @@ print(*sorted(name for name in sys.modules if name.startswith("tiedgpt.weights."
     imported = {name.removeprefix("tiedgpt.weights.") for name in done.stdout.split()}
     assert {"safetensors_file", "huggingface"} <= imported
     assert not imported & others
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Have the system refuse to open files of these names; root reads files of any mode."""
+
+    def refuse(*names: str) -> None:
+        whole = Path.open
+
+        def opened(self, *arguments, **options):
+            if self.name in names:
+                raise PermissionError(errno.EACCES, "Permission denied", str(self))
+            return whole(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+    return refuse
+
+
+def test_a_file_that_holds_no_weights_need_not_be_readable(tmp_path, unreadable):
+    write_onnx(tmp_path / "a.onnx", "one")
+    (tmp_path / "secret").write_text("mine")
+    unreadable("secret")
+    assert open_checkpoint(tmp_path).format == "ONNX"
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.index"])
+def test_weights_that_may_not_be_read_are_named(tmp_path, unreadable, name):
+    (tmp_path / name).write_text("mine")
+    unreadable(name)
+    with pytest.raises(UserError, match="Permission denied"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_that_may_no_longer_be_read_is_named_by_its_reader(tmp_path, unreadable):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "a.safetensors")
+    stored = open_checkpoint(tmp_path).tensors["a"]
+    unreadable("a.safetensors")
+    with pytest.raises(UserError, match=r"a\.safetensors: cannot be read"):
+        stored.tensor()

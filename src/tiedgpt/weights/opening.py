@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, read_json
+from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, of_text, plain
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensors import StoredTensor
@@ -72,7 +72,8 @@ def _weights_in(directory: Path) -> Path:
     for name in WEIGHT_NAMES:
         if (directory / name).is_file():
             return directory / name
-    files = [file for file in sorted(directory.iterdir()) if file.is_file() and _has_weights(file)]
+    with reading(directory, "directory of a model"):
+        files = [f for f in sorted(directory.iterdir()) if f.is_file() and _has_weights(f)]
     if len(files) == 1:
         return files[0]
     if files:
@@ -90,8 +91,10 @@ def _has_weights(file: Path) -> bool:
 
     if file.suffix == ".index":
         return is_index(file)
-    with file.open("rb") as opened:
-        return file.suffix in WEIGHT_SUFFIXES and opened.read(4) not in OTHER_MAGICS
+    if file.suffix not in WEIGHT_SUFFIXES:
+        return False
+    with reading(file, "file of weights"), file.open("rb") as opened:
+        return opened.read(4) not in OTHER_MAGICS
 
 
 def _open_file(path: Path) -> Checkpoint:

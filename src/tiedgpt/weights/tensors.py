@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import reading
 from tiedgpt.weights.packages import require_package
 
 if TYPE_CHECKING:
@@ -198,8 +199,8 @@ def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
         block = np.empty((end - first, right - left), f"<u{width}")
         whole = (left, right) == (0, columns)
         # Unbuffered reads are quicker for many short runs, and end at 2 GB for a long one.
-        opened: Any = path.open("rb", buffering=-1 if whole else 0)
-        with opened as file:
+        buffering: Any = -1 if whole else 0
+        with reading(path, "file of tensors"), path.open("rb", buffering) as file:
             runs = [block] if whole else block
             for row, run in enumerate(runs, first):
                 file.seek(start + (row * columns + left) * width)
