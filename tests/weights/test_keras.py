@@ -586,6 +586,7 @@ CONFIGS = {
         {"class_name": "GPT2CausalLM", "config": {"backbone": {"class_name": "OPTBackbone"}}},
         UserError, "holds a OPTBackbone",
     ),
+    "no object": ({"keras": 5}, CorruptInputError, "is damaged or no config.json of KerasHub"),
     "a class that is none": ({"class_name": ["x"]}, UserError, "of Keras; only"),
     "no sizes": ({"config": None}, CorruptInputError, r"no config\.json of KerasHub"),
     "a dropout of more than all": (

@@ -290,9 +290,9 @@ def _our_name(path: str) -> str:
 def _dropout(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dropout that config.json says, where there is one; weights say all sizes."""
     described = config.get("keras", config)
-    if "class_name" not in described:
-        return {}
     with reading(Path(source), "config.json of KerasHub"):
+        if "class_name" not in described:
+            return {}
         if described["class_name"] == TASK:
             described = described["config"]["backbone"]
         if described["class_name"] != BACKBONE:
