@@ -332,3 +332,13 @@ def test_a_head_that_scores_other_things_than_tokens_never_becomes_the_vocabular
     assert not (tmp_path / "new").exists()
     _, state = mended(source, tmp_path / "new", keep="input")
     assert state[WTE].shape == (V, D)
+
+
+def test_the_bias_of_the_module_around_a_head_is_not_left_too_long(tmp_path):
+    source, w = tmp_path / "m", torch.from_numpy(matrix())
+    source.mkdir()
+    state = {WTE: w, "cls.decoder.weight": torch.cat([w, w[:3]]), "cls.bias": torch.zeros(V + 3)}
+    save_file(state, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"vocab_size": V}))
+    with pytest.raises(UserError, match=r"cls\.bias 100 belongs to the 100 rows"):
+        fix(source, tmp_path / "new")

@@ -226,8 +226,9 @@ def _require_nothing_else(
 ) -> None:
     """Refuse to change the rows of a head that has more than a matrix, such as a bias."""
     n_rows, module = head.shape[0], head.name.rpartition(".")[0] or "final_logits_bias"
+    places = (f"{module}.", f"{module.rpartition('.')[0]}.bias", "final_logits_bias")
     for name, tensor in checkpoint.tensors.items():
-        if n_rows != rows and name.startswith((f"{module}.", "final_logits_bias")):
+        if n_rows != rows and name.startswith(places):
             if n_rows in tensor.shape and name not in (head.name, roles.matrix.name):
                 raise UserError(
                     f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
