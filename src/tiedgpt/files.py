@@ -157,5 +157,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file, atomically."""
     with replacing(path) as temporary:
-        text = json.dumps(value, indent=2, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        # A lone surrogate, which JSON can hold and UTF-8 cannot, stays the escape that it was.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -342,3 +342,14 @@ def test_the_bias_of_the_module_around_a_head_is_not_left_too_long(tmp_path):
     (source / "config.json").write_text(json.dumps({"vocab_size": V}))
     with pytest.raises(UserError, match=r"cls\.bias 100 belongs to the 100 rows"):
         fix(source, tmp_path / "new")
+
+
+def test_a_config_that_utf8_cannot_hold_is_copied_as_it_was(tmp_path):
+    source = with_head(tmp_path, torch.clone, note="a\ud800")
+    fix(source, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text("utf-8"))["note"] == "a\ud800"
+
+
+def test_a_name_that_is_too_long_is_our_error(tmp_path):
+    with pytest.raises(UserError, match="File name too long"):
+        fix(with_head(tmp_path, torch.clone), tmp_path / ("a" * 300))

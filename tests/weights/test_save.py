@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiedgpt import GPT
+from tiedgpt.errors import UserError
 
 OURS = [
     {"attention_windows": (0, 5)},
@@ -64,3 +65,22 @@ def test_biases_that_were_trained_elsewhere_are_kept_and_told(tiny, ids, tmp_pat
     assert loaded.model.config.bias
     assert (loaded.model.ln_f.bias == 1).all()
     assert "they are kept" in loaded.notes[0]
+
+
+def test_a_key_that_utf8_cannot_hold_is_saved_as_it_was(saved, tmp_path):
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"note": "a\ud800é"}))
+    GPT.from_pretrained(saved).save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text("utf-8"))["note"] == "a\ud800é"
+
+
+def test_a_card_that_cannot_be_read_is_told_before_anything_is_written(tiny, tmp_path):
+    (tmp_path / "README.md").mkdir()
+    with pytest.raises(UserError, match=r"README\.md: Is a directory"):
+        tiny.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_name_that_is_too_long_is_our_error(tiny, tmp_path):
+    with pytest.raises(UserError, match="File name too long"):
+        tiny.save_pretrained(tmp_path / ("a" * 300))

@@ -8,7 +8,6 @@ appears whole or not at all.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from tiedgpt.errors import CheckFailedError, UserError
-from tiedgpt.files import replacing, require_room
+from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.tie.audits import Audit, checkpoint_of, examine
 from tiedgpt.tie.findings import size
 from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
@@ -102,11 +101,10 @@ def fix(
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
     copies |= plan.tensors
     require_room(dest.parent, sum(copy.n_bytes for copy in copies.values()))
-    config = json.dumps({**checkpoint.config, **plan.config}, indent=2, ensure_ascii=False) + "\n"
     with replacing(dest) as temporary:
         temporary.mkdir()
         write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
-        (temporary / "config.json").write_text(config, encoding="utf-8")
+        write_json(temporary / "config.json", {**checkpoint.config, **plan.config})
         for file in _beside(checkpoint):
             shutil.copyfile(file, temporary / file.name)
         after = _audit_copy(temporary, dest, plan, input_name, output_name)
@@ -240,7 +238,9 @@ def _require_nothing_else(
 
 
 def _check_dest(dest: Path, source: Path) -> None:
-    if dest.exists() or dest.is_symlink():
+    with writing(dest):
+        taken = dest.exists() or dest.is_symlink()
+    if taken:
         raise UserError(f"{dest} exists: a mended copy is written to a new place, never over one")
     home = source.parent if source.name.endswith(".index.json") else source
     if home.is_dir() and dest.resolve().is_relative_to(home.resolve()):

@@ -13,7 +13,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.files import read_json, replacing, require_room, write_json
+from tiedgpt.files import read_json, replacing, require_room, write_json, writing
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.huggingface import TIEDGPT, config_json, is_transposed, model_type_of, to_file
 from tiedgpt.weights.plain_model import PRECISIONS, plain_parameters, zero_biases
@@ -62,16 +62,19 @@ def write_directory(
     Raises `UserError` where `directory` is a file, `NoRoomError` before a disk is too full.
     """
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; give a directory to save the model in")
+    card_path = directory / "README.md"
+    with writing(directory):
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory} is a file; give a directory to save the model in")
+    with writing(card_path):
+        edited = card_path.exists() and OUR_CARD not in card_path.read_text("utf-8", "replace")
     require_room(directory, sum(tensor.n_bytes for tensor in tensors.values()))
     with replacing(directory / "model.safetensors") as temporary:
         write_safetensors(temporary, tensors, {"format": "pt"})
     for name, description in described.items():
         write_json(directory / name, description)
-    path = directory / "README.md"
-    if not path.exists() or OUR_CARD in path.read_text(encoding="utf-8", errors="replace"):
-        with replacing(path) as temporary:
+    if not edited:
+        with replacing(card_path) as temporary:
             temporary.write_text(card, encoding="utf-8")
 
 
