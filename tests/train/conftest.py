@@ -7,10 +7,10 @@ import torch
 
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
+from tiedgpt.train import Trainer
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan, record
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.trainer import Trainer
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -56,44 +56,31 @@ def save_checkpoint(
         if parameter in optimizer.state
         for key, value in optimizer.state[parameter].items()
     }
-    tensors = world.gather(parameters), world.gather(moments)
-    random = _random_state(model)
+    weights, gathered = world.gather(parameters), world.gather(moments)
+    held = {name: value if value.ndim else value.reshape(1) for name, value in gathered.items()}
+    held |= {f"random/{name}": value for name, value in _random_state(model).items()}
+    path = checkpoint_path(directory, step)
 
     def write() -> Path:
-        return _write(directory, step, *tensors, random, state, spared)
+        tensors = (*weights.values(), *held.values())
+        require_room(directory, sum(t.numel() * t.element_size() for t in tensors))
+        set_aside(path)
+        with replacing(path) as temporary:
+            temporary.mkdir()
+            for name, values in (("model", weights), ("optimizer", held)):
+                stored = {key: stored_tensor(key, value) for key, value in values.items()}
+                metadata = {"format": "tiedgpt"} if name == "model" else {}
+                write_safetensors(temporary / f"{name}.safetensors", stored, metadata)
+            write_json(temporary / "state.json", state | {"step": step})
+            manifest = {file.name: _identity(file) for file in sorted(temporary.iterdir())}
+            write_json(temporary / "manifest.json", manifest)
+        _point_to(path)
+        for old in checkpoints(directory)[:-KEPT]:
+            if spared is None or old != checkpoint_path(directory, spared):
+                remove(old)
+        return path
 
     return world.lead(write)
-
-
-def _write(
-    directory: Path,
-    step: int,
-    parameters: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    random: Mapping[str, Tensor],
-    state: dict[str, Any],
-    spared: int | None,
-) -> Path:
-    sizes = [t.numel() * t.element_size() for t in (*parameters.values(), *moments.values())]
-    require_room(directory, sum(sizes))
-    held = {name: value if value.ndim else value.reshape(1) for name, value in moments.items()}
-    held |= {f"random/{name}": value for name, value in random.items()}
-    path = checkpoint_path(directory, step)
-    set_aside(path)
-    with replacing(path) as temporary:
-        temporary.mkdir()
-        weights = {name: stored_tensor(name, value) for name, value in parameters.items()}
-        write_safetensors(temporary / "model.safetensors", weights, {"format": "tiedgpt"})
-        kept = {name: stored_tensor(name, value) for name, value in held.items()}
-        write_safetensors(temporary / "optimizer.safetensors", kept, {})
-        write_json(temporary / "state.json", state | {"step": step})
-        manifest = {file.name: _identity(file) for file in sorted(temporary.iterdir())}
-        write_json(temporary / "manifest.json", manifest)
-    _point_to(path)
-    for old in checkpoints(directory)[:-KEPT]:
-        if spared is None or old != checkpoint_path(directory, spared):
-            remove(old)
-    return path
 
 
 def set_aside(path: Path) -> Path | None:

@@ -78,13 +78,7 @@ class RunDirectory:
                 lock.write(str(os.getpid()))
                 lock.flush()
             self._clear_unless_planned()
-            for directory in (
-                self.path,
-                self.checkpoints,
-                self.model,
-                self.best,
-                self.tokenizer,
-            ):
+            for directory in (self.path, self.checkpoints, self.model, self.best, self.tokenizer):
                 remove_leftovers(directory)
             try:
                 yield
