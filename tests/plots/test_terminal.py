@@ -29,6 +29,7 @@ def test_no_row_is_wider_than_asked_for():
     for width in (40, 80, 120):
         rows = drawn(Panel("loss", "tokens", lines), width=width, height=9)
         assert max(map(len, rows)) <= width
+        assert "4 a run of a long name 3" in " ".join(" ".join(rows).split())
 
 
 def test_several_lines_are_told_apart_without_colours_too():
@@ -40,17 +41,16 @@ def test_several_lines_are_told_apart_without_colours_too():
 
 
 def test_what_lies_above_the_cut_is_not_drawn():
-    line = Line("", [0, 1, 2, 3], [100, 1, 1, 0])
+    line = Line("", [0, 1, 2, 3], [1e30, 1, 1, 0])
     plot = cells(drawn(Panel("", "", (line,), most=1.0), width=60, height=6))
     assert plot[0].strip() and plot[-1].strip()
 
 
-def test_numbers_stand_at_their_places_and_the_unit_at_the_left():
+def test_numbers_stand_at_their_places_above_the_unit():
     panel = Panel("loss", "tokens", (Line("", [0, 100_000], [1.0, 2.0]),))
-    *_, rule, numbers = drawn(panel, width=80, height=10)
-    assert numbers.startswith("tokens") and "40k" in numbers and "100k" in numbers
-    at = numbers.index("40k") + 1
-    assert rule[at] == "┬"
+    *_, rule, numbers, unit = drawn(panel, width=80, height=10)
+    assert unit.strip() == "tokens" and "40k" in numbers
+    assert rule[numbers.index("40k") + 1] == "┬"
 
 
 def test_nothing_to_draw_is_said():
@@ -63,9 +63,15 @@ def test_a_hundred_thousand_points_are_thinned_and_keep_their_shape():
     plot = cells(drawn(Panel("", "", (line,)), width=80, height=10))
     top = next(row for row in plot if row.strip())
     crest = [column for column, cell in enumerate(top) if cell != " "]
-    assert 15 < sum(crest) / len(crest) < 19, "a quarter of the width"
+    assert 15 < sum(crest) / len(crest) < 21, "a quarter of the width"
 
 
 def test_a_logarithmic_axis_names_the_powers_of_ten():
     panel = Panel("", "rate", (Line("", [1e-5, 1e-3, 1], [3, 2, 1]),), log_x=True)
-    assert all(name in drawn(panel)[-1] for name in ("1e-05", "0.001", "0.1"))
+    assert all(name in drawn(panel)[-2] for name in ("1e-05", "0.001", "0.1"))
+
+
+def test_without_unicode_a_line_is_drawn_by_its_number():
+    lines = (Line("low", [0, 1], [0, 0]), Line("high", [0, 1], [1, 1], color=1))
+    text = draw(Panel("two", "steps", lines), width=50, height=6, unicode=False).plain
+    assert text.isascii() and text.count("1") > 30 and text.count("2") > 30

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.plot import as_training, draw_panels, duration, label
+from tiedgpt.cli.plot import as_training, duration, label, table
 from tiedgpt.cli.program import program
 from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
@@ -36,9 +36,6 @@ SAME = (
 """What belongs to all recipes."""
 TOKENS_FROM = ("data", "val", "text_field", "task", "tokenizer", "start")
 """What decides the tokens that a run is trained on."""
-AS_GIVEN = "as given"
-MANY = 1000
-"""Steps, of which shares are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +56,22 @@ def compare(given: Arguments, command: str) -> int:
     """
     recipes = read_recipes(given)
     diverged: DivergedError | None = None
-    for number, recipe in enumerate(recipes):
+    for recipe in recipes:
         options = recipe.options
-        if number and not recipe.says_length:
+        if recipe is not recipes[0] and not recipe.says_length:
             options = as_long(options, recipes[0])
         print(f"\n--- {recipe.name}", file=sys.stderr, flush=True)
+        take = partial(take_data, recipes[0], options)
         try:
             code = train_run(
-                options,
-                recipe.out,
-                command,
-                track=given.track,
-                before_data=partial(take_data, recipes[0], options),
-                show_end=False,
+                options, recipe.out, command, track=given.track, before_data=take, show_end=False
             )
         except DivergedError as error:
             diverged, code = error, EXIT_OK
         if code != EXIT_OK:
             return code
-    show([(recipe, read_history(recipe.out, recipe.name)) for recipe in recipes])
+    show([read_history(recipe.out, recipe.name) for recipe in recipes])
+    print(f"Again, and as a figure:\n  {program()} plot {recipes[0].out.parent} --out curves.png")
     if diverged is not None:
         raise diverged
     return EXIT_OK
@@ -89,11 +83,12 @@ def read_recipes(given: Arguments) -> list[Recipe]:
     out = Path(given.out or f"{default_out(given.options())}-compared")
     if (out / "run.toml").exists():
         raise UserError(f"{out} is a run itself: give --out another directory for the comparison")
-    words = [AS_GIVEN, *given.compare] if len(given.compare) == 1 else list(given.compare)
     recipes: list[Recipe] = []
-    for number, text in enumerate(words, start=1):
+    if len(given.compare) == 1:
+        recipes.append(Recipe("as given", base.options(), out / "as-given", says_length=False))
+    for text in given.compare:
         try:
-            arguments = [] if text == AS_GIVEN else shlex.split(text)
+            arguments = shlex.split(text)
         except ValueError as error:
             raise UserError(f"--compare {text!r} cannot be split into options: {error}") from None
         one = parse(Arguments, "train --compare", arguments, ABOUT, base=base)
@@ -105,15 +100,17 @@ def read_recipes(given: Arguments) -> list[Recipe]:
                 )
         says = (one.steps, one.minutes) != (base.steps, base.minutes)
         if says:  # one of the two replaces the other
+            steps, minutes = one.steps, one.minutes
             one = replace(
                 one,
-                steps=one.steps if one.steps != base.steps else None,
-                minutes=one.minutes if one.minutes != base.minutes else None,
+                steps=steps if steps != base.steps else None,
+                minutes=minutes if minutes != base.minutes else None,
             )
-        place = out / _slug(text)
-        if place in {recipe.out for recipe in recipes}:
-            place = out / f"{_slug(text)}-{number}"
-        recipes.append(Recipe(text, one.options(), place, says))
+        letters = "".join(c if c.isalnum() or c == "." else " " for c in text)
+        slug = "-".join(letters.split())[:60] or "recipe"
+        if any(recipe.out == out / slug for recipe in recipes):
+            slug += f"-{len(recipes) + 1}"
+        recipes.append(Recipe(text, one.options(), out / slug, says))
     return recipes
 
 
@@ -124,21 +121,21 @@ def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
     from tiedgpt.train.run_directory import RunDirectory
 
     steps = RunDirectory(first.out).read_record()["training"]["steps"]
-    theirs, ours = _row_tokens(first.options), _row_tokens(options)
+    theirs, ours = _tokens(first.options), _tokens(options)
     return replace(options, steps=max(1, round(steps * theirs / ours)), minutes=None)
 
 
-def _row_tokens(options: TrainOptions) -> float:
-    """Return the mean tokens of a step, or what stands in their proportion."""
+def _tokens(options: TrainOptions, steps: int = 1000) -> int:
+    """Return the tokens of so many steps, or what stands in their proportion."""
     rows = options.batch_size or options.default_batch_size()
     growth = Growth(
         batch_size=rows,
         micro_batch=rows,
         row_units=options.context or SIZES[options.size].n_positions,
-        batch_warmup=round(options.batch_warmup * MANY),
-        length_warmup=round(options.length_warmup * MANY),
+        batch_warmup=round(options.batch_warmup * steps),
+        length_warmup=round(options.length_warmup * steps),
     )
-    return growth.units_before(MANY) / MANY
+    return growth.units_before(steps)
 
 
 def take_data(first: Recipe, options: TrainOptions, run: RunDirectory) -> None:
@@ -165,47 +162,33 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def show(found: Sequence[tuple[Recipe, History]]) -> None:
+def show(histories: Sequence[History]) -> None:
     """Draw validation by tokens, and show where each recipe ends and when it gets to the others."""
     from rich.console import Console
-    from rich.table import Table
 
+    from tiedgpt.plots.terminal import print_panels
     from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
 
-    console = Console(highlight=False)
-    histories = [history for _, history in found]
     trainings = [as_training(history, "tokens") for history in histories]
-    key = validation_key(trainings)
-    unit = label(histories, "tokens")
-    draw_panels(console, [validation_panel(trainings, unit)])
-    ends = [t.curves[key][1][-1] for t in trainings if t.curves.get(key, ((), ()))[1]]
-    target = max(ends, default=0.0)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("recipe", overflow="fold")
-    for name in (VALIDATION[key], unit, "time", f"to {target:.3f}: {unit}", "time"):
-        table.add_column(name, justify="right")
+    key, unit = validation_key(trainings), label(histories, "tokens")
+    print_panels([validation_panel(trainings, unit)])
+    target = max((t.curves[key][1][-1] for t in trainings if key in t.curves), default=0.0)
+    shown = table("recipe", VALIDATION[key], unit, "time", f"to {target:.3f}: {unit}", "time")
     for history in histories:
-        places = [reached(history.series(key, axis), target) for axis in ("tokens", "seconds")]
+        tokens, seconds = (
+            reached(history.series(key, axis), target) for axis in ("tokens", "seconds")
+        )
         end = history.last(key)
-        table.add_row(
+        shown.add_row(
             history.name,
             "" if end is None else f"{end:.4f}",
             f"{history.units:,}",
             duration(history.seconds),
-            "" if places[0] is None else f"{places[0]:,.0f}",
-            "" if places[1] is None else duration(places[1]),
+            "" if tokens is None else f"{tokens:,.0f}",
+            "" if seconds is None else duration(seconds),
         )
-    console.print(table)
-    console.print(
+    Console(highlight=False).print(shown)
+    print(
         f"{target:.3f} is where the last of them ends on the part of the held-out data that is "
-        "scored in between;\nthe final score is of all of it. Time is that of steps. Again, and as "
-        f"a figure:\n  {program()} plot {found[0][0].out.parent} --out curves.png",
-        markup=False,
-        soft_wrap=True,
+        "scored in between;\nthe final score is of all of it. Time is that of steps."
     )
-
-
-def _slug(text: str) -> str:
-    """Return a recipe as part of a directory's name."""
-    letters = "".join(c if c.isalnum() or c == "." else "-" for c in text)
-    return "-".join(filter(None, letters.split("-")))[:60] or "recipe"

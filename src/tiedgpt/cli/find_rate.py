@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +13,6 @@ from tiedgpt.train.options import TrainOptions
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.rates import Sweep
-
-ROWS = 12
 
 
 def find_rate(options: TrainOptions) -> int:
@@ -37,15 +33,14 @@ def find_rate(options: TrainOptions) -> int:
     columns = TextColumn("{task.description}"), BarColumn()
     with (
         tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch,
-        Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress,
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
         bar = progress.add_task("reading text", total=None)
 
         def update(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        run = RunDirectory(Path(scratch))
-        task = prepare(run, options, open_sources(options), None, update)
+        task = prepare(RunDirectory(Path(scratch)), options, open_sources(options), None, update)
         plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
         progress.update(bar, description="trying rates")
         found = sweep(task, plan, device, progress=update)
@@ -55,32 +50,23 @@ def find_rate(options: TrainOptions) -> int:
 
 def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
     """Draw the losses over the rates; say what to try here and at other widths, by which rules."""
-    from rich.console import Console
-
     from tiedgpt.plots.panel import Line, Panel
-    from tiedgpt.plots.terminal import draw
-    from tiedgpt.train.rates import BELOW_LOWEST, HIGHEST, STEPS
+    from tiedgpt.plots.terminal import print_panels
+    from tiedgpt.train.rates import BELOW_LOWEST
     from tiedgpt.train.schedule import WIDTH_EXPONENTS, transferred_rate
 
-    console = Console(highlight=False)
-    most = found.losses[0] + 0.25 * (found.losses[0] - min(found.smoothed))
-    lines = (Line("loss, smoothed", found.rates, found.smoothed),)
-    panel = Panel("loss before the step, smoothed", "rate", lines, log_x=True, most=most)
-    console.print(draw(panel, width=min(console.width, 120), height=ROWS), soft_wrap=True)
-    ended = (
-        f"; ended at {found.rates[-1]:.2g}, where the loss ran away"
-        if found.rates[-1] < HIGHEST and len(found.rates) < STEPS
-        else ""
+    first, lowest, rule = found.losses[0], min(found.smoothed), plan.optimizer
+    lines = (Line("loss", found.rates, found.smoothed),)
+    most = first + 0.25 * (first - lowest)
+    print_panels([Panel("loss before the step, smoothed", "rate", lines, log_x=True, most=most)])
+    wider = ", ".join(
+        f"{transferred_rate(found.suggestion, width=width, to=to, rule=rule):.2g} at {to:,}"
+        for to in (2 * width, 4 * width)
     )
-    transferred = partial(transferred_rate, found.suggestion, width=width, rule=plan.optimizer)
-    wider = [f"{transferred(to=to):.2g} at {to:,}" for to in (2 * width, 4 * width)]
-    console.print(
-        f"lowest    {min(found.smoothed):.3f} at a rate of {found.lowest:.2g} "
-        f"(the first was {found.losses[0]:.3f}){ended}\n"
+    print(
+        f"lowest    {lowest:.3f} at a rate of {found.lowest:.2g} (the first was {first:.3f})\n"
         f"try       --lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss "
         "was lowest; a long run may want less\n"
         f"{'given' if given else 'default':<9} {plan.lr:g}\n"
-        f"wider     {', '.join(wider)} (width^-{WIDTH_EXPONENTS[plan.optimizer]:g}, the rule for "
-        f"{plan.optimizer})",
-        soft_wrap=True,
+        f"wider     {wider} (width^-{WIDTH_EXPONENTS[rule]:g}, the rule for {rule})"
     )

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.source import RUNS
+from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.plots.panel import smoothed
+from tiedgpt.plots.training import Training, panels
 from tiedgpt.train.history import Axis, History, read_history
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tiedgpt.plots.training import Training
+    from rich.table import Table
 
 ABOUT = """Draw loss, validation, rate and gradients of one or several runs, also while they run.
 
 Without --out the curves are drawn in the terminal."""
-HEIGHTS = (14, 12, 7)
-"""Rows of the first panel, of the second, and of the others."""
-SAMPLES_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,49 +45,40 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Draw; return the exit code."""
     given = parse(Arguments, "plot", arguments, ABOUT)
-    if given.out is not None:
-        from tiedgpt.plots.figure import require_figures
-
-        require_figures(Path(given.out))
     histories = open_histories(given.runs)
-
     if given.format == "json":
         print(json.dumps([_plain(history, given.x) for history in histories], indent=1))
         return EXIT_OK
-    from rich.console import Console
-
-    console = Console(highlight=False)
     if given.samples:
-        for history in histories:
-            show_samples(console, history)
+        show_samples(histories)
         return EXIT_OK
-    from tiedgpt.plots.training import panels
-
-    drawn = panels(
-        [as_training(history, given.x) for history in histories], label(histories, given.x)
-    )
-    show_summary(console, histories)
+    trainings = [as_training(history, given.x) for history in histories]
+    drawn = panels(trainings, label(histories, given.x))
     if given.out is None:
-        draw_panels(console, drawn)
-        return EXIT_OK
-    from tiedgpt.plots.figure import save_figure
+        from tiedgpt.plots.terminal import print_panels
 
-    save_figure(drawn, Path(given.out), ", ".join(history.name for history in histories))
-    console.print(f"written to {given.out}", soft_wrap=True, markup=False)
+        show_summary(histories)
+        print_panels(drawn)
+    else:
+        from tiedgpt.plots.figure import save_figure
+
+        save_figure(drawn, Path(given.out), ", ".join(history.name for history in histories))
+        print(f"written to {given.out}")
     return EXIT_OK
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:
     """Return the metrics of the runs named, or of the newest; `UserError` where none has any."""
-    paths = [path for name in runs for path in _runs_at(Path(name))] or [_newest()]
-    shown = _names(paths)
-    histories = []
-    for path, name in zip(paths, shown, strict=True):
-        history = read_history(path, name)
-        if history.step:
-            histories.append(history)
-        else:
-            print(f"{path} has no steps yet", file=sys.stderr)
+    paths = [path for name in runs for path in _runs_at(Path(name))]
+    paths = paths or [newest_run("metrics.jsonl")]
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = list(map(str, paths))
+    histories = [read_history(path, name) for path, name in zip(paths, names, strict=True)]
+    for history in histories:
+        if not history.step:
+            print(f"{history.name} has no steps yet", file=sys.stderr)
+    histories = [history for history in histories if history.step]
     if not histories:
         raise UserError("there is nothing to draw yet: wait for the first step")
     return histories
@@ -98,30 +86,12 @@ def open_histories(runs: Sequence[str]) -> list[History]:
 
 def _runs_at(path: Path) -> list[Path]:
     """Return the run at a path, or those in it."""
-    inside = sorted(path.glob("*/metrics.jsonl"), key=lambda file: (len(file.parts), file))
-    if (path / "metrics.jsonl").exists() or not inside:
-        return [path]
-    return [file.parent for file in inside]
-
-
-def _newest() -> Path:
-    found = sorted(RUNS.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise UserError("no run is named and there is none in runs/: name one, or train first")
-    print(f"(the newest run: {found[-1].parent})", file=sys.stderr)
-    return found[-1].parent
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return short names that tell the runs apart."""
-    names = [path.resolve().name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+    inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
+    return [path] if (path / "metrics.jsonl").exists() else inside or [path]
 
 
 def as_training(history: History, axis: Axis) -> Training:
     """Return a run's curves over the axis."""
-    from tiedgpt.plots.training import Training
-
     return Training(history.name, {key: history.series(key, axis) for key in history.columns})
 
 
@@ -130,49 +100,36 @@ def label(histories: Sequence[History], axis: Axis) -> str:
     return axis if axis != "tokens" else "/".join(sorted({history.unit for history in histories}))
 
 
-def draw_panels(console: Console, drawn: Sequence[object]) -> None:
-    """Draw panels below one another, as wide as the terminal and at most 120 columns."""
-    from tiedgpt.plots.panel import Panel
-    from tiedgpt.plots.terminal import draw
-
-    width = min(console.width, 120)
-    for number, panel in enumerate(drawn):
-        assert isinstance(panel, Panel)
-        height = HEIGHTS[min(number, len(HEIGHTS) - 1)]
-        console.print(draw(panel, width=width, height=height), soft_wrap=True)
-
-
-def show_summary(console: Console, histories: Sequence[History]) -> None:
-    """Show where each run stands, a line each."""
+def table(first: str, *others: str) -> Table:
+    """Return a table of numbers with a row for each run."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("run", overflow="fold")
-    for name in ("steps", histories[0].unit, "time", "loss", "validation", "speed", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    made.add_column(first, overflow="fold")
+    for name in others:
+        made.add_column(name, justify="right")
+    return made
+
+
+def show_summary(histories: Sequence[History]) -> None:
+    """Show where each run stands, a line each."""
+    from rich.console import Console
+
+    shown = table("run", "steps", histories[0].unit, "time", "loss", "validation", "")
     for history in histories:
-        table.add_row(history.name, *_standing(history))
-    console.print(table)
-
-
-def _standing(history: History) -> list[str]:
-    from tiedgpt.plots.panel import smoothed
-
-    _, losses = history.series("loss", "steps")
-    speed = history.last(f"{history.unit}_per_second")
-    return [
-        f"{history.step:,}",
-        f"{history.units:,}",
-        duration(history.seconds),
-        f"{smoothed(losses)[-1]:.3f}" if losses else "",
-        validated(history),
-        f"{speed:,.0f}/s" if speed else "",
-        ", ".join(
-            f"{history.skipped:,} skipped" if said == "skipped" else said
-            for said, so in (("skipped", history.skipped), ("unfinished", not history.finished))
-            if so
-        ),
-    ]
+        _, losses = history.series("loss", "steps")
+        state = ["" if history.finished else "unfinished"]
+        state += [f"{history.skipped:,} skipped"] if history.skipped else []
+        shown.add_row(
+            history.name,
+            f"{history.step:,}",
+            f"{history.units:,}",
+            duration(history.seconds),
+            f"{smoothed(losses)[-1]:.3f}" if losses else "",
+            validated(history),
+            ", ".join(filter(None, state)),
+        )
+    Console(highlight=False).print(shown)
 
 
 def validated(history: History) -> str:
@@ -196,29 +153,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show_samples(console: Console, history: History) -> None:
-    """Show what the model wrote at some of its evaluations, the last among them."""
-    from rich.markup import escape
-
-    steps = sorted(history.samples)
-    console.print(escape(f"{history.name}: {len(steps)} samples"), style="bold")
-    wanted = max(1, -(-len(steps) // SAMPLES_SHOWN))
-    for step in steps[::-1][::wanted][::-1]:
-        loss = history.columns.get("val_loss", {}).get(step)
-        said = "" if loss is None else f"  validation loss {loss:.3f}"
-        console.rule(f"step {step:,}{said}", align="left", characters="─")
-        console.print(escape(history.samples[step].rstrip()), soft_wrap=False)
+def show_samples(histories: Sequence[History]) -> None:
+    """Show what the models wrote at their evaluations."""
+    for history in histories:
+        print(f"{history.name}: {len(history.samples)} samples")
+        for step, sample in sorted(history.samples.items()):
+            loss = history.columns.get("val_loss", {}).get(step)
+            said = "" if loss is None else f"  validation loss {loss:.3f}"
+            print(f"\n--- step {step:,}{said}\n{sample.rstrip()}")
 
 
 def _plain(history: History, axis: Axis) -> dict[str, object]:
-    curves = {}
-    for key in history.columns:
-        xs, ys = history.series(key, axis)
-        curves[key] = {"x": xs, "y": ys}
+    curves = {key: history.series(key, axis) for key in history.columns}
     return {
         "run": history.name,
         "x": label([history], axis),
         "finished": history.finished,
-        "curves": curves,
+        "curves": {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()},
         "samples": history.samples,
     }

@@ -12,11 +12,14 @@ RUNS = Path("runs")
 
 def source_or_newest(source: str | None) -> str:
     """Return the source given, or the newest run under runs/ that has a model."""
-    if source is not None:
-        return source
-    models = sorted(RUNS.glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
-    if not models:
-        raise UserError("no model is named and there is no run in runs/: name one, or train first")
-    newest = str(models[-1].parent.parent)
+    return source if source is not None else str(newest_run("model/config.json"))
+
+
+def newest_run(holding: str) -> Path:
+    """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
+    runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
+    if not runs:
+        raise UserError("no run is named and there is none in runs/: name one, or train first")
+    newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     print(f"(the newest run: {newest})", file=sys.stderr)
     return newest

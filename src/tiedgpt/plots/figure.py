@@ -47,29 +47,27 @@ def save_figure(panels: Sequence[Panel], path: Path, title: str) -> None:
 
 
 def _fill(panel: Panel, place: Any) -> None:
+    from matplotlib.ticker import EngFormatter
+
     place.set_title(panel.title, fontsize=10, loc="left")
     place.set_xlabel(panel.x_label)
     place.spines[["top", "right"]].set_visible(False)
     place.grid(alpha=0.25)
     for line in panel.lines:
-        points = line.points()
         place.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
+            line.xs,
+            line.ys,
             label=line.name,
             color=COLORS[line.color % len(COLORS)],
             linewidth=1.4,
-            marker="o" if line.marked or len(points) == 1 else None,
+            marker="o" if line.marked or len(line.xs) == 1 else None,
             markersize=3,
         )
     if panel.log_x:
         place.set_xscale("log")
-    elif (limits := panel.limits()) is not None and limits[1] >= 1e4:
-        from matplotlib.ticker import EngFormatter
-
+    else:
         place.xaxis.set_major_formatter(EngFormatter(sep=""))
-    limits = panel.limits()
-    if limits is not None:
+    if (limits := panel.limits()) is not None:
         low, high = limits[2:]
         room = 0.04 * (high - low)
         place.set_ylim(low - room, high + room)

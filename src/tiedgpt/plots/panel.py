@@ -19,14 +19,9 @@ class Line:
     marked: bool = False
     """Few points, worth a mark each."""
 
-    def points(self, *, log_x: bool = False) -> list[tuple[float, float]]:
-        """Return what can be drawn: finite points, on a logarithmic axis the positive ones."""
-        pairs = zip(self.xs, self.ys, strict=True)
-        return [
-            (math.log10(x) if log_x else x, y)
-            for x, y in pairs
-            if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)
-        ]
+    def points(self) -> list[tuple[float, float]]:
+        """Return the points whose value is finite."""
+        return [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if math.isfinite(y)]
 
 
 @dataclass(frozen=True)
@@ -41,17 +36,13 @@ class Panel:
     """What lies above is cut off; None: nothing does."""
 
     def limits(self) -> tuple[float, float, float, float] | None:
-        """Return the least and greatest x (its log10 on a logarithmic axis), and y.
-
-        None where there is nothing to draw.
-        """
-        points = [point for line in self.lines for point in line.points(log_x=self.log_x)]
+        """Return the least and greatest x, and y; None where there is nothing to draw."""
+        points = [point for line in self.lines for point in line.points()]
         if not points:
             return None
         xs, ys = zip(*points, strict=True)
-        x_low, x_high = _apart(min(xs), max(xs))
         top = max(ys) if self.most is None else max(min(ys), min(max(ys), self.most))
-        return x_low, x_high, *_apart(min(ys), top)
+        return *_apart(min(xs), max(xs)), *_apart(min(ys), top)
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
@@ -72,28 +63,12 @@ def ticks(low: float, high: float, at_most: int) -> list[float]:
     return [low]
 
 
-def labels(values: Sequence[float]) -> list[str]:
-    """Return ticks as text, all with as many decimals as tell them apart."""
-    largest = max(map(abs, values), default=0.0)
-    for limit, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if largest >= limit:
-            small = [value / unit for value in values]
-            return [_plain(small, k) + letter if small[k] else "0" for k in range(len(small))]
-    if 0 < largest < 1e-3:
-        return [f"{value:.2g}" for value in values]
-    return [_plain(values, k) for k in range(len(values))]
-
-
-def _plain(values: Sequence[float], index: int) -> str:
-    for decimals in range(7):
-        texts = [f"{value:.{decimals}f}" for value in values]
-        close = all(
-            math.isclose(float(t), v, rel_tol=1e-6, abs_tol=1e-9)
-            for t, v in zip(texts, values, strict=True)
-        )
-        if close:
-            break
-    return texts[index]
+def label(value: float) -> str:
+    """Return a tick as text: 0.0001, 2.5, 20k, 5M."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.5g}{letter}"
+    return f"{value:.5g}"
 
 
 def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
@@ -118,7 +93,6 @@ def usual_most(lines: Iterable[Line], share: float = 0.97) -> float | None:
     """
     tops = []
     for line in lines:
-        values = sorted(y for _, y in line.points())
-        if values:
-            tops.append(values[min(len(values) - 1, math.ceil(share * len(values)) - 1)])
+        if values := sorted(y for _, y in line.points()):
+            tops.append(values[math.ceil(share * len(values)) - 1])
     return max(tops, default=None)

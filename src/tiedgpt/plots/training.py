@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiedgpt.plots.panel import Line, Panel, smoothed, usual_most
 
@@ -30,20 +30,30 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
 
     Of one training its losses stand in one panel; of several, validation comes first.
     """
-    made = _losses(trainings, x_label)
-    others = sorted(
-        {
-            key
-            for training in trainings
-            for key in training.curves
-            if key.startswith("val_") and key not in VALIDATION
-        }
-    )
-    for key in others:
+    validation = validation_panel(trainings, x_label)
+    train = smooth(_each(trainings, "loss"))
+    if len(trainings) > 1:
+        made = [validation, _cut("training loss, nats, smoothed", x_label, train)]
+        gradients = _each(trainings, "grad_norm")
+    else:
+        curves = trainings[0].curves
+        both = (
+            replace(train[0], name="training, smoothed"),
+            Line("validation", *curves.get("val_loss", ((), ())), color=1, marked=True),
+        )
+        made = [_cut("loss, nats", x_label, both)]
+        made += [validation] if "val_bits_per_byte" in curves else []
+        gradients = tuple(
+            Line(name, *curves[key], color)
+            for color, (key, name) in enumerate(GRADIENTS.items())
+            if key in curves
+        )
+    keys = {key for training in trainings for key in training.curves if key.startswith("val_")}
+    for key in sorted(keys - VALIDATION.keys()):
         title = f"validation {key.removeprefix('val_').replace('_', ' ')}"
         made.append(Panel(title, x_label, _each(trainings, key, marked=True)))
     made.append(Panel("learning rate", x_label, _each(trainings, "lr")))
-    made.append(_gradients(trainings, x_label))
+    made.append(_cut("norm of the gradient, smoothed", x_label, smooth(gradients)))
     return [panel for panel in made if panel.limits() is not None]
 
 
@@ -71,51 +81,16 @@ def reached(curve: Curve, target: float) -> float | None:
     return None
 
 
-def _losses(trainings: Sequence[Training], x_label: str) -> list[Panel]:
-    if len(trainings) == 1:
-        (training,) = trainings
-        lines = (*_train(trainings), *_each(trainings, "val_loss", marked=True, color=1))
-        named = ("training, smoothed", "validation")
-        lines = tuple(
-            Line(name, line.xs, line.ys, line.color, line.marked)
-            for name, line in zip(named, lines, strict=False)
-        )
-        losses = _cut("loss, nats", x_label, lines)
-        if "val_bits_per_byte" not in training.curves:
-            return [losses]
-        return [losses, validation_panel(trainings, x_label)]
-    train = _cut("training loss, nats, smoothed", x_label, _train(trainings))
-    return [validation_panel(trainings, x_label), train]
+def smooth(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Return the lines with their values smoothed."""
+    return tuple(replace(line, ys=smoothed(line.ys)) for line in lines)
 
 
-def _train(trainings: Sequence[Training]) -> tuple[Line, ...]:
+def _each(trainings: Sequence[Training], key: str, *, marked: bool = False) -> tuple[Line, ...]:
     return tuple(
-        Line(line.name, line.xs, smoothed(line.ys), line.color) for line in _each(trainings, "loss")
+        Line(training.name, *training.curves.get(key, ((), ())), color, marked)
+        for color, training in enumerate(trainings)
     )
-
-
-def _each(
-    trainings: Sequence[Training], key: str, *, marked: bool = False, color: int = 0
-) -> tuple[Line, ...]:
-    return tuple(
-        Line(training.name, *training.curves.get(key, ((), ())), color + number, marked)
-        for number, training in enumerate(trainings)
-    )
-
-
-def _gradients(trainings: Sequence[Training], x_label: str) -> Panel:
-    if len(trainings) > 1:
-        lines = [Line(t.name, t.xs, smoothed(t.ys), t.color) for t in _each(trainings, "grad_norm")]
-        return Panel(
-            "norm of the gradient, smoothed", x_label, tuple(lines), most=usual_most(lines)
-        )
-    curves = trainings[0].curves
-    lines = [
-        Line(name, curves[key][0], smoothed(curves[key][1]), color)
-        for color, (key, name) in enumerate(GRADIENTS.items())
-        if key in curves
-    ]
-    return Panel("norm of the gradient, smoothed", x_label, tuple(lines), most=usual_most(lines))
 
 
 def _cut(title: str, x_label: str, lines: tuple[Line, ...], share: float = 0.97) -> Panel:
