@@ -27,6 +27,7 @@ from tests.tie.checkpoints import (
 )  # fmt: skip
 from tests.weights.karpathy import FirstMinGPT, Karpathy
 from tiedgpt import GPT, GPTConfig
+from tiedgpt import tie as tie_package
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix, ledger
 from tiedgpt.weights.safetensors_file import SafetensorsFile
@@ -159,6 +160,9 @@ def test_a_head_saved_transposed(tmp_path, claim):
     path = rewrite(save(their_gpt2(), tmp_path / "m"), add, tie_word_embeddings=claim)
     found = judged(path, "broken", "transposed", "equal copies")
     assert found.transposed == (HEAD,) and found.comparison.rows_compared == V
+    assert "`tiedgpt tie fix` writes a copy" in found.explain and "resolve=" not in found.explain
+    with pytest.raises(CorruptInputError, match="one is transposed: `tiedgpt tie fix`"):
+        GPT.from_pretrained(path)
 
 
 @pytest.mark.parametrize("filler", [0.0, 1.0])
@@ -389,8 +393,11 @@ def test_a_module_with_names_of_its_own():
             if tied:
                 self.score.weight = self.lookup.weight
 
-    judged(Odd(tied=True), "tied", "same storage")
-    judged(Odd(tied=False), "broken", "drifted")
+    tied = judged(Odd(tied=True), "tied", "same storage")
+    assert "counts it 2 times" in tied.explain
+    untied = judged(Odd(tied=False), "untied as claimed", "drifted")  # it never said it was a GPT
+    assert "nothing is claimed\nThe module has no config" in untied.explain
+    assert untied.claim is None and "broken" not in untied.explain
 
 
 # what cannot be judged
@@ -706,3 +713,7 @@ def test_our_own_head_with_a_computed_weight_is_not_tied():
     model = GPT(GPTConfig(**SHAPE))
     model.head = nn.utils.parametrizations.weight_norm(fresh_head())
     judged(model, "broken", "derived")
+
+
+def test_the_package_lists_its_public_names():
+    assert dir(tie_package) == sorted(tie_package.__all__)

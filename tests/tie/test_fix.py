@@ -50,7 +50,12 @@ def mended(source: Path, dest: Path, verdict: str = "tied", **choice):
     report = fix(source, dest, **choice)
     assert digest(source) == before
     assert audit(dest).verdict == report.after.verdict == verdict
-    assert report.actions and str(dest) in report.explain
+    assert report.actions and str(dest) in report.explain == str(report)
+    written = json.loads((dest / "config.json").read_text())["tie_word_embeddings"]
+    told = [action for action in report.actions if "tie_word_embeddings" in action]
+    changes = written == (report.before.claim is False)
+    says = f"config.json now says tie_word_embeddings: {str(written).lower()}"
+    assert told == ([says] if changes else [])
     json.dumps(report.as_dict(), allow_nan=False)
     assert [path.name for path in dest.parent.iterdir() if path.name.startswith(".")] == []
     ours, theirs = GPT.from_pretrained(dest), GPT2LMHeadModel.from_pretrained(dest).eval()

@@ -196,6 +196,26 @@ def test_our_model_is_noticed_where_something_else_predicts(tiny):
     events = assert_blames_the_marks(body)
     assert [e.kind for e in events] == ["split", "joined", "split", "joined", "split"]
     assert "head.weight and wte.weight (99, 32) were one matrix" in events[0].text
+    assert not any("config" in event.advice for event in events[:4])  # these changed it, too
+    tiny.head = None
+    with pytest.warns(TieWarning), guard(tiny) as watch:
+        tiny.head = nn.Linear(32, 99)
+    (event,) = watch.events
+    assert "replace_head(model, model.head) lets the config say so" in event.advice
+    assert "tie_word_embeddings" not in event.advice  # it is frozen
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_only_a_config_that_says_otherwise_is_spoken_of(theirs, claim):
+    theirs.config.tie_word_embeddings = claim
+    without = nn.ModuleDict({"lm_head": theirs.lm_head, "wte": theirs.transformer.wte})
+    for module in (theirs, without):
+        theirs.lm_head.weight = theirs.transformer.wte.weight
+        with pytest.warns(TieWarning, match="one again"), guard(module) as watch:
+            theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+        (event,) = watch.events
+        told = "config.tie_word_embeddings=False" in event.advice
+        assert told == (module is theirs and claim is True)
 
 
 def test_nothing_is_said_where_nothing_comes_apart(theirs, tiny, ids):

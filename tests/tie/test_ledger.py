@@ -22,7 +22,8 @@ from tests.tie.checkpoints import (
 )
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.tie import ledger
+from tiedgpt.heads import SequenceClassifier
+from tiedgpt.tie import audit, ledger
 
 TINY_TOTAL = GPTConfig(**SHAPE).parameter_count()
 
@@ -147,6 +148,24 @@ def test_slices_of_one_buffer_that_do_not_overlap_are_apart():
             self.a, self.b = nn.Parameter(flat[:60]), nn.Parameter(flat[60:])
 
     assert [row.parameters for row in ledger(Flat()).rows] == [60, 40]
+
+
+def test_a_classifier_in_memory_counts_as_its_directory_does(tiny, tmp_path):
+    classifier = SequenceClassifier(tiny, ["a", "b"])
+    classifier.save_pretrained(tmp_path / "m")
+    for module in (classifier, nn.DataParallel(classifier)):
+        memory, file = ledger(module), ledger(tmp_path / "m")
+        assert (memory.total, memory.multiply_adds) == (file.total, file.multiply_adds)
+        assert memory.reads_and_predicts is file.reads_and_predicts is None
+        assert audit(module).verdict == audit(tmp_path / "m").verdict == "no head"
+    assert memory.explain in str(memory)
+
+
+def test_a_plain_embedding_in_the_place_of_wte_does_not_predict(tiny):
+    tiny.wte = nn.Embedding(97, 32)
+    found = audit(tiny)
+    assert found.verdict == "broken" and "a module without unembed" in found.explain
+    assert ledger(tiny).reads_and_predicts is None
 
 
 def test_frozen_parameters_are_told():

@@ -11,6 +11,7 @@ from torch import nn
 from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.heads import SequenceClassifier
 from tiedgpt.tie import add_tokens, prune, replace_head, resize_vocab, tie, untie
 from tiedgpt.tie.heads import Unembed, is_tied
 
@@ -173,6 +174,17 @@ def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
     assert total(tiny) == report.change.before + 97
 
 
+def test_a_head_in_the_place_of_another_is_told(tiny):
+    optimizer = "an optimizer made before this"
+    replace_head(tiny, nn.Linear(32, 97, bias=False))
+    text = str(replace_head(tiny, nn.Linear(32, 97)))
+    assert "head.weight (97, 32) is another parameter now" in text
+    assert "head.bias (97) came in" in text and optimizer in text
+    assert optimizer not in str(replace_head(tiny, tiny.head))
+    assert optimizer in str(replace_head(tiny, None))
+    assert optimizer not in str(replace_head(tiny, None))
+
+
 def test_gpt2_with_a_head_of_its_own_counts_163_037_184():
     with torch.device("meta"):
         model = GPT(GPTConfig.preset("gpt2"))
@@ -244,6 +256,22 @@ def test_only_our_models_are_changed_otherwise(theirs):
     for operation in (untie, lambda m: resize_vocab(m, 9), lambda m: replace_head(m, None)):
         with pytest.raises(UserError, match=r"is no tiedgpt\.GPT"):
             operation(theirs)
+
+
+def test_surgery_on_a_wrapped_model_names_the_model_inside(tiny):
+    with pytest.raises(UserError, match=r"the GPT is model\.module inside DataParallel"):
+        untie(nn.DataParallel(tiny))
+    classifier = SequenceClassifier(tiny, ["a", "b"])
+    with pytest.raises(UserError, match=r"the GPT is model\.gpt inside SequenceClassifier"):
+        resize_vocab(classifier, 99)
+
+
+def test_a_config_that_a_head_set_by_hand_contradicts_names_the_call(tiny, tmp_path):
+    tiny.head = nn.Linear(32, 97, bias=False)
+    with pytest.raises(UserError, match=r"disagree: use tie\(model\), untie"):
+        tiny.save_pretrained(tmp_path / "m")
+    replace_head(tiny, tiny.head)
+    tiny.save_pretrained(tmp_path / "m")
 
 
 # tie, any module

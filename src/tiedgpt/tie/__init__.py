@@ -37,3 +37,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"tiedgpt.tie.{module}"), name)
     raise AttributeError(f"module 'tiedgpt.tie' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,7 @@ stored apart, a block of rows at a time. The claim is then held against what is 
     tied                  one matrix                                     tied or nothing  0
     tied twice            two equal copies in a file                     tied or nothing  0
     untied as claimed     two matrices, equal or not                     untied           0
+                          two that differ, in a module without a config  nothing          0
     no head               a body or a classifier: it predicts no tokens  anything         0
     broken                two that differ, or do not fit; in memory,     tied or nothing  6
                           two Parameters where one is meant
@@ -152,8 +153,9 @@ def _verdict(checkpoint: Checkpoint, roles: Roles, equal: bool) -> Verdict:
     if equal and roles.extra_rows == 0:
         trained = any(matrix.trainable for matrix in roles.pair)
         return "broken" if checkpoint.format == "module" and trained else "tied twice"
-    by_format = checkpoint.format == "GGUF" and claim is None and roles.fits
-    return "untied as claimed" if by_format else "broken"
+    as_built = checkpoint.format == "module" and not checkpoint.config  # it may be no GPT
+    as_built = (as_built or checkpoint.format == "GGUF") and claim is None and roles.fits
+    return "untied as claimed" if as_built else "broken"
 
 
 def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[Matrix, ...]:

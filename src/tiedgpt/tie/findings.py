@@ -33,7 +33,7 @@ TEXTS = {
     "and GPT; otherwise rename it yourself.",
     "same storage": "{output} is {input}\n"
     "{all_names} are names of the same {bytes} bytes: one matrix of {input_size}. A count by "
-    "names counts it twice.",
+    "names counts it {times} times.",
     "two parameters on one storage": "{output} and {input} are two Parameters on the same bytes\n"
     "Two Parameter objects hold one {input_size} matrix (load_state_dict(assign=True) does this). "
     "An optimizer steps the matrix twice, and the next copy or move makes two matrices. Share the "
@@ -76,6 +76,10 @@ TEXTS = {
     "config": "config.json has {key!r}, which nothing reads\n"
     "The key is tie_word_embeddings; {key!r} is ignored, so it changes nothing.",
     "claim: holds": "{holds}\n{claim_source}. The matrices are sound: {verdict}.",
+    "claim: as built": "nothing is claimed\n"
+    "The module has no config: two matrices, as built. tiedgpt.tie.tie(model) makes them one.",
+    "claim: transposed": "a matrix is stored transposed\n"
+    "{claim_source}. `tiedgpt tie fix{keep}` writes a copy that loaders take.",
     "claim: contradicted": "the claim does not hold\n"
     "{claim_source}. The matrices contradict it: correct the claim, or untie.",
     "claim: broken": "the tie is broken\n"
@@ -160,9 +164,16 @@ def findings(
     if verdict == "no head":  # a claim about the head means nothing
         return
     text = "claim: contradicted" if checkpoint.claim is False else "claim: broken"
+    as_built = checkpoint.format == "module" and checkpoint.claim is None
+    if verdict in SOUND:
+        text = "claim: as built" if as_built and roles.pair and not roles.shared else "claim: holds"
+    elif roles.transposed and checkpoint.format in ONE_LAYOUT:
+        text = "claim: transposed"
+    choice = checkpoint.claim is not False and comparison is not None and not comparison.equal
     yield _tell(
-        "claim: holds" if verdict in SOUND else text,
+        text,
         roles,
+        keep=" --keep input | output | both" if choice else "",
         claim_source=checkpoint.claim_source,
         verdict=verdict,
         holds="nothing is claimed" if checkpoint.claim is None else "the claim holds",
@@ -195,8 +206,9 @@ def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
     if roles.pair is None:
         kind = "one matrix" if roles.input else "one matrix: the head"
         return _tell(kind, roles, parameters=matrix.count)
-    names = " and ".join([matrix.name, *(tensor.name for tensor in roles.aliases)])
-    return _tell("same storage", roles, all_names=names, bytes=f"{matrix.n_bytes:,}")
+    names = [matrix.name, *(tensor.name for tensor in roles.aliases)]
+    words = {"all_names": " and ".join(names), "times": len(names)}
+    return _tell("same storage", roles, bytes=f"{matrix.n_bytes:,}", **words)
 
 
 def _two_matrices(

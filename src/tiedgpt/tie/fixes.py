@@ -53,6 +53,9 @@ class Repair:
             f"{self.dest} is {self.after.verdict}. The source is untouched."
         )
 
+    def __str__(self) -> str:
+        return self.explain
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         audits = {"before": self.before.as_dict(), "after": self.after.as_dict()}
@@ -140,8 +143,9 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
         plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
     kept = [copy for copy in plan.tensors.values() if copy.name in roles.transposed]
     plan.actions.extend(f"{copy.name} is transposed to {size(copy.shape)}" for copy in kept)
-    if plan.config[CLAIM] is untied:
-        plan.actions.append(f"config.json says {CLAIM}: {str(not untied).lower()}")
+    claim = plan.config[CLAIM]
+    if claim is untied:  # the old claim is the opposite
+        plan.actions.append(f"config.json now says {CLAIM}: {str(claim).lower()}")
     if not plan.actions:
         choice = '; keep="input" or keep="output" makes one matrix of the two' if untied else ""
         raise UserError(f"{source} is {audit.verdict}: nothing to mend{choice}")
@@ -215,7 +219,7 @@ def _plan_tie(
     config: dict[str, Any] = {CLAIM: True}
     if extra and vocabulary not in (None, rows):
         config["vocab_size"] = rows
-        actions.append(f"config.json says vocab_size: {rows}, not {vocabulary}")
+        actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
     return Plan({reads.name: kept.row_range(0, rows)}, config, actions)
 
 

@@ -37,6 +37,8 @@ from torch.nn.parameter import UninitializedParameter
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed
+from tiedgpt.tie.modules import unwrapped
+from tiedgpt.weights.opening import CLAIM
 from tiedgpt.weights.tensors import Storage
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -46,12 +48,12 @@ ONE, ALIASED, TWO = "one Parameter", "two Parameters over one memory", "two matr
 KINDS = {ONE: "joined", ALIASED: "aliased", TWO: "split"}
 AGAIN = "tie(model) makes them one again"
 ADVICE = {
-    TWO: f"{AGAIN}; if two are meant, set config.tie_word_embeddings=False so that files say so",
-    ONE: "an optimizer made before this holds the one that is gone: make a new one; "
-    "config.tie_word_embeddings should be True now",
+    TWO: AGAIN,
+    ONE: "an optimizer made before this holds the one that is gone: make a new one",
     ALIASED: "an optimizer made now would step it twice, and the next copy or move parts them "
     "(load_state_dict(assign=True) does this); tie(model) makes them one Parameter",
 }
+OWN = "; if this is meant, tiedgpt.tie.replace_head(model, model.head) lets the config say so"
 CHANGERS = frozenset(
     "__setattr__ __delattr__ __setstate__ _apply register_parameter register_module "
     "add_module".split()
@@ -170,7 +172,8 @@ class Guard:
         before, (file, line) = self._slots, self._where
         self._remember()
         code = linecache.getline(file, line).strip()
-        events = [TieEvent(file, line, code, *told) for told in _changes(before, self._slots)]
+        changes = _changes(before, self._slots, self.module)
+        events = [TieEvent(file, line, code, *told) for told in changes]
         self.events += events
         if events and self.action == "raise" and may_raise:
             raise TieBrokenError("; ".join(map(str, events)))
@@ -261,7 +264,19 @@ def _state(slots: Slots, places: list[list[str]]) -> str:
     return TWO if len(storages) > 1 else ONE if len(parameters) == 1 else ALIASED
 
 
-def _changes(before: Slots, after: Slots) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+def _advice(module: nn.Module, now: str) -> str:
+    """Say what to do about a change, and about a config that says otherwise (ours is frozen)."""
+    gpt = next((part for part in module.modules() if isinstance(part, GPT)), None)
+    claim = getattr(getattr(gpt or unwrapped(module), "config", None), CLAIM, None)
+    if now == ALIASED or claim is not (now == TWO):
+        return ADVICE[now]
+    config = f"; if this is meant, set config.{CLAIM}={not claim} so that files say so"
+    return ADVICE[now] + (config if gpt is None else OWN)
+
+
+def _changes(
+    before: Slots, after: Slots, module: nn.Module
+) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Yield kind, names, text and advice for each group of names, old or new, that changed."""
     groups = _groups(before)
     joined = [tuple(name for name in group if name in before) for group in _groups(after)]
@@ -273,14 +288,14 @@ def _changes(before: Slots, after: Slots) -> Iterator[tuple[str, tuple[str, ...]
         called = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
         if now == TWO:
             became = ", ".join(_became(places, before, after))
-            advice, text = ADVICE[TWO], f"{called} were one matrix and are not: {became}"
+            advice, text = _advice(module, TWO), f"{called} were one matrix and are not: {became}"
             if "modules_to_save" in became:
                 advice = "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True"
             elif not all(places.values()):
                 advice = f"if the head should predict tokens, put one back: {AGAIN}"
             yield KINDS[now], names, text, advice
         elif now != was:
-            yield KINDS[now], names, f"{called} were {was} and are {now}", ADVICE[now]
+            yield KINDS[now], names, f"{called} were {was} and are {now}", _advice(module, now)
 
 
 def _became(places: dict[str, list[str]], before: Slots, after: Slots) -> Iterator[str]:
@@ -347,8 +362,9 @@ class _Tracer:
             if sys.gettrace() == self._on_call:
                 sys.settrace(self._before)
             return inner
-        code = frame.f_code
-        if _is_users(code.co_filename):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        # A dataclass of ours has an __init__ from "<string>".
+        if _is_users(code.co_filename) and not module.startswith("tiedgpt."):
             for guard in self.guards:
                 guard.before_line(frame)
             return self._trace_lines(inner)

@@ -52,6 +52,9 @@ def require_gpt(model: object) -> GPT:
     """Return the model if it is an unsharded `tiedgpt.GPT`; else raise `UserError`."""
     if isinstance(model, GPT) and type(model.wte.weight) is nn.Parameter:
         return model
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    for name in (name for name, part in parts if isinstance(part, GPT) and part is not model):
+        raise UserError(f"the GPT is model.{name} inside {type(model).__name__}: change that one")
     raise UserError(
         f"{type(model).__name__} is no tiedgpt.GPT, or wte.weight is sharded or wrapped: change "
         "the GPT before that; of these functions only `tie` changes other modules"

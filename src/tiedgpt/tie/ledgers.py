@@ -98,6 +98,9 @@ class Ledger:
                 text += f"names would count it {len(row.names)} times."
         return text
 
+    def __str__(self) -> str:
+        return f"{self.source}: {self.explain}"
+
     def difference(self, after: Ledger) -> Movement:
         """Say which storages came in and went out between this ledger and a later one, and why."""
         pairs = _match(self.rows, after.rows)

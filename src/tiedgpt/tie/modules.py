@@ -34,21 +34,27 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
         tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
     with_weight = [name for name in tensors if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
-    gpts = [part for part in module.modules() if isinstance(part, GPT)]
-    multiplying = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
-    holder = unwrapped(module)
+    parts, holder = list(module.modules()), unwrapped(module)
+    # A classifier of tiedgpt.heads does not let its GPT predict.
+    classifiers = [part for part in parts if getattr(part, "predicts_tokens", None) is False]
+    bodies = [getattr(part, "gpt", None) for part in classifiers]
+    gpts = [part for part in parts if isinstance(part, GPT) and part not in bodies]
+    tied = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
+    multiplying = [wte for wte in tied if hasattr(wte, "unembed")]
     head_name, head = _output_module(module, holder)
     derived = "" if head is None else _why_derived(head)
     if head is not None and not derived and not isinstance(holder, GPT):
         if not any(parameter.ndim == 2 for parameter in head.parameters()):
             derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
+    if len(multiplying) < len(tied):
+        derived = "is missing (in the place of wte is a module without unembed)"
     vocabulary, claim = _config(holder)
     says = "nothing in the module says whether the head is tied"
     return Checkpoint(
         source=type(module).__name__,
         format="module",
         tensors=tensors,
-        config={"vocab_size": vocabulary},
+        config={"vocab_size": vocabulary} if any(hasattr(p, "config") for p in parts) else {},
         claim=claim,
         claim_source=says if claim is None else f"the module's config says {CLAIM}={claim}",
         reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
@@ -57,7 +63,8 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
             if isinstance(part, nn.Linear) or part in multiplying
         ),
         derived=derived,
-        headless=head is None and callable(getattr(holder, "get_output_embeddings", None)),
+        headless=head is None
+        and bool(classifiers or callable(getattr(holder, "get_output_embeddings", None))),
     )  # fmt: skip
 
 

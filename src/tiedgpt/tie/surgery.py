@@ -130,12 +130,12 @@ def untie(model: GPT) -> Report:
             f"{second_names(model)[0]} is wte.weight under a second name in a head that is no "
             "linear layer; give that module a parameter of its own"
         )
-    before = ledger(model)
+    before, parameters = ledger(model), dict(model.named_parameters())
     for name, unembed in unembeds(model).items():
         model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
     if model.head is None:
         model.head = _copy_of(model.wte.weight)
-    return _head_report(model, before)
+    return _head_report(model, before, parameters)
 
 
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
@@ -154,13 +154,13 @@ def replace_head(model: GPT, module: nn.Module | None) -> Report:
                 f"{type(module).__name__}"
             )
         require_logits(model, module)
-    before = ledger(model)
+    before, parameters = ledger(model), dict(model.named_parameters())
     model.head = module
     shared = second_names(model)
     for name in head_layers(model):
         if f"{name}.weight" in shared:
             _predict_with_wte(model, name)
-    return _head_report(model, before)
+    return _head_report(model, before, parameters)
 
 
 # tie, step by step
@@ -232,13 +232,20 @@ def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linea
     return linear
 
 
-def _head_report(model: GPT, before: Ledger) -> Report:
-    """Make the config say whether the head is tied, and describe the head."""
+def _head_report(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]) -> Report:
+    """Make the config say whether the head is tied; describe the head, and what it was before."""
     tied, change = is_tied(model), before.difference(ledger(model))
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     head = "none: wte predicts" if model.head is None else describe(model.head)
     lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens", str(change)]
-    layers, second = list(head_layers(model)), second_names(model)
+    layers, second, now = (
+        list(head_layers(model)),
+        second_names(model),
+        dict(model.named_parameters()),
+    )
+    for name, old in parameters.items():
+        if name in now and now[name] is not old:
+            lines.append(f"{name} {tuple(now[name].shape)} is another parameter now")
     if tied:
         lines.append("tied: wte.weight reads and predicts")
     else:
@@ -250,4 +257,6 @@ def _head_report(model: GPT, before: Ledger) -> Report:
         lines.append(f"to tie it: {call}")
     if second:
         lines.append(f"{second[0]} is wte.weight under a second name: guard(model) notices a split")
-    return Report(tied, change, "\n".join([*lines, NEW_OPTIMIZER]))
+    if {*map(id, now.values())} != {*map(id, parameters.values())}:
+        lines.append(NEW_OPTIMIZER)
+    return Report(tied, change, "\n".join(lines))

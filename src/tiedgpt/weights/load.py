@@ -152,9 +152,10 @@ def choose_matrices(
         return ""
     embedding, head = both[EMBEDDING], both[HEAD]
     if embedding.shape != head.shape:
+        turned = embedding.shape == head.shape[::-1]
         raise CorruptInputError(
             f"{path}: wte.weight is {embedding.shape} and lm_head.weight is {head.shape}: both "
-            "need a row for each token"
+            f"need a row for each token{'; one is transposed: `tiedgpt tie fix` turns it' * turned}"
         )
     if resolve == "tie":
         raise UserError(f'{path} holds two matrices: choose "keep-input" or "keep-output"')
@@ -218,6 +219,8 @@ def _config(
     try:
         return GPTConfig(**fields), note
     except UserError as error:
+        if any(name in str(error) for name in given):  # the argument is wrong, not the file
+            raise UserError(f"{path}: {error}") from None
         raise CorruptInputError(f"{path} describes no GPT: {error}") from None
 
 

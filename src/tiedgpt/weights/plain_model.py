@@ -46,7 +46,8 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
             "without bias"
         )
     if (model.head is None) != model.config.tie_word_embeddings:
-        raise UserError("the model's head and its config's tie_word_embeddings disagree")
+        calls = "tie(model), untie(model) or replace_head(model, model.head) of tiedgpt.tie"
+        raise UserError(f"the model's head and config.tie_word_embeddings disagree: use {calls}")
     named = model.named_parameters(remove_duplicate=False)
     parameters: dict[str, Tensor] = {unwrapped(name): parameter for name, parameter in named}
     expected = shapes(model.config)
