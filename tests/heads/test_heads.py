@@ -166,3 +166,14 @@ def test_a_fresh_head_is_small_and_on_the_bodys_dtype(tiny):
     assert float(model.score.weight.detach().float().std()) == pytest.approx(0.02, rel=0.05)
     assert model.score.bias is None
     assert not TokenClassifier(tiny, labels=["a", "b"]).classifier.bias.any()
+
+
+def test_wrong_arguments_are_our_errors(make):
+    model = make(SequenceClassifier)
+    with pytest.raises(UserError, match=r"takes a GPT, got str; SequenceClassifier\.fresh"):
+        SequenceClassifier("gpt2", ["a", "b"])
+    with pytest.raises(UserError, match="labels must be a list of different names, got 3"):
+        SequenceClassifier(model.gpt, 3)
+    ids, lengths = pad(SEQUENCES)
+    with pytest.raises(UserError, match="targets must be from 0 to 2, or -100, got 0 to 3"):
+        model.loss(ids, lengths, torch.tensor([0, 1, 2, 3]))

@@ -86,3 +86,13 @@ def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(saved,
     convert(load(saved), tmp_path / "x.bin", "llmc", tokenizer=None)
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {running, ".other.tmp-1-ab", "saved", "x.bin"}
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("transformers", "a.safetensors"), ("transformers", "a.h5"), ("packed", "a.bin")],
+)
+def test_a_directory_is_not_given_the_suffix_of_a_file(saved, tmp_path, to, name):
+    with pytest.raises(UserError, match="writes a directory"):
+        convert(load(saved), tmp_path / name, to, tokenizer=None)
+    assert not (tmp_path / name).exists()

@@ -391,3 +391,9 @@ def test_what_safetensors_writes_we_read_and_the_reverse(tiny, saved, tmp_path):
     assert ours.entries.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(ours.read(name), tensor)
+
+
+def test_a_number_of_heads_that_does_not_divide_is_the_callers_fault(tiny, tmp_path):
+    torch.save(tiny.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UserError, match="n_embd must be a multiple of n_head=5"):
+        GPT.from_pretrained(tmp_path / "model.pt", n_head=5)

@@ -271,3 +271,25 @@ def test_a_file_that_may_no_longer_be_read_is_named_by_its_reader(tmp_path, unre
     unreadable("a.safetensors")
     with pytest.raises(UserError, match=r"a\.safetensors: cannot be read"):
         stored.tensor()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("config.json", "holds no weights: name the directory"),
+        ("text.bin", "begins neither as a zip file nor as a pickle"),
+        ("module.pt", "never run: save the state_dict"),
+    ],
+)
+def test_files_that_hold_no_state_dict_say_what_to_do(tmp_path, name, says):
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "module.pt")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "text.bin").write_text("Once upon a time")
+    with pytest.raises(TiedGPTError, match=says):
+        open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize("source", [{"wte.weight": torch.zeros(2, 3)}, 3, None])
+def test_only_a_path_or_a_name_can_be_opened(source):
+    with pytest.raises(UserError, match="must be a path or a hub name, got"):
+        open_checkpoint(source)

@@ -45,6 +45,9 @@ class Head(nn.Module):
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
+        if not hasattr(gpt, "body"):
+            name, got = type(self).__name__, type(gpt).__name__
+            raise UserError(f"{name} takes a GPT, got {got}; {name}.fresh(source, ...) loads one")
         if gpt.head is not None and not self.predicts_tokens:
             raise UserError(
                 f"{type(self).__name__} has no place for the model's head over the vocabulary: set "
@@ -185,4 +188,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Logits of half precision are converted to fp32 first.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED)
+    logits, targets = logits.flatten(0, -2).to(wide), targets.flatten()
+    try:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    except IndexError:
+        wanted, got = f"0 to {logits.shape[1] - 1}", f"{targets.min()} to {targets.max()}"
+        raise UserError(f"targets must be from {wanted}, or {IGNORED}, got {got}") from None

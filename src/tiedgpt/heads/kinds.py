@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ class _Classifier(Head):
 
     def __init__(self, gpt: GPT, labels: Sequence[str]) -> None:
         super().__init__(gpt)
-        names = tuple(labels)
+        names = tuple(labels) if isinstance(labels, Iterable) else ()
         strings = not isinstance(labels, str) and all(isinstance(name, str) for name in names)
         if not names or not strings or len(set(names)) < len(names):
             raise UserError(f"labels must be a list of different names, got {labels!r}")

@@ -25,7 +25,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, as_gpt
 from tiedgpt.weights.huggingface import TIEDGPT
 from tiedgpt.weights.load import Loaded, Progress, load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.opening import WEIGHT_SUFFIXES, open_checkpoint
 from tiedgpt.weights.plain_model import PRECISIONS
 from tiedgpt.weights.save import descriptions, save_tokenizer
 from tiedgpt.weights.tensors import by_storage
@@ -170,6 +170,8 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new: give DEST a name")
+    if TARGETS[to].is_directory(path) and path.suffix in (*WEIGHT_SUFFIXES, ".h5"):
+        raise UserError(f"{to} writes a directory, and {path} has a file's suffix: leave it out")
     with writing(path):
         if not path.exists():
             return

@@ -53,6 +53,11 @@ def open_checkpoint(
     that are damaged or of no known format, `UserError` where there is nothing at `source` or it is
     unclear what is meant.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise UserError(
+            f"a checkpoint must be a path or a hub name, got {type(source).__name__}; torch.save a "
+            "state dict first"
+        )
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
     checkpoint = replace(plain(_open_file(file)), source=path)
@@ -113,6 +118,8 @@ def _open_file(path: Path) -> Checkpoint:
         if module.detect(path, head):
             checkpoint: Checkpoint = module.read(path)
             return checkpoint
+    if path.suffix == ".json":
+        raise UserError(f"{path} holds no weights: name the directory {path.parent} instead")
     raise CorruptInputError(
         f"{path} is {'of no known checkpoint format' if head else 'empty'}: safetensors, "
         "torch.save, GGUF, ONNX, Keras's .h5, llm.c's .bin, TensorFlow's checkpoints and numbered "

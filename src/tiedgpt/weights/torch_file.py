@@ -136,7 +136,10 @@ def _load(path: Path) -> tuple[Any, dict[int, int]]:
 
     try:
         with path.open("rb") as file:
-            is_zip = file.read(2) == b"PK"  # a legacy file cannot be mapped: it is read whole
+            start = file.read(2)
+            if start[:1] not in (b"P", b"\x80"):
+                raise ValueError("it begins neither as a zip file nor as a pickle")
+            is_zip = start == b"PK"  # a legacy file cannot be mapped: it is read whole
             places = _check_zip(file) if is_zip else _check_legacy(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -145,7 +148,9 @@ def _load(path: Path) -> tuple[Any, dict[int, int]]:
     except Exception as error:  # MemoryError, BadZipFile, RuntimeError, UnpicklingError, KeyError..
         why = (str(error) or type(error).__name__).splitlines()[0][:200]
         if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
-            why = "it holds more than tensors, and code in a pickle is never run"
+            why = (
+                "it holds more than tensors, and code in a pickle is never run: save the state_dict"
+            )
         raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
 
 
