@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from tests.train.trials import SERVER
-from tiedgpt.cli import verify_resume as verb
+from tiedgpt.cli.train import verify_resume
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.train.rehearsal import rehearse
 
@@ -30,7 +30,7 @@ def test_a_difference_is_a_failed_check_that_names_the_file(options, tmp_path, m
     other = one | {"model.safetensors": "2"}
     monkeypatch.setattr("tiedgpt.train.rehearsal.rehearse", lambda *_: (one, other))
     with pytest.raises(CheckFailedError, match=r"differs .* in model\.safetensors:") as error:
-        verb.verify_resume(options, tmp_path / "run")
+        verify_resume(options, tmp_path / "run")
     assert error.value.exit_code == 6
     assert "model.safetensors      1 != 2" in capsys.readouterr().out
 

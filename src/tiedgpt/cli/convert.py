@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,6 @@ from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
-LARGE = 100 << 20
-"""A progress bar is shown from this many bytes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +55,10 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Convert; return the exit code."""
     given = parse(Arguments, "convert", arguments, ABOUT)
-    with _termination_as_interrupt():
-        return _run(given)
-
-
-@contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, so that a partly written file is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    # SIGTERM raises KeyboardInterrupt, so that a partly written file is removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        return _run(given)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -80,31 +69,36 @@ def _run(given: Arguments) -> int:
     from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
 
-    supplied = {
+    path = Path(given.dest)
+    to = format_of(path) if given.to == "auto" else given.to
+    require_place(path, to, overwrite=given.overwrite)
+    supplied: dict[str, Any] = {
         name: value
         for name in ("n_head", "activation_function")
         if (value := getattr(given, name)) is not None
     }
-    to = format_of(Path(given.dest)) if given.to == "auto" else given.to
-    require_place(Path(given.dest), to, overwrite=given.overwrite)
+    # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
+    from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
+    from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
     with bar("reading") as progress:
-        # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
-        from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
-        from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
-        dtype = torch.float32 if from_fp32 else None
         loaded = load(
-            given.source, resolve=given.resolve, dtype=dtype, progress=progress, **supplied
+            given.source,
+            resolve=given.resolve,
+            dtype=torch.float32 if from_fp32 else None,
+            progress=progress,
+            **supplied,
         )
     tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
+    source = _source(loaded, tokenizer)
     if given.format == "human":
-        print(_source_lines(loaded, tokenizer), flush=True)
+        print(_source_lines(loaded, source), flush=True)
     options = {
         name: True for name in ("duplicate_head", "approximate_gelu") if getattr(given, name)
     }
     with bar("writing") as progress:
         written = convert(
             loaded,
-            Path(given.dest),
+            path,
             to,
             tokenizer=tokenizer,
             precision=None if given.precision == "auto" else given.precision,
@@ -115,35 +109,23 @@ def _run(given: Arguments) -> int:
     if given.format == "human":
         print(_result_lines(written, to, tokenizer))
     else:
-        import json
-
-        print(json.dumps(_as_dict(loaded, tokenizer, written, to), indent=2))
+        facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}
+        print(json.dumps(facts, indent=2))
     return EXIT_OK
 
 
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr for large files."""
+    """Show a progress bar on stderr, in a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-    )  # fmt: skip
     console = Console(stderr=True)
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = progress.add_task(what, total=None)
-
-    def show(done: int, total: int) -> None:
-        if total >= LARGE and not progress.live.is_started:
-            progress.start()
-        progress.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if progress.live.is_started:
-            progress.stop()
+    columns = what, BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _tokenizer(source: str, *, asked: bool) -> Any:
@@ -160,36 +142,41 @@ def _tokenizer(source: str, *, asked: bool) -> Any:
         return None
 
 
-def _source_lines(loaded: Any, tokenizer: Any) -> str:
-    from tiedgpt.weights.save import peculiarities
-
-    config = loaded.model.config
-    n_parameters = sum(p.numel() for p in loaded.model.parameters())
-    matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
-    tied = loaded.model.head is None
-    lines = [
-        f"source    {loaded.path}: {loaded.layout}",
-        f"model     {n_parameters:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
-        f"{_weight_type(loaded)}; {config.n_layer} blocks of width {config.n_embd}, "
-        f"{config.n_head} heads, {config.n_positions:,} positions{peculiarities(config)}",
-        f"tie       one matrix of {matrix} reads and predicts"
-        if tied
-        else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
-        f"tokenizer {tokenizer.kind}, {len(tokenizer):,} tokens"
-        if tokenizer is not None
-        else "tokenizer none with the model (name one with --tokenizer)",
-    ]
-    lines += [f"note      {note}" for note in loaded.notes]
-    return "\n".join(lines)
-
-
-def _weight_type(loaded: Any) -> str:
-    """Return W's dtype, or the precision of a packed file."""
+def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return what there is to say of the source."""
     from tiedgpt.weights.packed import find_packed, open_packed
 
-    if packed := find_packed(loaded.path):
-        return f"{open_packed(packed).precision} packed for CPU kernels"
-    return str(loaded.model.wte.weight.dtype).removeprefix("torch.")
+    packed = find_packed(loaded.path)
+    dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
+    return {
+        "source": str(loaded.path),
+        "layout": loaded.layout,
+        "type": f"{open_packed(packed).precision} packed for CPU kernels" if packed else dtype,
+        "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        "tied": loaded.model.head is None,
+        "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},
+        "notes": list(loaded.notes),
+    }
+
+
+def _source_lines(loaded: Any, source: dict[str, Any]) -> str:
+    from tiedgpt.weights.save import peculiarities
+
+    config, tokenizer = loaded.model.config, source["tokenizer"]
+    matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
+    lines = [
+        f"source    {source['source']}: {source['layout']}",
+        f"model     {source['parameters']:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
+        f"{source['type']}; {config.n_layer} blocks of width {config.n_embd}, "
+        f"{config.n_head} heads, {config.n_positions:,} positions{peculiarities(config)}",
+        f"tie       one matrix of {matrix} reads and predicts"
+        if source["tied"]
+        else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
+        f"tokenizer {tokenizer['kind']}, {tokenizer['len']:,} tokens"
+        if tokenizer
+        else "tokenizer none with the model (name one with --tokenizer)",
+    ]
+    return "\n".join([*lines, *(f"note      {note}" for note in source["notes"])])
 
 
 def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
@@ -208,20 +195,3 @@ def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
         f"({written.matrix_bytes / 1e6:,.1f} MB{' each' * (written.copies > 1)})\n"
         f"checked   opened again: {checked}" + "".join(f"\nnote      {note}" for note in notes)
     )
-
-
-def _as_dict(loaded: Any, tokenizer: Any, written: Any, to: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "source": str(loaded.path),
-        "layout": loaded.layout,
-        "type": _weight_type(loaded),
-        "parameters": sum(p.numel() for p in loaded.model.parameters()),
-        "tied": loaded.model.head is None,
-        "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},
-        "notes": list(loaded.notes),
-        "to": to,
-        **asdict(written),
-        "path": str(written.path),
-    }

@@ -15,7 +15,8 @@ from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK
 
 NEEDED = (
-    "torch", "numpy", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich", "tyro",
+    "torch", "numpy", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich", "plotext",
+    "tyro",
 )  # fmt: skip
 
 
@@ -29,51 +30,45 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Show the state of the installation; return the exit code."""
-    given = parse(
-        Arguments, "doctor", arguments, "Show versions, devices, threads and missing packages."
-    )
+    given = parse(Arguments, "doctor", arguments, "Show versions, devices, threads.")
     report = examine()
     if given.format == "json":
         print(json.dumps(report, indent=2))
-        return EXIT_OK
-    width = max(map(len, report))
-    for name, value in report.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        print(f"{name:<{width}}  {shown}")
+    else:
+        for name, value in report.items():
+            print(f"{name:<26}  {value}")
     return EXIT_OK
 
 
 def examine() -> dict[str, Any]:
     """Return versions, devices and threads of this machine as plain data."""
+    report: dict[str, Any] = {
+        "tiedgpt": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    }
     missing = []
-    report: dict[str, Any] = {"tiedgpt": __version__}
-    report["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in NEEDED:
         try:
-            report[package] = metadata.version(package)
             import_module(package)
+            report[package] = metadata.version(package)
         except (metadata.PackageNotFoundError, ImportError) as error:
             missing.append(f"{package} ({error})")
     affinity = getattr(os, "sched_getaffinity", None)
     report["cores"] = len(affinity(0)) if affinity else os.cpu_count()
     if not missing:
-        report |= _torch_report()
+        import torch
+
+        from tiedgpt.core.config import GPTConfig
+        from tiedgpt.train.plan import faster_dtype, training_device
+
+        device = training_device()
+        report["torch threads"] = torch.get_num_threads()
+        report["cpu"] = torch.backends.cpu.get_cpu_capability()
+        report["device"] = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        )
+        report["faster matmul dtype"] = faster_dtype(GPTConfig.preset("gpt2"), device)
     report["compiler for torch.compile"] = shutil.which("g++") or shutil.which("clang++") or "none"
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
-    report["missing"] = missing or "nothing"
+    report["missing"] = ", ".join(missing) or "nothing"
     return report
-
-
-def _torch_report() -> dict[str, Any]:
-    import torch
-
-    from tiedgpt.core.config import GPTConfig
-    from tiedgpt.train.plan import faster_dtype, training_device
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "torch threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "gpu": gpus or "none",
-        "faster matmul dtype": faster_dtype(GPTConfig.preset("gpt2"), training_device()),
-    }

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from tiedgpt.cli.program import program
-from tiedgpt.cli.training_words import changes, labelled, next_steps, parameters, scored, units
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
 from tiedgpt.infer import Engine
@@ -47,13 +46,10 @@ class PatientConsole(Console):
 class Display:
     """Progress on stderr, results on stdout."""
 
-    def __init__(self, out: Path, command: str, *, silent: bool = False) -> None:
+    def __init__(self, out: Path, *, silent: bool = False) -> None:
         self.out = out
-        self.command = command
         self.err = PatientConsole(stderr=True, highlight=False, quiet=silent)
-        self._progress: Progress | None = None
         self._smooth: float | None = None
-        self._unit = ""
         self._validated = self._skipped = ""
 
     def say(self, text: str) -> None:
@@ -63,8 +59,8 @@ class Display:
     @contextlib.contextmanager
     def encoding(self) -> Iterator[Callable[[int, int], None]]:
         """Show a bar while text is encoded."""
-        with self._bar("{task.percentage:>3.0f}%") as progress:
-            task = progress.add_task("reading text", total=None)
+        with Progress("reading text", BarColumn(bar_width=None), console=self.err) as progress:
+            task = progress.add_task("", total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def plan(
@@ -77,30 +73,35 @@ class Display:
         """Show what was chosen."""
         for note in task.notes:
             self.say(note)
-        config, self._unit = task.config, task.unit
-        device = world.device
-        where = device.type if world.size > 1 else str(device)
-        if device.type == "cpu":
-            where += f", {torch.get_num_threads()} threads"
+        config, where = task.config, str(world.device)
+        if world.device.type == "cpu":
+            where = f"cpu, {torch.get_num_threads()} threads"
         if world.size > 1:
             where += f", in {world.size} processes"
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
-        seen = plan.growth(task.row_units).units_before(plan.steps)
-        epochs = seen / max(1, units(task))
+        examples = len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
+        epochs = plan.growth(task.row_units).units_before(plan.steps) / max(1, examples)
         self.say(
-            f"{self._data(options, task)}\n"
+            f"{_data(options, task)}\n"
             f"model     {options.start or options.size}: {config.n_layer} blocks of width "
             f"{config.n_embd}, {config.n_head} heads, {config.n_positions} positions\n"
-            f"          {self._head(task)}\n"
+            f"          {_parameters(config, task)}\n"
             f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
-            f"peak rate {plan.lr:g} ({plan.schedule}), "
-            f"products in {plan.dtype} on {where}\n{changes(plan)}"
+            f"peak rate {plan.lr:g} ({plan.schedule}), products in {plan.dtype} on {where}\n"
             f"          validated every {plan.eval_every} steps on about "
             f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
             "on all"
         )
+        changes = {
+            "batches grow for": plan.batch_warmup,
+            "rows grow for": plan.length_warmup,
+            "untied after": plan.untie_at,
+        }
+        for what, steps in changes.items():
+            if steps:
+                self.say(f"          {what} {steps:,} steps")
         if plan.memory is not None:
             self.say(f"memory    {memory_line(plan, config, task.row_tokens, world)}")
         elif plan.recompute == "blocks":
@@ -108,44 +109,23 @@ class Display:
         if (lacks := decide(options.compile, world.device)[1]) is not None:
             self.say(lacks)
 
-    def _data(self, options: TrainOptions, task: LanguageModelling | Labelled) -> str:
-        """Return what is trained on, in two lines."""
-        source = ", ".join(options.data) or "the documentation inside this Python"
-        tokens = f"tokens    {task.tokenizer.kind} vocabulary of {len(task.tokenizer):,}"
-        if isinstance(task, Labelled):
-            longest = max(len(ids) for _, row in task.train for ids in row.rows)
-            return (
-                f"examples  {source}: {len(task.train):,}; {len(task.held_out):,} more to validate "
-                f"on{labelled(task.examples.labels)}\n{tokens}, the longest row has {longest:,}"
-            )
-        train, val = task.encoded.train, task.encoded.val
-        return (
-            f"text      {source}: {train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
-            f"{train.tokens:,} tokens; {val.tokens:,} more to validate on\n"
-            f"{tokens}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a token"
-        )
-
-    def _head(self, task: LanguageModelling | Labelled) -> str:
-        """Return what predicts, in a line."""
-        if isinstance(task, LanguageModelling):
-            return parameters(task.config)
-        head = task.head_class.__name__
-        return f"{task.config.parameter_count():,} parameters, and a {head} on its states"
-
     @contextlib.contextmanager
     def training(self, plan: Plan) -> Iterator[None]:
         """Show a bar while steps are done."""
-        with self._bar("{task.fields[status]}") as self._progress:
-            self._task = self._progress.add_task("training", total=plan.steps, status="")
+        columns = (
+            TextColumn("training"), BarColumn(bar_width=None),
+            TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=self.err) as self._progress:
+            self._task = self._progress.add_task("", total=plan.steps)
             yield
 
     def event(self, event: Event) -> None:
         """Show something that happened in training."""
-        assert self._progress is not None
+        for note in getattr(event, "notes", ()):
+            self.say(note)
         match event:
             case Started():
-                for note in event.notes:
-                    self.say(note)
                 for group in event.groups:
                     self.say(f"          {group}")
                 if event.step:
@@ -156,34 +136,23 @@ class Display:
                 self._smooth = SMOOTHING * before + (1 - SMOOTHING) * event.loss
                 status = (
                     f"loss {self._smooth:.3f}{self._validated}{self._skipped}  "
-                    f"{event.units_per_second:,.0f} {self._unit}/s"
+                    f"{event.units_per_second:,.0f}/s"
                 )
-                self._progress.update(self._task, completed=event.step, status=status)
+                self._progress.update(self._task, completed=event.step, description=status)
             case Skipped():
                 self.say(
                     f"step {event.step:>6,}  skipped, the weights stay: {event.why} "
                     f"({event.skipped_in_all:,} so far)"
                 )
                 self._skipped = f"  {event.skipped_in_all:,} skipped"
-                self._progress.update(self._task, completed=event.step)
             case Untied():
                 self.say(f"step {event.step:>6,}  untied: a head begins as W's copy")
-            case Ended():
-                for note in event.notes:
-                    self.say(note)
             case Evaluated():
                 self._validated = f"  val {event.score.nats:.3f}"
-                line = f"step {event.step:>6,}  val {scored(event.score)}  | "
-                room = max(0, self.err.width - len(line) - 1)
-                sample = set_cell_size(" ".join(event.sample.split()), room).rstrip()
-                self.say(line + sample)
-
-    def interrupted(self, ended: Ended, plan: Plan) -> None:
-        """Say what was saved and how to go on."""
-        self.say(
-            f"stopped and saved after step {ended.step:,} of {plan.steps:,}; to go on:\n"
-            f"  {self.command}"
-        )
+                line = Text(f"step {event.step:>6,}  val {_scored(event.score)}")
+                line.append("  | " + " ".join(event.sample.split()))
+                line.truncate(self.err.width - 1)
+                self.err.print(line)
 
     def finished(
         self,
@@ -194,58 +163,100 @@ class Display:
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
         out = PatientConsole(highlight=False, soft_wrap=True)
+        config, score = task.config, _scored(ended.score)
         if isinstance(task, Labelled):
-            assert isinstance(ended.score, LabelScore)
-            out.print(f"validation {scored(ended.score)} ({ended.score.examples:,} examples)")
-            out.print(self._head(task))
-            out.print(escape(next_steps(task, directory.model)))
-            return
-        assert isinstance(ended.score, Score)
-        prompt = "" if options.data else "Return a new"
-        config = self._samples(out, directory, prompt)
-        out.print(
-            f"validation loss {ended.score.nats:.4f} nats a token, "
-            f"{ended.score.bits_per_byte:.4f} bits per byte ({ended.score.tokens:,} tokens)"
-        )
-        out.print(parameters(config))
-        how = f' --prompt "{prompt}"' if prompt else ""
-        theirs = model_type_of(config) is not TIEDGPT
+            theirs = task.head_class.class_in_transformers(config) is not None
+            steps = _next_in_python(task, directory.model)
+        else:
+            assert isinstance(ended.score, Score)
+            score = (
+                f"loss {ended.score.nats:.4f} nats a token, {ended.score.bits_per_byte:.4f} "
+                f"bits per byte ({ended.score.tokens:,} tokens)"
+            )
+            prompt = "" if options.data else "Return a new"
+            config = _show_samples(out, directory, prompt)
+            theirs = model_type_of(config) is not TIEDGPT
+            how = f' --prompt "{prompt}"' if prompt else ""
+            steps = (
+                f"next:\n  {program()} generate {self.out}{how}\n"
+                f"  {program()} plot {self.out}\n"
+                f"  {program()} tie show {self.out}\n"
+                f"  {program()} train your.txt --size small --minutes 10"
+            )
         loads = ", which transformers loads too" if theirs else ""
         out.print(
-            f"saved in {directory.model}{loads}\n\nnext:\n"
-            f"  {program()} generate {self.out}{how}\n"
-            f"  {program()} plot {self.out}\n"
-            f"  {program()} tie show {self.out}\n"
-            f"  {program()} train your.txt --size small --minutes 10"
+            f"validation {score}\n{_parameters(config, task)}\n"
+            f"saved in {directory.model}{loads}\n\n{steps}",
+            markup=False,
         )
 
-    def _samples(self, out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
-        """Show two texts that the model wrote; return its config."""
-        engine = Engine(directory.model, backend="torch")
-        config = engine.model.config
-        for number, begin in enumerate(("", prompt)):
-            start = [config.bos_token_id or 0]
-            text = engine.generate(
-                begin or start,
-                max_new_tokens=min(FINAL_SAMPLE_TOKENS, config.n_positions),
-                temperature=0.7,
-                top_k=40,
-                seed=number,
-                context_end="slide",
-            ).text
-            out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
-            out.print(escape(begin + text.rstrip()))
-        out.rule()
-        return config
 
-    def _bar(self, last_column: str) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn(last_column),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}")
-            if "status" in last_column
-            else TextColumn(""),
-            TimeRemainingColumn(),
-            console=self.err,
+def _data(options: TrainOptions, task: LanguageModelling | Labelled) -> str:
+    """Return what is trained on, in two lines."""
+    source = ", ".join(options.data) or "the documentation inside this Python"
+    tokens = f"tokens    {task.tokenizer.kind} vocabulary of {len(task.tokenizer):,}"
+    if isinstance(task, Labelled):
+        labels = f"; {len(names)} labels" if (names := task.examples.labels) else ""
+        longest = max(len(ids) for _, row in task.train for ids in row.rows)
+        return (
+            f"examples  {source}: {len(task.train):,}; {len(task.held_out):,} more to validate "
+            f"on{labels}\n{tokens}, the longest row has {longest:,}"
         )
+    train, val = task.encoded.train, task.encoded.val
+    return (
+        f"text      {source}: {train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
+        f"{train.tokens:,} tokens; {val.tokens:,} more to validate on\n"
+        f"{tokens}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a token"
+    )
+
+
+def _parameters(config: GPTConfig, task: LanguageModelling | Labelled) -> str:
+    """Return the parameter count and what predicts."""
+    shape = f"{config.vocab_size:,} x {config.n_embd}"
+    if isinstance(task, Labelled):
+        how = f"a {task.head_class.__name__} on the states of the body"
+    elif config.tie_word_embeddings:
+        how = f"one matrix of {shape} counted once: it reads and predicts"
+    else:
+        how = f"a matrix of {shape} reads and another predicts"
+    return f"{config.parameter_count():,} parameters; {how}"
+
+
+def _scored(score: object) -> str:
+    if isinstance(score, Score):
+        return f"{score.nats:.3f} nats, {score.bits_per_byte:.3f} bits/byte"
+    assert isinstance(score, LabelScore)
+    return f"{score.nats:.3f} nats, {score.measure} {100 * score.share:.1f} %"
+
+
+def _next_in_python(task: Labelled, model: Path) -> str:
+    """Return how the head is used."""
+    head = task.head_class.__name__
+    names = (head, *(name for name in ("best_spans", "pad") if name in task.use))
+    return (
+        "next, in Python:\n"
+        "  from tiedgpt import Tokenizer\n"
+        f"  from tiedgpt.heads import {', '.join(names)}\n"
+        f"  head = {head}.from_pretrained({str(model)!r})\n"
+        f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
+        f"  {task.use}"
+    )
+
+
+def _show_samples(out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
+    """Show two texts that the model wrote; return its config."""
+    engine = Engine(directory.model, backend="torch")
+    config = engine.model.config
+    for number, begin in enumerate(("", prompt)):
+        text = engine.generate(
+            begin or [config.bos_token_id or 0],
+            max_new_tokens=min(FINAL_SAMPLE_TOKENS, config.n_positions),
+            temperature=0.7,
+            top_k=40,
+            seed=number,
+            context_end="slide",
+        ).text
+        out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
+        out.print(begin + text.rstrip(), markup=False)
+    out.rule()
+    return config

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +17,13 @@ import tyro
 
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.program import program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.tracking import TrackerName
 
 if TYPE_CHECKING:
-    from tiedgpt.train.parallel import Parallel, World
+    from tiedgpt.cli.show_training import Display
+    from tiedgpt.train.parallel import Parallel
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.tasks.labelled import Labelled
@@ -82,8 +84,6 @@ def run(arguments: list[str]) -> int:
     out = Path(given.out) if given.out else default_out(options)
     command = f"{program()} train {shlex.join(arguments)}".rstrip()
     if given.verify_resume:
-        from tiedgpt.cli.verify_resume import verify_resume
-
         return verify_resume(options, out)
     if given.find_lr:
         from tiedgpt.cli.find_rate import find_rate
@@ -96,6 +96,27 @@ def run(arguments: list[str]) -> int:
     return train_run(options, out, command, track=given.track, parallel=given.parallel)
 
 
+def verify_resume(options: TrainOptions, out: Path) -> int:
+    """Print what a killed and resumed run and an unbroken one left; `CheckFailedError` if unlike.
+
+    Nothing is left in `out` or beside it.
+    """
+    from tiedgpt.train.rehearsal import rehearse
+
+    unbroken, resumed = rehearse(options, out, lambda line: print(line, file=sys.stderr))
+    unlike = [name for name, digest in unbroken.items() if resumed[name] != digest]
+    for name, digest in unbroken.items():
+        same = "!=" if name in unlike else "="
+        print(f"{name:<22} {digest[:16]} {same} {resumed[name][:16]}")
+    if unlike:
+        raise CheckFailedError(
+            f"a resumed run differs from an unbroken one in {', '.join(unlike)}: the products are "
+            "not repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
+        )
+    print("a run that is killed and resumed equals one that never stopped, bit for bit")
+    return EXIT_OK
+
+
 def train_run(
     options: TrainOptions,
     out: Path,
@@ -103,126 +124,111 @@ def train_run(
     *,
     track: TrackerName | None = None,
     parallel: Parallel | None = None,
-    before_data: Callable[[RunDirectory], None] | None = None,
+    before_data: Callable[[RunDirectory], None] = lambda run: None,
     show_end: bool = True,
 ) -> int:
     """Train in the directory `out`, or go on there; return the exit code.
 
     `before_data` is called before a fresh run's data are prepared, and may put them there.
     """
-    from tiedgpt.train.parallel import joined
-    from tiedgpt.train.plan import training_device
-
-    with joined(parallel, training_device()) as world:
-        return _train_in(
-            world, options, out, command, track=track, before_data=before_data, show_end=show_end
-        )
-
-
-def _train_in(
-    world: World,
-    options: TrainOptions,
-    out: Path,
-    command: str,
-    *,
-    track: TrackerName | None,
-    before_data: Callable[[RunDirectory], None] | None,
-    show_end: bool,
-) -> int:
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.events import Ended
-    from tiedgpt.train.plan import make_plan, record, recorded
+    from tiedgpt.train.parallel import joined
+    from tiedgpt.train.plan import make_plan, record, training_device
     from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.sources import fork_options, open_sources, prepare
     from tiedgpt.train.tracking import Tracking, open_tracker
     from tiedgpt.train.trainer import Trainer
 
-    directory = RunDirectory(out)
-    display = Display(out, command=command, silent=not world.leads)
-    for what, source in (("tokenizer", options.tokenizer), ("model", options.start)):
-        if source not in (None, "bpe", "char") and not Path(source).exists():
-            display.say(f"{what} {source}: looked for on the Hugging Face hub")
-
-    def ready() -> Ready | None:
-        """Prepare the data, or find what was prepared; None where the run is finished."""
-        tables = directory.read_record()
-        if tables and (differences := options.differences(tables.get("options", {}))):
-            raise UserError(
-                f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
-                f"options to go on, or another --out, with --fork {out} to begin where it stands"
-            )
-        sources = open_sources(options) if options.data or not tables else None
-        digest = sources.digest() if sources and options.data and world.leads else None
-        if tables and world.leads and digest != tables.get("text", {}).get("sha256"):
-            raise UserError(
-                f"the text is another than when {out} began: give another --out, or the same text"
-            )
-        config, plan = recorded(tables) if tables else (None, None)
-        if tables and directory.finished():
-            display.say(f"{out} finished already; generate from it, or train in another --out")
-            return None
-        asked = fork_options(options, tables)
-        if before_data is not None and not tables:
-            before_data(directory)
-        with display.encoding() as progress:
-            sources = sources or open_sources(options)
-            task = prepare(directory, asked, sources, config, progress)
-        return Ready(asked, task, plan, digest)
-
-    tracker = open_tracker(track) if track is not None and world.leads else None
-    with directory.locked() if world.leads else contextlib.nullcontext():
-        found = world.after_first(ready)
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(joined(parallel, training_device()))
+        directory = RunDirectory(out)
+        display = Display(out, silent=not world.leads)
+        tracker = open_tracker(track) if track is not None and world.leads else None
+        if world.leads:
+            stack.enter_context(directory.locked())
+        found = world.after_first(
+            lambda: prepared(options, directory, display, before_data, leads=world.leads)
+        )
         if found is None:
+            display.say(f"{out} finished already; generate from it, or train in another --out")
             return EXIT_OK
-        task, plan, device = found.task, found.plan, world.device
+        asked, task, plan, digest = found
         if plan is None:
             display.say("measuring this machine")
-            plan = make_plan(found.asked, task, device, world=world)
-            tables = record(options, task.config, plan, task.counted, found.digest, world)
+            plan = make_plan(asked, task, world.device, world=world)
+            tables = record(options, task.config, plan, task.counted, digest, world)
             world.lead(lambda: directory.write_record(tables))
         display.plan(options, plan, task, world)
-        with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(stop_on_signals())
-            stack.enter_context(display.training(plan))
-            tracking = None
+        with contextlib.ExitStack() as training:
+            stop = training.enter_context(stop_on_signals())
+            training.enter_context(display.training(plan))
+            log = None
             if track is not None and tracker is not None:
-                tables = directory.read_record()
-                tracking = stack.enter_context(
-                    Tracking(track, tracker, out, tables, warn=display.say)
-                )
-            fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
+                tracking = Tracking(track, tracker, out, directory.read_record(), warn=display.say)
+                log = training.enter_context(tracking).log
             trainer = Trainer(
                 directory,
                 task,
                 plan,
-                device,
-                fork=fork,
-                stop_requested=stop.requested,
-                track=tracking.log if tracking is not None else None,
+                world.device,
+                fork=Path(options.fork) / "checkpoints" if options.fork is not None else None,
+                stop_requested=stop,
+                track=log,
                 world=world,
             )
             for event in trainer.run():
                 display.event(event)
-                if isinstance(event, Ended):
-                    ended = event
-        if not ended.finished:
-            display.interrupted(ended, plan)
+        assert isinstance(event, Ended)
+        if not event.finished:
+            display.say(
+                f"stopped and saved after step {event.step:,} of {plan.steps:,}; to go on:\n"
+                f"  {command}"
+            )
             return EXIT_INTERRUPTED
         if show_end and world.leads:
-            display.finished(directory, options, task, ended)
+            display.finished(directory, options, task, event)
     return EXIT_OK
 
 
-@dataclass(frozen=True)
-class Ready:
-    """What a run needs before its first step, or before it goes on."""
+def prepared(
+    options: TrainOptions,
+    directory: RunDirectory,
+    display: Display,
+    before_data: Callable[[RunDirectory], None],
+    *,
+    leads: bool,
+) -> tuple[TrainOptions, LanguageModelling | Labelled, Plan | None, str | None] | None:
+    """Return the options, a fork's with what it has from its run, the task, plan and text's digest.
 
-    asked: TrainOptions
-    """The options; a fork's with what it has from the run that it begins from."""
-    task: LanguageModelling | Labelled
-    plan: Plan | None
-    """Of a run that goes on."""
-    digest: str | None
+    The plan is None for a fresh run. Returns None for a run that is finished.
+    """
+    from tiedgpt.train.plan import recorded
+    from tiedgpt.train.sources import fork_options, open_sources, prepare
+
+    for source in (options.tokenizer, options.start):
+        if source not in (None, "bpe", "char") and not Path(source).exists():
+            display.say(f"{source}: looked for on the Hugging Face hub")
+    out, tables = directory.path, directory.read_record()
+    if tables and (differences := options.differences(tables.get("options", {}))):
+        raise UserError(
+            f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
+            f"options to go on, or another --out, with --fork {out} to begin where it stands"
+        )
+    sources = open_sources(options) if options.data or not tables else None
+    digest = sources.digest() if sources and options.data and leads else None
+    if tables and leads and digest != tables.get("text", {}).get("sha256"):
+        raise UserError(
+            f"the text is another than when {out} began: give another --out, or the same text"
+        )
+    config, plan = recorded(tables) if tables else (None, None)
+    if tables and directory.finished():
+        return None
+    asked = fork_options(options, tables)
+    if not tables:
+        before_data(directory)
+    with display.encoding() as progress:
+        task = prepare(directory, asked, sources or open_sources(options), config, progress)
+    return asked, task, plan, digest
 
 
 @contextlib.contextmanager
@@ -251,13 +257,13 @@ def require_processes(given: Arguments) -> None:
 
 def with_recipes(arguments: list[str]) -> list[str]:
     """Return the arguments with what follows --compare tied to it: it begins with a dash itself."""
-    joined: list[str] = []
+    tied: list[str] = []
     for argument in arguments:
-        if joined and joined[-1] == "--compare":
-            joined[-1] += f"={argument}"
+        if tied and tied[-1] == "--compare":
+            tied[-1] += f"={argument}"
         else:
-            joined.append(argument)
-    return joined
+            tied.append(argument)
+    return tied
 
 
 def default_out(options: TrainOptions) -> Path:
@@ -273,27 +279,22 @@ def default_out(options: TrainOptions) -> Path:
     return Path("runs") / f"{name}-{kind}"
 
 
-class stop_on_signals:
-    """SIGINT and SIGTERM ask to stop after the step; a second one ends the process at once."""
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Have SIGINT and SIGTERM ask to stop after the step; a second one ends the process at once.
 
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[int, object] = {}
+    Yields whether one has come.
+    """
+    came: list[int] = []
 
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._asked
-
-    def __enter__(self) -> stop_on_signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        for each in self._before:
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        for each in before:
             signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
