@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import as_training, duration, label, table
-from tiedgpt.cli.program import program
+from tiedgpt.cli.source import program
 from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing

@@ -11,6 +11,7 @@ import os
 import sys
 from importlib import import_module
 
+from tiedgpt import __version__
 from tiedgpt.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -20,8 +21,6 @@ from tiedgpt.errors import (
     TiedGPTError,
 )
 
-NO_ROOM = NoRoomError.exit_code
-BAD_INPUT = CorruptInputError.exit_code
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
@@ -54,8 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     except TiedGPTError as error:
         return _fail(arguments, str(error), error.exit_code)
-    except MemoryError:
-        return _fail(arguments, "out of memory; nothing was left half-written", NO_ROOM)
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
@@ -64,31 +61,31 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return _fail(arguments, "no room on the disk for the output", NO_ROOM)
+            return _fail(arguments, "no room on the disk for the output", NoRoomError.exit_code)
         if error.errno == errno.EIO:
-            place = error.filename or "a file"
-            return _fail(arguments, f"the disk failed at {place}: {error.strerror}", BAD_INPUT)
+            place = f"the disk failed at {error.filename or 'a file'}: {error.strerror}"
+            return _fail(arguments, place, CorruptInputError.exit_code)
         raise
-    except RuntimeError as error:
-        if "can't allocate" in str(error) or "out of memory" in str(error):
-            return _fail(arguments, "out of memory; nothing was left half-written", NO_ROOM)
-        raise
+    except (MemoryError, RuntimeError) as error:
+        torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
+        if not torch_says and not isinstance(error, MemoryError):
+            raise
+        said = "out of memory; nothing was left half-written"
+        return _fail(arguments, said, NoRoomError.exit_code)
 
 
 def _run(arguments: list[str]) -> int:
-    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    verb, *rest = arguments or ["--help"]
     if verb in ("-h", "--help", "help"):
-        print(_usage())
-        return EXIT_OK
-    if verb in ("-V", "--version"):
-        from tiedgpt import __version__
-
+        print(USAGE.format(verbs="\n".join(f"  {verb:<8}  {VERBS[verb]}" for verb in VERBS)))
+    elif verb in ("-V", "--version"):
         print(f"tiedgpt {__version__}")
-        return EXIT_OK
-    if verb not in VERBS:
+    elif verb in VERBS:
+        return int(import_module(f"tiedgpt.cli.{verb}").run(rest))
+    else:
         print(f"tiedgpt: no verb {verb!r}; there are {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USAGE
-    return int(import_module(f"tiedgpt.cli.{verb}").run(rest))
+    return EXIT_OK
 
 
 def _fail(arguments: list[str], message: str, code: int) -> int:
@@ -96,8 +93,3 @@ def _fail(arguments: list[str], message: str, code: int) -> int:
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)  # names in files, paths
     print(line.encode("utf-8", "replace").decode(), file=sys.stderr)
     return code
-
-
-def _usage() -> str:
-    width = max(map(len, VERBS))
-    return USAGE.format(verbs="\n".join(f"  {verb:<{width}}  {VERBS[verb]}" for verb in VERBS))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -136,21 +137,15 @@ def validated(history: History) -> str:
     """Return the newest validation in a few words."""
     if (bits := history.last("val_bits_per_byte")) is not None:
         return f"{bits:.3f} bits/byte"
-    shares = [key for key in history.columns if key.startswith("val_") and key != "val_loss"]
-    if shares:
-        share = history.last(shares[0]) or 0.0
-        return f"{shares[0].removeprefix('val_').replace('_', ' ')} {100 * share:.1f} %"
-    loss = history.last("val_loss")
-    return "" if loss is None else f"{loss:.3f} nats"
+    keys = [key for key in history.columns if key.startswith("val_")]
+    key = max(keys, key=lambda key: key != "val_loss", default="val_loss")
+    value = history.last(key)
+    return "" if value is None else f"{key.removeprefix('val_').replace('_', ' ')} {value:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them: 41 s, 3:07, 2:05:00."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Return hours, minutes and seconds: 0:03:07."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def show_samples(histories: Sequence[History]) -> None:

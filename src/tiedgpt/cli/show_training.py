@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tiedgpt.cli.program import program
+from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.evaluate.perplexity import Score
 from tiedgpt.infer import Engine

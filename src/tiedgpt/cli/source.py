@@ -1,7 +1,9 @@
-"""SOURCE on the command line: what is given, or else the newest run."""
+"""What a user names on the command line: a run, or else the newest, and this program itself."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,3 +25,11 @@ def newest_run(holding: str) -> Path:
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     print(f"(the newest run: {newest})", file=sys.stderr)
     return newest
+
+
+def program() -> str:
+    """Return how this program can be called again from here."""
+    called = sys.argv[0]
+    if Path(called).stem != "tiedgpt":
+        return f"{Path(sys.executable).name} -m tiedgpt"
+    return "tiedgpt" if shutil.which("tiedgpt") == called else os.path.relpath(called)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.program import program
+from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.tracking import TrackerName

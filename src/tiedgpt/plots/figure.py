@@ -15,24 +15,20 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind people tell apart."""
 
 
-def require_figures(path: Path) -> None:
-    """Raise `UserError` where no figure can be written there: the name, or no matplotlib."""
+def save_figure(panels: Sequence[Panel], path: Path, title: str) -> None:
+    """Write the panels, two in a row, to a file of the format that its name says.
+
+    Raises `UserError` for another name, and where matplotlib is missing.
+    """
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path} is no figure: name it .png, .svg or .pdf")
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
             f"figures need matplotlib, which is missing ({error}): pip install tiedgpt[plot]; "
             "without --out the curves are drawn here"
         ) from None
-
-
-def save_figure(panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Write the panels, two in a row, to a file of the format that its name says."""
-    require_figures(path)
-    from matplotlib.figure import Figure
-
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.2 * columns + 0.6, 3.3 * rows + 0.4), layout="constrained")
