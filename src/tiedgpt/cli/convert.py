@@ -92,9 +92,7 @@ def _run(given: Arguments) -> int:
     source = _source(loaded, tokenizer)
     if given.format == "human":
         print(_source_lines(loaded, source), flush=True)
-    options = {
-        name: True for name in ("duplicate_head", "approximate_gelu") if getattr(given, name)
-    }
+    flags = ("duplicate_head", "approximate_gelu")
     with bar("writing") as progress:
         written = convert(
             loaded,
@@ -104,7 +102,7 @@ def _run(given: Arguments) -> int:
             precision=None if given.precision == "auto" else given.precision,
             overwrite=given.overwrite,
             progress=progress,
-            **options,
+            **{name: True for name in flags if getattr(given, name)},
         )
     if given.format == "human":
         print(_result_lines(written, to, tokenizer))
@@ -180,18 +178,19 @@ def _source_lines(loaded: Any, source: dict[str, Any]) -> str:
 
 
 def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
-    once = {1: "once", 2: "twice"}.get(written.copies, f"{written.copies} times")
     notes = list(written.notes)
     if tokenizer is not None and not written.with_tokenizer:
         notes.append(f"{to} cannot hold a tokenizer: keep it beside the file")
+    stored = "once" if written.copies == 1 else f"{written.copies} times"
     checked = (
         "all weights are equal, bit for bit"
         if written.exact
         else f"relative RMS difference of the logits {written.difference:.1e} "
         f"(tolerance {written.tolerance:g})"
     )
-    return (
-        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {once} "
-        f"({written.matrix_bytes / 1e6:,.1f} MB{' each' * (written.copies > 1)})\n"
-        f"checked   opened again: {checked}" + "".join(f"\nnote      {note}" for note in notes)
-    )
+    lines = [
+        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
+        f"({written.matrix_bytes / 1e6:,.1f} MB)",
+        f"checked   opened again: {checked}",
+    ]
+    return "\n".join([*lines, *(f"note      {note}" for note in notes)])

@@ -21,29 +21,21 @@ def find_rate(options: TrainOptions) -> int:
         raise UserError(
             "--find-lr looks for the rate of a run from its beginning: leave out --fork"
         )
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
+    from tiedgpt.cli.show_training import Display
     from tiedgpt.train.plan import make_plan, training_device
     from tiedgpt.train.rates import STEPS, sweep
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import open_sources, prepare
 
     device = training_device()
-    columns = TextColumn("{task.description}"), BarColumn()
-    with (
-        tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch,
-        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-    ):
-        bar = progress.add_task("reading text", total=None)
-
-        def update(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        task = prepare(RunDirectory(Path(scratch)), options, open_sources(options), None, update)
+    with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:
+        run = RunDirectory(Path(scratch))
+        display = Display(run.path)
+        with display.bar("reading text") as update:
+            task = prepare(run, options, open_sources(options), None, update)
         plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
-        progress.update(bar, description="trying rates")
-        found = sweep(task, plan, device, progress=update)
+        with display.bar("trying rates") as update:
+            found = sweep(task, plan, device, progress=update)
     show(found, plan, task.config.n_embd, given=options.lr is not None)
     return EXIT_OK
 

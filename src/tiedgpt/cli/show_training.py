@@ -57,9 +57,9 @@ class Display:
         self.err.print(escape(text), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
-    def encoding(self) -> Iterator[Callable[[int, int], None]]:
-        """Show a bar while text is encoded."""
-        with Progress("reading text", BarColumn(bar_width=None), console=self.err) as progress:
+    def bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a bar while text is encoded, or rates are tried."""
+        with Progress(what, BarColumn(bar_width=None), console=self.err) as progress:
             task = progress.add_task("", total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 

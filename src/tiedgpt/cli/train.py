@@ -226,7 +226,7 @@ def prepared(
     asked = fork_options(options, tables)
     if not tables:
         before_data(directory)
-    with display.encoding() as progress:
+    with display.bar("reading text") as progress:
         task = prepare(directory, asked, sources or open_sources(options), config, progress)
     return asked, task, plan, digest
 
@@ -269,10 +269,7 @@ def with_recipes(arguments: list[str]) -> list[str]:
 def default_out(options: TrainOptions) -> Path:
     """Return runs/NAME-SIZE or, of other tasks and starts, runs/NAME-TASK, NAME from the data."""
     first = options.data[0] if options.data else "python-docs"
-    path = Path(os.path.abspath(first))
-    stem = "stdin" if first == "-" else path.stem
-    if not any(c.isalnum() for c in stem) or set(stem) & set("*?["):  # a glob: its folder's name
-        stem = next((p.name for p in path.parents if p.name.isprintable() and p.name.isalnum()), "")
+    stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
     kind = kind if options.fork is None else "fork"
