@@ -1,17 +1,21 @@
 """What the CPU kernels' precisions cost a trained model, against torch in fp32 on the same text.
 
     python bench/quality.py MODEL TEXT [--tokens 20000] [--forms fp32 bf16 int8 int4]
+        [--calibrate TEXT] [--llama Q4_0 Q4_K_M]
 
 The text is read in windows of the whole context, one after the other, a token predicted from all
 before it in its window. KL is sum p log(p/q) of a prediction in nats, p torch's and q the kernels'.
+--calibrate adds int4 calibrated on a text, which must be another. --llama adds llama.cpp's types.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +28,9 @@ from tiedgpt import Tokenizer
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.torch_session import TorchRunner
-from tiedgpt.weights.load import load
+from tiedgpt.weights.calibration import sampled
+from tiedgpt.weights.convert import convert
+from tiedgpt.weights.load import Loaded, load
 from tiedgpt.weights.packed_panels import PRECISIONS
 from tiedgpt.weights.packed_write import pack_gpt
 
@@ -59,6 +65,55 @@ class Tally:
         }
 
 
+class Llama:
+    """llama.cpp's context for one of its types, as far as `measure` uses a session."""
+
+    def __init__(self, gguf: Path, kind: str, capacity: int) -> None:
+        import llama_cpp as c
+
+        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+        path = gguf.with_name(f"{kind}.gguf")
+        asked = c.llama_model_quantize_default_params()
+        asked.ftype = getattr(c, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        assert c.llama_model_quantize(str(gguf).encode(), str(path).encode(), asked) == 0
+        options = c.llama_context_default_params()
+        options.n_ctx = options.n_batch = capacity + -capacity % 256
+        self.megabytes = path.stat().st_size / 1e6
+        model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
+        self.c, self.context = c, c.llama_init_from_model(model, options)
+        self.n_vocab = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+        self.capacity, self.length = capacity, 0
+        self.batch = c.llama_batch_init(AT_ONCE, 0, 1)
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget everything."""
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), False)
+        self.length = 0
+
+    def read(self, slots: list[int], parts: list[list[int]], *, every: bool) -> list[NDArray]:
+        """Return the logits (n, V) after each of n ids of the one part."""
+        batch, (ids,) = self.batch, parts
+        batch.n_tokens = len(ids)
+        for at, id in enumerate(ids):
+            batch.token[at], batch.pos[at], batch.logits[at] = id, self.length + at, 1
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+        assert self.c.llama_decode(self.context, batch) == 0
+        self.length += len(ids)
+        logits = self.c.llama_get_logits(self.context)
+        return [np.ctypeslib.as_array(logits, shape=(len(ids), self.n_vocab)).copy()]
+
+
+def llama_sessions(loaded: Loaded, tokenizer: Tokenizer, kinds: list[str], capacity: int):
+    """Return llama.cpp's sessions by name; the files are gone once they are opened."""
+    sessions = {}
+    if kinds:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "model.gguf")
+            convert(loaded, path, "gguf", tokenizer=tokenizer, precision="fp32")
+            sessions = {f"llama {kind}": Llama(path, kind, capacity) for kind in kinds}
+    return sessions
+
+
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     x = logits.astype(np.float64)
     x -= x.max(axis=1, keepdims=True)
@@ -84,9 +139,9 @@ def measure(sessions: dict[str, Session], tallies: dict[str, Tally], ids: list[i
 
 def table(found: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(found.values())))
-    lines = [" " * 12 + "".join(f"{column:>19}" for column in columns)]
+    lines = [" " * 16 + "".join(f"{column:>19}" for column in columns)]
     for name, values in found.items():
-        lines.append(f"{name:<12}" + "".join(f"{values[column]:>19}" for column in columns))
+        lines.append(f"{name:<16}" + "".join(f"{values[column]:>19}" for column in columns))
     return "\n".join(lines)
 
 
@@ -97,19 +152,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, at the most")
     parser.add_argument("--forms", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--calibrate", help="a text that int4 is calibrated on, or samples")
+    parser.add_argument("--llama", nargs="+", default=[], help="llama.cpp's types, such as Q4_K_M")
     given = parser.parse_args()
-    model = load(given.model, dtype=torch.float32).model
-    text = given.text.read_text(encoding="utf-8")
-    ids = Tokenizer.from_pretrained(given.model).encode(text)[: given.tokens]
+    loaded = load(given.model, dtype=torch.float32)
+    model, tokenizer = loaded.model, Tokenizer.from_pretrained(given.model)
+    ids = tokenizer.encode(given.text.read_text(encoding="utf-8"))[: given.tokens]
     capacity = min(model.config.n_positions, len(ids))
     sessions: dict[str, Session] = {
         "torch fp32": TorchRunner(model).session(slots=1, capacity=capacity)
     }
     tallies = {"torch fp32": Tally(sum(p.nbytes for p in model.parameters()) / 1e6)}
-    for form in given.forms:
-        packed = pack_gpt(model, form)
+    calibrations = dict.fromkeys(given.forms)
+    if given.calibrate == "samples":
+        calibrations["int4 calibrated"] = sampled(model)
+    elif given.calibrate:
+        calibrations["int4 calibrated"] = tokenizer.encode(Path(given.calibrate).read_text("utf-8"))
+    for form, calibration in calibrations.items():
+        packed = pack_gpt(model, form.split()[0], calibration=calibration)
         sessions[form] = PackedRunner(packed).session(slots=1, capacity=capacity)
         tallies[form] = Tally(packed.nbytes / 1e6)
+    for name, session in llama_sessions(loaded, tokenizer, given.llama, capacity).items():
+        sessions[name], tallies[name] = session, Tally(session.megabytes)
     measure(sessions, tallies, ids)
     found = {name: tally.summary() for name, tally in tallies.items()}
     print(table(found))
@@ -121,6 +185,7 @@ def main() -> None:
         "text": given.text.name,
         "tokens": len(ids) - 1,
         "context": capacity,
+        "calibrated on": given.calibrate and Path(given.calibrate).name,
         "precisions": found,
     }
     given.results.mkdir(exist_ok=True)

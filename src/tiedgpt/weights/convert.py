@@ -61,7 +61,8 @@ TARGETS = {
     "nanogpt": Target("nanogpt", suffix=".pt", options=("approximate_gelu",)),
     "llmc": Target("llmc", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
     "packed": Target(
-        "packed_write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True, default="int8"
+        "packed_write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
+        options=("calibration",), default="int8",
     ),
 }  # fmt: skip
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}

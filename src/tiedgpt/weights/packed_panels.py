@@ -27,6 +27,8 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 PANEL = 64
 GROUP_SIZE = 32
 """4-bit weights that share a scale."""
+SCALE_FACTORS = (1.0, 0.92, 0.85, 1.08, 8 / 7)
+"""Tried scales of 4-bit weights, as multiples of the one that makes the largest number -8."""
 CHUNK = 64
 """Panels that are packed or unpacked at a time."""
 Layout = tuple[tuple[int, ...], Any]
@@ -67,8 +69,13 @@ def layouts(precision: Precision, rows: int, width: int) -> tuple[Layout, Layout
     }[precision]
 
 
-def pack(matrix: NDArray[Any], precision: Precision) -> Panels:
-    """Pack a float32 matrix (rows, width); raise `UserError` where a weight is not finite."""
+def pack(
+    matrix: NDArray[Any], precision: Precision, given: NDArray[np.float32] | None = None
+) -> Panels:
+    """Pack a float32 matrix (rows, width); raise `UserError` where a weight is not finite.
+
+    `given` (rows, groups) are the scales of int4's groups, where they are known.
+    """
     if precision not in PRECISIONS:
         raise UserError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     rows, width = matrix.shape
@@ -85,8 +92,8 @@ def pack(matrix: NDArray[Any], precision: Precision) -> Panels:
         elif precision == "bf16":
             weights[at] = _interleaved(to_bf16(block), 2)
         else:
-            quantize = _int8 if precision == "int8" else _int4
-            whole, scales[at] = quantize(block)
+            known = None if given is None else given[first * PANEL : (first + CHUNK) * PANEL]
+            whole, scales[at] = _int8(block) if precision == "int8" else _int4(block, known)
             weights[at] = _interleaved(whole, 4)
     return Panels(weights, scales, rows, width)
 
@@ -100,15 +107,20 @@ def _int8(block: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     return whole.astype(np.uint8), scale.reshape(-1, PANEL)
 
 
-def _int4(block: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+def _int4(
+    block: NDArray[np.float32], known: NDArray[np.float32] | None
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     """Quantize rows (64 p, K); return two numbers per byte and the bits of the groups' scales."""
     groups = block.reshape(len(block), -1, GROUP_SIZE)
-    bits = to_bf16(_int4_scales(groups))
+    scales = _int4_scales(groups)
+    if known is not None:
+        scales[: len(known), : known.shape[1]] = known
+    bits = to_bf16(scales)
     whole = np.clip(np.rint(groups / from_bf16(bits)[..., None]), -8, 7).astype(np.int8) + 8
     eights = whole.astype(np.uint8).reshape(len(block), -1, 2, 4)
     both = eights[:, :, 0] | (eights[:, :, 1] << 4)
-    scales = bits.reshape(-1, PANEL, groups.shape[1]).transpose(0, 2, 1)
-    return both.reshape(len(block), -1), scales
+    panels = bits.reshape(-1, PANEL, groups.shape[1]).transpose(0, 2, 1)
+    return both.reshape(len(block), -1), panels
 
 
 def _int4_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -122,7 +134,7 @@ def _int4_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
     best = np.where(extreme != 0, extreme / -8, 1).astype(np.float32)
     least = np.full(best.shape, np.inf, np.float32)
     begin = best
-    for factor in (1.0, 0.92, 0.85, 1.08, 8 / 7):
+    for factor in SCALE_FACTORS:
         scale = from_bf16(to_bf16(begin * np.float32(factor)))
         scale = np.where(scale == 0, 1, scale).astype(np.float32)
         rounded = np.clip(np.rint(groups / scale[..., None]), -8, 7) * scale[..., None]

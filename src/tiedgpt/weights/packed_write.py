@@ -17,8 +17,10 @@ from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
+from tiedgpt.weights.calibration import calibrated
 from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.huggingface import PACKED, config_json
+from tiedgpt.weights.load import Progress
 from tiedgpt.weights.packed import (
     ALIGNMENT,
     FILE,
@@ -52,16 +54,26 @@ def is_plain(model: GPT) -> bool:
     )
 
 
-def pack_gpt(model: GPT, precision: Precision) -> PackedModel:
+def pack_gpt(
+    model: GPT, precision: Precision, *, calibration: Any = None, progress: Progress | None = None
+) -> PackedModel:
     """Pack a model, one tensor at a time; the model stays as it is.
 
-    Raises `UserError` for a model that is not plain, or whose weights are not finite.
+    `calibration` is for int4: ids (N,) of some 32,000 tokens, on which rounding errors make up for
+    one another (`calibration.py`); `progress` hears of the bytes that are rounded. Raises
+    `UserError` for a model that is not plain, or whose weights are not finite, and for ids that do
+    not suit.
     """
     if not is_plain(model):
         raise UserError(
             "a model with adapters, other modules or another head than its config's is not packed: "
             "merge the adapters, or compute it with torch"
         )
+    scales: dict[str, NDArray[np.float32]] = {}
+    if calibration is not None:
+        if precision != "int4":
+            raise UserError(f"calibration is for precision int4, got {precision}")
+        model, scales = calibrated(model, calibration, progress)
     arrays = {
         name: np.zeros(shape, dtype)
         for name, (shape, dtype) in layout(model.config, precision).items()
@@ -73,7 +85,7 @@ def pack_gpt(model: GPT, precision: Precision) -> PackedModel:
             arrays[key][index][..., : values.shape[-1]] = values
             continue
         try:
-            panels = pack(values, precision)
+            panels = pack(values, precision, scales.get(name))
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         arrays[key][index] = panels.weights
@@ -118,12 +130,20 @@ def _write_arrays(path: Path, model: PackedModel) -> None:
     write_safetensors(path, tensors, metadata, alignment=ALIGNMENT)
 
 
-def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
+def write(
+    model: GPT,
+    path: Path,
+    *,
+    precision: str,
+    calibration: Any = None,
+    progress: Progress | None = None,
+    **_: Any,
+) -> None:
     """Write a packed directory and check that the bytes of every array come back.
 
     Raises `UserError` for a model that is not plain, `CheckFailedError` for other bytes.
     """
-    packed = pack_gpt(model, cast(Precision, precision))
+    packed = pack_gpt(model, cast(Precision, precision), calibration=calibration, progress=progress)
     save_packed(packed, path, model.foreign_config)
     again = open_packed(path)
     for name, array in packed.arrays.items():
