@@ -25,13 +25,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from formats import add_options, files_of
-from tiedgpt.infer import Request, Scheduler
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.infer.scheduler import Request, Scheduler
+from tiedgpt.infer.sequence import Sequence
 from tiedgpt.weights.packed import PackedModel, open_packed
 from turns import cores, facts, in_turn, keep, per_second, show
 from ways import CLASSES
@@ -91,19 +95,22 @@ def saying(model: PackedModel, rows: np.ndarray, text: list[int]) -> PackedModel
     return replace(model, arrays=model.arrays | {"wpe": wpe})
 
 
-def turn(runner: PackedRunner, prompt: list[int], batch: int, request: Request) -> Turn:
+def turn(runner: PackedRunner, prompt: list[int], batch: int, config: GenerationConfig) -> Turn:
     """Let `batch` sequences run; time what comes after their prompts."""
-    capacity = PROMPT + request.max_new_tokens
-    scheduler = Scheduler(runner.session(slots=batch, capacity=capacity))
-    sequences = [scheduler.add(prompt, request, copies=copy) for copy in range(batch)]
-    scheduler.step()
+    scheduler = Scheduler(runner.session(slots=batch, capacity=PROMPT + config.max_new_tokens))
+    texts = [Sequence(prompt, config, model=runner.config, copies=copy) for copy in range(batch)]
+    for text in texts:
+        scheduler.add(Request(partial(decode, sequence=text), prompt=prompt, text=text))
+    while not all(text.new_ids for text in texts):
+        scheduler.step()
+    read = sum(len(text.new_ids) for text in texts)
     steps, began = 0, time.perf_counter()
     while scheduler.busy:
         scheduler.step()
         steps += 1
     seconds = time.perf_counter() - began
-    tokens = sum(len(sequence.new_ids) - 1 for sequence in sequences)
-    return Turn(seconds, tokens, steps, [sequence.new_ids for sequence in sequences])
+    ids = [text.new_ids for text in texts]
+    return Turn(seconds, sum(map(len, ids)) - read, steps, ids)
 
 
 def one_text(
@@ -118,15 +125,15 @@ def one_text(
     if text != DRAWS:
         model = saying(model, rows, prompt + expected)
     runner = PackedRunner(model, threads=given.threads)
-    asked = Request(max_new_tokens=n, temperature=1.0 if text == DRAWS else 0.0, seed=0)
-    requests = {"plain": asked, "drafts": replace(asked, speculate="ngram")}
+    asked = GenerationConfig(max_new_tokens=n, temperature=1.0 if text == DRAWS else 0.0, seed=0)
+    configs = {"plain": asked, "drafts": replace(asked, speculate="ngram")}
     last: dict[str, Turn] = {}
 
     def way(name: str) -> float:
-        last[name] = turn(runner, prompt, batch, requests[name])
+        last[name] = turn(runner, prompt, batch, configs[name])
         return last[name].seconds
 
-    seconds = in_turn({name: (lambda name=name: way(name)) for name in requests}, given.rounds)
+    seconds = in_turn({name: (lambda name=name: way(name)) for name in configs}, given.rounds)
     if last["plain"].ids != last["drafts"].ids or (expected and last["plain"].ids[0] != expected):
         raise SystemExit(f"{text}: not the text that it should be")
     ratios = [p / d for p, d in zip(seconds["plain"], seconds["drafts"], strict=True)]

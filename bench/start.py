@@ -24,7 +24,7 @@ from turns import cores, facts, faster_by, in_turn, keep, show
 PROMPT = "The same matrix reads a token and predicts one:"
 OURS = """
 from tiedgpt.infer import Engine
-engine = Engine({packed!r})
+engine = Engine({packed!r}, slots=1)
 print(engine.generate({prompt!r}, max_new_tokens=1, temperature=0).ids)
 """
 LLAMA = """

@@ -95,9 +95,14 @@ QUICK = {
     "data": "import tiedgpt.data",
     "safetensors": "import tiedgpt.weights.safetensors_file",
     "a packed model": "import tiedgpt.weights.packed, tiedgpt.infer.packed_session",
-    "the engine": "from tiedgpt.infer import Engine, Scheduler; import tiedgpt.infer.session",
+    "the engine": "from tiedgpt.infer import Engine; import tiedgpt.infer.scheduler",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",
     "curves": "import tiedgpt.cli.plot, tiedgpt.plots.training, tiedgpt.plots.terminal",
+    "help of generate": (
+        "from tiedgpt.cli.main import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit: pass"
+    ),
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
 }
 

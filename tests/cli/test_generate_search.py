@@ -42,7 +42,9 @@ def shown(capsys, directory, *flags):
             ["--num-beams", "3", "--early-stopping", "never", "--length-penalty", "2"],
             {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
         ),
-        (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1, "temperature": 0.8}),
+        (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1}),
+        (["--seed", "1", "--stop", "t", "--stop", "e"], {"seed": 1, "stop": ["t", "e"]}),
+        (["--seed", "1", "--bad-words", "dog"], {"seed": 1, "bad_words": ["dog"]}),
         (
             ["--guidance-scale", "2", "--negative-prompt", "dog", "--temperature", "0"],
             {"guidance_scale": 2.0, "negative_prompt": "dog", "temperature": 0},
@@ -56,6 +58,20 @@ def test_flags_mean_what_the_keywords_mean(directory, capsys, flags, options):
         json.loads(shown(capsys, directory, *flags, "--format", "json").out)["ids"] == expected.ids
     )
     assert shown(capsys, directory, *flags).out == f"the{expected.text}\n"
+
+
+def test_several_texts_are_separated_and_in_json_they_are_a_list(directory, capsys):
+    flags = ["--n", "2", "--best-of", "3", "--seed", "1"]
+    expected = Engine(directory).generate("the", max_new_tokens=30, n=2, best_of=3, seed=1)
+    texts = [f"the{completion.text}" for completion in expected]
+    assert shown(capsys, directory, *flags).out == f"\n{'-' * 40}\n".join(texts) + "\n"
+    answers = json.loads(shown(capsys, directory, *flags, "--format", "json").out)
+    assert [answer["ids"] for answer in answers] == [completion.ids for completion in expected]
+    assert [answer["prompt"] for answer in answers] == ["the", "the"]
+
+
+def test_a_text_that_time_cut_off_is_told(directory, capsys):
+    assert "cut off by --timeout" in shown(capsys, directory, "--timeout", "0").err
 
 
 def test_forms_are_kept(directory, capsys, tmp_path):
@@ -80,10 +96,28 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-beams", "3", "--temperature", "0.5"], "num_beams=3 and temperature=0.5"),
+        (
+            ["--num-beams", "3", "--temperature", "0.5"],
+            "--num-beams 3 and --temperature 0.5 exclude each other: omit one",
+        ),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be an integer >= 1, got 0"),
+        (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
+        (["--top-p", "nan"], "--top-p must be a finite number"),
+        (["--stop", ""], "--stop must be"),
+        (
+            ["--n", "2", "--temperature", "0"],
+            "--n and --temperature 0: all texts would be the same",
+        ),
+        (["--n", "2", "--num-beams", "2"], "--num-beams and --best-of (or --n) exclude each other"),
+        (["--n", "3", "--best-of", "2"], "--best-of 2 must be at least --n 3"),
+        (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
+        (["--negative-prompt", "a"], "--negative-prompt needs a --guidance-scale other than 1"),
+        (["--length-penalty", "2"], "--length-penalty is for beam search: give --num-beams"),
+        (["--threads", "0"], "--threads 0 is no number"),
+        (["--prompt", "the " * 99], "let the context slide with --context-end slide"),
         (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),
         (["--grammar", "nowhere.lark"], "--grammar nowhere.lark"),
-        (["--regex", "("], "regex cannot be met"),
+        (["--regex", "("], "--regex cannot be met"),
     ],
 )
 def test_what_cannot_be_done_is_said(directory, capsys, flags, message):

@@ -1,12 +1,16 @@
 """A tokenizer, and an engine on random weights strong enough to have opinions."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.infer.beam import beam_search
-from tiedgpt.infer.joint import Search, together
+from tiedgpt.infer.sampling import Choice
+from tiedgpt.infer.slots import SlotPool
+from tiedgpt.infer.torch_session import TorchSession
 
 TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
 
@@ -31,25 +35,71 @@ def engine(tokenizer):
 
 
 @pytest.fixture(scope="package", params=["torch", "fp32", "int8"])
-def backend(request, engine):
-    """The engine on torch and on the kernels, whose scores no neighbour changes by a bit."""
-    if request.param == "torch":
-        return engine
-    return Engine(engine.model, request.param, backend="kernels", tokenizer=engine.tokenizer)
+def make(request, engine):
+    """Makes engines on torch and on the kernels, whose logits no neighbour changes by a bit."""
+    kernels = {"precision": request.param, "backend": "kernels"}
+    how = {} if request.param == "torch" else kernels
+    return partial(Engine, engine.model, tokenizer=engine.tokenizer, **how)
 
 
-def alone(runner, begin, *, slots, capacity):
-    """What a search finds by itself."""
-    return together(runner, [Search(slots, capacity, begin)], batch_size=slots)[0]
+@pytest.fixture(scope="package")
+def backend(make):
+    """The engine on torch and on the kernels."""
+    return make()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The slots and the numbers of ids of every read of torch's sessions, as dictionaries."""
+    noted, read = [], TorchSession.read
+
+    def counted(session, slots, ids, **how):
+        noted.append(dict(zip(slots, map(len, ids), strict=True)))
+        return read(session, slots, ids, **how)
+
+    monkeypatch.setattr(TorchSession, "read", counted)
+    return noted
+
+
+def run(session, steps):
+    """Serve what steps want, one slot at a time; return what they found."""
+    answer = None
+    while True:
+        try:
+            wanted = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wanted[0], Choice):
+            answer = session.choose(wanted)
+        else:
+            reads = [session.read([r.slot], [r.ids], every=r.every) for r in wanted]
+            answer = [logits.copy() for (logits,) in reads]
 
 
 def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
     """What beam search finds."""
-    return alone(
-        runner,
-        lambda lane: beam_search(
-            lane, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
-        ),
-        slots=num_beams,
-        capacity=len(prompt) + max_new_tokens - 1,
+    session = runner.session(slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
+    slots, _ = SlotPool(session).take(num_beams, [])
+    steps = beam_search(
+        slots, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
     )
+    return run(session, steps)
+
+
+def drain(scheduler):
+    """Run a scheduler's requests to their ends."""
+    while scheduler.busy:
+        scheduler.step()
+
+
+def equal(ours, theirs, *, exact):
+    """Require completions to be the same: to the bit, or as far as torch rounds alike."""
+    if exact:
+        assert ours == theirs
+        return
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.ids, a.text, a.finish_reason, a.dropped) == (
+            b.ids, b.text, b.finish_reason, b.dropped,
+        )  # fmt: skip
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert a.prompt_logprobs == pytest.approx(b.prompt_logprobs, abs=1e-4)

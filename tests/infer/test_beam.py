@@ -7,7 +7,8 @@ import transformers
 
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.infer.sampling import Sampling
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.sampling import adjusted
 from tiedgpt.infer.torch_session import TorchRunner
 
 PROMPTS = ([5, 9, 60, 31], [1], [33] * 9)
@@ -104,12 +105,12 @@ def test_repetition_is_penalized_as_in_transformers(twins):
             do_sample=False,
             pad_token_id=60,
         )[0].tolist()
-    sampling = Sampling(temperature=0, repetition_penalty=1.4)
+    config = GenerationConfig(repetition_penalty=1.4)
     best = beams(
         TorchRunner(model),
         prompt,
         num_beams=3,
         max_new_tokens=12,
-        adjust=lambda ids, scores: sampling.scores(scores, ids),
+        adjust=lambda ids, scores: adjusted(config, scores, ids),
     )[0]
     assert prompt + best.ids == expected[: 4 + len(best.ids)]

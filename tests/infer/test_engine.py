@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.infer.conftest import equal
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer import Engine
+from tiedgpt.infer import Engine, GenerationConfig
 
 
 def greedy_without_cache(model, ids, n):
@@ -23,14 +24,15 @@ def test_greedy_with_the_cache_equals_greedy_without(engine):
     assert prompt + got.ids == greedy_without_cache(engine.model, prompt, len(got.ids))
 
 
-def test_prompts_of_different_lengths_give_together_what_each_gives_alone(engine):
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_prompts_of_different_lengths_give_together_what_each_gives_alone(make, backend, slots):
     prompts = ["the cat", "the", "naïve café, the dog sat on", "日"]
+    some = make(slots=slots)
     for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_k": 20}):
-        together = engine.generate(prompts, max_new_tokens=20, **options)
-        alone = [engine.generate(prompt, max_new_tokens=20, **options) for prompt in prompts]
-        assert [c.ids for c in together] == [c.ids for c in alone]
-        in_small_groups = engine.generate(prompts, max_new_tokens=20, batch_size=2, **options)
-        assert [c.ids for c in in_small_groups] == [c.ids for c in alone]
+        options |= {"max_new_tokens": 20, "top_logprobs": 2}
+        together = some.generate(prompts, **options)
+        alone = [backend.generate(prompt, **options) for prompt in prompts]
+        equal(together, alone, exact=backend.backend == "kernels")
 
 
 def test_sequences_leave_the_batch_at_different_times(engine):
@@ -59,20 +61,27 @@ def test_generation_leaves_the_global_random_stream_and_the_mode_alone(engine):
     engine.model.eval()
 
 
-def test_streamed_pieces_are_the_text_and_the_stream_returns_the_completion(engine):
+def test_streamed_tokens_spell_the_text_and_the_result_is_the_completion(engine):
     for seed in range(20):
-        stream = engine.stream("the cat", max_new_tokens=25, seed=seed, temperature=1.5)
-        pieces = []
-        while True:
-            try:
-                pieces.append(next(stream))
-            except StopIteration as end:
-                completion = end.value
-                break
-        assert all(pieces)
-        assert "".join(pieces) == completion.text
+        options = {"max_new_tokens": 25, "seed": seed, "temperature": 1.5, "top_logprobs": 2}
+        generation = engine.stream("the cat", **options)
+        tokens = list(generation)
+        completion = generation.result()
+        assert completion == engine.generate("the cat", **options)
+        assert [token.id for token in tokens] == completion.ids
+        assert [token.logprob for token in tokens] == completion.logprobs
+        assert [token.top_logprobs for token in tokens] == completion.top_logprobs
+        assert "".join(token.text for token in tokens) == completion.text
+        reasons = [token.finish_reason for token in tokens]
+        assert reasons == [None] * (len(tokens) - 1) + [completion.finish_reason]
         new = [i for i in completion.ids if i != engine.tokenizer.eos_token_id]
         assert completion.text == engine.tokenizer.decode(new)
+
+
+def test_an_engine_that_only_a_stream_holds_goes_on(engine):
+    options = {"max_new_tokens": 9, "temperature": 0}
+    tokens = list(Engine(engine.model).stream([5, 6], **options))
+    assert [token.id for token in tokens] == engine.generate([5, 6], **options).ids
 
 
 def test_a_stop_string_ends_the_text_before_it(engine):
@@ -165,13 +174,18 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ([0, -1], {}, "-1 is no id"),
         ([0, True], {}, "True is no id"),
         ([0, 1.5], {}, "1.5 is no id"),
-        ("x", {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens must be"),
         ("x", {"max_new_tokens": True}, "max_new_tokens"),
         ("x", {"temperature": -1}, "temperature"),
         ("x", {"seed": -1}, "seed"),
-        ("x", {"stop": [""]}, "stop string"),
+        ("x", {"stop": [""]}, "stop must be"),
         ("x", {"context_end": "wrap"}, "wrap"),
-        ("x", {"batch_size": 0}, "batch_size"),
+        ("x", {"num_beams": 9}, r"takes 9 slots and the engine has 8: .*slots=9"),
+        ("x", {"num_beams": 5, "guidance_scale": 2}, "takes 10 slots"),
+        (b"x", {}, "neither a text nor ids"),
+        ([b"x"], {}, "must be text or ids"),
+        ([None], {}, "must be text or ids"),
+        ([True], {}, "must be text or ids"),
         ("x", {"stop_ids": [1000]}, "stop_ids names 1000"),
         ("x", {"stop_ids": [True]}, "stop_ids"),
         ("x", {"logit_bias": {1000: 1.0}}, "logit_bias names 1000"),
@@ -208,7 +222,7 @@ def test_streams_that_are_left_or_interleaved_do_not_disturb_training(engine):
     left = engine.stream([5, 6], temperature=0)
     next(left)
     assert engine.model.training and not engine.model.h[0].training
-    left.close()
+    left.cancel()
     assert engine.generate([5, 6], temperature=0).ids == expected.ids
     assert engine.model.training and not engine.model.h[0].training
     engine.model.eval()
@@ -237,15 +251,87 @@ def test_ids_may_come_as_arrays_and_tensors(engine):
 
 
 def test_no_prompts_give_no_completions(engine):
-    assert engine.generate([]) == []
+    assert engine.generate([]) == engine.generate([], num_beams=2) == []
 
 
-def test_more_prompts_than_slots_take_them_in_turn(engine):
-    prompts = [[n] for n in range(7)]
-    together = engine.generate(prompts, batch_size=3, max_new_tokens=5, temperature=0)
-    assert [c.ids for c in together] == [
-        engine.generate(prompt, max_new_tokens=5, temperature=0).ids for prompt in prompts
-    ]
+def test_a_tensor_of_two_rows_is_two_prompts(engine):
+    expected = [engine.generate([n], max_new_tokens=3, temperature=0).ids for n in (5, 6)]
+    for prompts in (torch.tensor([[5], [6]]), np.array([[5], [6]])):
+        found = engine.generate(prompts, max_new_tokens=3, temperature=0)
+        assert [completion.ids for completion in found] == expected
+
+
+def test_a_config_holds_options_and_words_change_it(engine):
+    config = GenerationConfig(max_new_tokens=5, temperature=0)
+    expected = engine.generate("the", max_new_tokens=5, temperature=0)
+    assert engine.generate("the", config) == expected
+    assert engine.generate("the", config, seed=None, stop=None) == expected
+    assert len(engine.generate("the", config, max_new_tokens=2).ids) == 2
+    with pytest.raises(UserError, match="must be a GenerationConfig, got dict"):
+        engine.generate("the", {"max_new_tokens": 5})
+    drawn = engine.generate("the", seed=np.int64(3), max_new_tokens=5)
+    assert drawn == engine.generate("the", seed=3, max_new_tokens=5)
+
+
+def test_what_a_slot_holds_is_not_read_again_and_the_text_is_the_same(make, backend):
+    prompt = [n % 50 for n in range(30)]
+    options = {"max_new_tokens": 10, "seed": 1, "top_logprobs": 2}
+    for search in ({}, {"num_beams": 3, "seed": None, "top_logprobs": 0}, {"guidance_scale": 1.5}):
+        cold = make().generate([*prompt, 7], **options | search)
+        warm, exact = make(), backend.backend == "kernels"
+        busy = warm.stream([40], max_new_tokens=10**6, context_end="slide")  # torch: keep slots
+        next(busy)
+        warm.generate(prompt, max_new_tokens=2, temperature=0)
+        before = warm.stats()
+        equal([warm.generate([*prompt, 7], **options | search)], [cold], exact=exact)
+        busy.cancel()
+        assert warm.stats()["prompt_tokens"] - before["prompt_tokens"] == 31
+        assert warm.stats()["reused_tokens"] - before["reused_tokens"] == 30
+    assert before["reused_tokens"] == 0
+
+
+def test_a_conversation_reads_only_what_is_new(make, backend):
+    if backend.backend == "torch":
+        pytest.skip("a model that was given may change: nothing is kept between requests")
+    chat, ids = make(slots=2), [3, 4, 5]
+    for turn in range(4):
+        completion = chat.generate(ids, max_new_tokens=5, seed=turn)
+        assert completion == backend.generate(ids, max_new_tokens=5, seed=turn)
+        ids = [*ids, *completion.ids, 9]
+        told = chat.stats()
+    assert told["requests"] == 4 and told["generated_tokens"] == 20
+    assert told["prompt_tokens"] == 3 + 9 + 15 + 21
+    assert told["reused_tokens"] == 0 + 7 + 13 + 19
+    assert told["seconds"] > 0 and told["running"] == told["waiting"] == 0
+
+
+def test_a_model_that_is_trained_between_requests_is_read_anew(engine):
+    model = copy.deepcopy(engine.model)
+    changing = Engine(model)
+    prompt = [n % 50 for n in range(40)]
+    changing.generate(prompt, max_new_tokens=3, temperature=0)
+    with torch.no_grad():
+        model.wte.weight.normal_()
+    expected = Engine(model).generate(prompt, max_new_tokens=3, temperature=0)
+    assert changing.generate(prompt, max_new_tokens=3, temperature=0) == expected
+
+
+def test_drafts_are_counted(engine):
+    told = Engine(engine.model)
+    told.generate(
+        [1] * 5, max_new_tokens=40, temperature=0, logit_bias={1: 60.0}, speculate="ngram"
+    )
+    stats = told.stats()
+    assert stats["draft_tokens"] >= stats["accepted_tokens"] >= 0
+    assert stats["generated_tokens"] == 40
+    found = told.generate([5], num_beams=3, max_new_tokens=7)
+    assert told.stats()["generated_tokens"] == 40 + len(found.ids)
+
+
+def test_an_engine_says_what_it_is(backend):
+    said = repr(backend)
+    assert "8 slots of 48 positions" in said
+    assert ("torch" if backend.backend == "torch" else "kernels") in said
 
 
 def test_what_is_neither_a_model_nor_a_source_is_refused():

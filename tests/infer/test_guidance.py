@@ -3,11 +3,12 @@ import pytest
 import torch
 import transformers
 
+from tests.infer.conftest import run
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import beam_search
-from tiedgpt.infer.guidance import Guidance, GuidedLane
-from tiedgpt.infer.joint import Joint, Read, run
+from tiedgpt.infer.guidance import Guidance, GuidedSlots
+from tiedgpt.infer.slots import Read, SlotPool
 from tiedgpt.infer.torch_session import TorchRunner
 
 PROMPT = [5, 9, 60, 31]
@@ -32,14 +33,13 @@ class Guided:
     """Slots that are guided, read without others beside."""
 
     def __init__(self, model, *, negative, scale, slots=3):
-        session = TorchRunner(model).session(slots=2 * slots, capacity=26)
-        self.joint = Joint(session)
-        inner = self.joint.lane(0, 2 * slots, 26)
-        self.lane = GuidedLane(inner, Guidance(len(PROMPT), negative, scale))
+        self.session = TorchRunner(model).session(slots=2 * slots, capacity=26)
+        inner, _ = SlotPool(self.session).take(2 * slots, [])
+        self.slots = GuidedSlots(inner, Guidance(len(PROMPT), negative, scale))
 
     def read(self, slots, ids, **how):
         reads = [Read(slot, new, **how) for slot, new in zip(slots, ids, strict=True)]
-        return run(self.joint, self.lane.read(reads))
+        return run(self.session, self.slots.read(reads))
 
 
 def greedy(guided, prompt, n):
@@ -47,7 +47,7 @@ def greedy(guided, prompt, n):
     ids = []
     for _ in range(n):
         ids.append(int(scores[-1].argmax()))
-        if ids[-1] == guided.lane.config.eos_token_id:
+        if ids[-1] == guided.slots.config.eos_token_id:
             break
         scores = guided.read([0], [ids[-1:]])[0]
     return ids
@@ -106,17 +106,17 @@ def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
     np.testing.assert_allclose(log_p(scores), expected[2:], atol=1e-4)
 
 
-def test_guided_slots_can_be_cut_and_copied(twins):
+def test_guided_slots_can_be_truncated_and_copied(twins):
     model, _ = twins
     session = guided(model)
     session.read([0], [[*PROMPT, 11, 50]])
-    session.lane.copy(0, 2)
-    session.lane.cut(2, 5)
-    assert session.lane.lengths == [6, 0, 5]
+    session.slots.copy(0, 2)
+    session.slots.truncate(2, 5)
+    assert session.slots.lengths == [6, 0, 5]
     a, b = session.read([0, 2], [[13], [12]])
     np.testing.assert_allclose(log_p(a[-1]), both_ways(model, [11, 50, 13])[-1], atol=1e-4)
     np.testing.assert_allclose(log_p(b[-1]), both_ways(model, [11, 12])[-1], atol=1e-4)
-    session.lane.cut(2, 2)
+    session.slots.truncate(2, 2)
     (scores,) = session.read([2], [PROMPT[2:]])
     np.testing.assert_allclose(log_p(scores[-1]), both_ways(model, [])[-1], atol=1e-4)
 
@@ -124,8 +124,8 @@ def test_guided_slots_can_be_cut_and_copied(twins):
 def test_beams_can_be_guided(twins):
     model, _ = twins
     ours = guided(model)
-    steps = beam_search(ours.lane, PROMPT, num_beams=3, max_new_tokens=8)
-    best = run(ours.joint, steps)[0]
+    steps = beam_search(ours.slots, PROMPT, num_beams=3, max_new_tokens=8)
+    best = run(ours.session, steps)[0]
     rows = both_ways(model, best.ids)
     expected = [float(rows[at, token]) for at, token in enumerate(best.ids)]
     assert best.logprobs == pytest.approx(expected, abs=1e-4)
@@ -133,9 +133,9 @@ def test_beams_can_be_guided(twins):
 
 def test_a_longer_negative_prompt_shortens_the_context(twins):
     model, _ = twins
-    assert Guided(model, negative=[1], scale=2).lane.capacity == 26
+    assert Guided(model, negative=[1], scale=2).slots.capacity == 26
     longer = Guided(model, negative=[1] * 10, scale=2)
-    assert longer.lane.capacity == 20
+    assert longer.slots.capacity == 20
     longer.read([0], [[1] * 20])
     for negative in ([], [1] * 33):
         with pytest.raises(UserError, match="negative_prompt"):

@@ -1,7 +1,13 @@
 """What may be asked of a completion beyond its length and temperature."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+
+from tiedgpt.errors import UserError
+from tiedgpt.infer import GenerationConfig
 
 
 def test_a_stop_id_ends_the_text_as_the_end_of_text_does(engine):
@@ -50,3 +56,81 @@ def test_words_that_are_ruled_out_do_not_appear(engine):
     assert pair not in [other.ids[i : i + 2] for i in range(19)]
     never = engine.generate("the", max_new_tokens=9, temperature=0, logit_bias={whole.ids[0]: -99})
     assert never.ids[0] != whole.ids[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 10**400},
+        {"temperature": True},
+        {"top_k": 0},
+        {"top_k": 2.5},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"typical_p": 0},
+        {"min_p": -0.1},
+        {"min_p": "0.1"},
+        {"repetition_penalty": 0},
+        {"presence_penalty": math.inf},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {3: math.nan}},
+        {"logit_bias": {3: math.inf}},
+        {"logit_bias": [3]},
+        {"bad_words": "word"},
+        {"bad_words": [""]},
+        {"bad_words": [[]]},
+        {"bad_words": [[1.5]]},
+        {"stop": [""]},
+        {"stop": 3},
+        {"stop": b"a"},
+        {"stop_ids": 3},
+        {"stop_ids": "3"},
+        {"stop_ids": [True]},
+        {"stop_ids": [-1]},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"max_new_tokens": 0},
+        {"n": 0},
+        {"timeout": -1},
+        {"top_logprobs": -1},
+        {"prompt_logprobs": -1},
+        {"draft_tokens": 0},
+        {"speculate": "oracle"},
+        {"context_end": "wrap"},
+    ],
+    ids=str,
+)
+def test_impossible_values_are_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(UserError, match=rf"^{name} must .*, got "):
+        GenerationConfig(**wrong)
+
+
+def test_a_refusal_says_what_is_possible():
+    with pytest.raises(UserError) as refused:
+        GenerationConfig(temperature=-1)
+    assert str(refused.value) == "temperature must be a finite number >= 0, got -1"
+
+
+def test_none_means_an_options_default():
+    names = GenerationConfig.__dataclass_fields__
+    assert GenerationConfig(**dict.fromkeys(names)) == GenerationConfig()
+    assert GenerationConfig().temperature == 1.0
+
+
+def test_numbers_may_be_of_numpy_or_torch():
+    config = GenerationConfig(
+        seed=np.int64(3), top_k=torch.tensor(5), temperature=np.float32(0.5),
+        stop_ids=np.array([3, 4]), prompt_logprobs=np.int32(2), logit_bias={np.int64(3): 1},
+    )  # fmt: skip
+    assert (config.seed, config.top_k, config.temperature) == (3, 5, 0.5)
+    assert config.stop_ids == (3, 4) and config.prompt_logprobs == 2
+    assert type(config.seed) is type(config.top_k) is int
+
+
+def test_an_option_at_its_default_contradicts_nothing():
+    GenerationConfig(num_beams=2, stop=[], stop_ids=np.array([], int), top_k=None, temperature=0)

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiedgpt import Tokenizer
+from tiedgpt import GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
-from tiedgpt.infer import Sampling
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.sampling import Choice, adjusted, choose, distribution, for_vocabulary
+from tiedgpt.infer.sequence import Sequence
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,6 +22,14 @@ with warnings.catch_warnings():
 
 def generator(seed=0):
     return np.random.Generator(np.random.PCG64(seed))
+
+
+def chosen(config, logits, seen=(), *, n_prompt=0, uniform=0.0):
+    """The token that is chosen; raises where none can be."""
+    (found,) = choose([Choice(config, logits, list(seen), n_prompt, len(logits), uniform)])
+    if isinstance(found, UserError):
+        raise found
+    return found.token
 
 
 def random_logits(seed, size=60):
@@ -48,7 +58,7 @@ def test_scores_are_those_of_transformers(
 ):
     logits = random_logits(seed)
     seen = generator(seed).integers(60, size=7).tolist()
-    sampling = Sampling(
+    config = GenerationConfig(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -63,7 +73,7 @@ def test_scores_are_those_of_transformers(
     processors += [theirs.MinPLogitsWarper(min_p)] if min_p else []
     processors += [theirs.TypicalLogitsWarper(typical_p)] if typical_p else []
     expected = as_transformers(processors, seen, logits)
-    np.testing.assert_allclose(sampling.scores(logits, seen), expected, rtol=1e-5)
+    np.testing.assert_allclose(distribution(config, logits, seen), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.3}])
@@ -77,7 +87,7 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
         "typical_p": theirs.TypicalLogitsWarper,
     }[name]
     expected = as_transformers([warper(value)], [0], logits)
-    kept = np.isfinite(Sampling(**options).scores(logits, []))
+    kept = np.isfinite(distribution(GenerationConfig(**options), logits, []))
     # their cumulative sums are in float32, so that a few at the edge may differ
     assert abs(int(kept.sum()) - int(np.isfinite(expected).sum())) <= 2e-3 * kept.sum()
     assert (kept != np.isfinite(expected)).sum() <= 2e-3 * kept.sum()
@@ -94,7 +104,7 @@ def test_bias_and_bad_words_are_those_of_transformers(seed):
         theirs.NoBadWordsLogitsProcessor(words, eos_token_id=59),
     ]
     expected = as_transformers(processors, seen, logits)
-    got = Sampling(logit_bias=bias, bad_words=words).scores(logits, seen)
+    got = adjusted(GenerationConfig(logit_bias=bias, bad_words=words), logits, seen)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert got[5] == got[9] == -np.inf
     assert seen[-1] == seen[-2] or np.isfinite(got[11])
@@ -102,91 +112,77 @@ def test_bias_and_bad_words_are_those_of_transformers(seed):
 
 def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
     logits = np.zeros(8, np.float32)
-    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
-    scores = sampling.scores(logits, [1, 2, 3, 3, 4], n_prompt=2)
+    config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
+    scores = adjusted(config, logits, [1, 2, 3, 3, 4], n_prompt=2)
     assert scores.tolist() == [0, 0, 0, -1.0, -0.75, 0, 0, 0]
 
 
 def test_a_bad_word_of_text_is_ruled_out_alone_and_after_a_blank():
     tokenizer = Tokenizer.train(["the cat sat on the mat " * 9], 270)
-    sampling = Sampling(bad_words=["cat"]).for_vocabulary(300, tokenizer)
-    assert set(sampling.bad_words) == {
-        tuple(map(int, tokenizer.encode(t))) for t in ("cat", " cat")
-    }
+    config = for_vocabulary(GenerationConfig(bad_words=["cat"]), 300, tokenizer)
+    assert set(config.bad_words) == {tuple(map(int, tokenizer.encode(t))) for t in ("cat", " cat")}
     with pytest.raises(UserError, match="need a tokenizer"):
-        Sampling(bad_words=["cat"]).for_vocabulary(300, None)
+        for_vocabulary(GenerationConfig(bad_words=["cat"]), 300, None)
     with pytest.raises(UserError, match="300, no id"):
-        Sampling(bad_words=[[5, 300]]).for_vocabulary(300, None)
+        for_vocabulary(GenerationConfig(bad_words=[[5, 300]]), 300, None)
     with pytest.raises(UserError, match="no token is left"):
-        Sampling(bad_words=[[0], [1]]).choose(np.zeros(2, np.float32), [], generator())
+        chosen(GenerationConfig(bad_words=[[0], [1]]), np.zeros(2, np.float32))
+
+
+def sequence(prompt, size=4, **options):
+    model = GPTConfig(vocab_size=size, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    return Sequence(prompt, GenerationConfig(**options), model=model)
 
 
 def test_processors_come_first_and_see_the_text_and_the_prompts_length():
     def only_after_the_prompt(ids, n_prompt, logits):
         return logits if len(ids) > n_prompt else np.where(np.arange(4) == 2, logits, -np.inf)
 
-    sampling = Sampling(temperature=0, processors=[only_after_the_prompt])
+    text = sequence([1], temperature=0, processors=[only_after_the_prompt])
     logits = np.array([0, 3, 1, 2], np.float32)
-    assert sampling.choose(logits, [7], generator(), n_prompt=1) == 2
-    assert sampling.choose(logits, [7, 8], generator(), n_prompt=1) == 1
+    for expected in (2, 1):
+        (found,) = choose([text.choice(logits)])
+        assert found.token == expected
+        text.append(found, logits)
+
+
+def test_a_processor_may_change_what_it_is_given_and_must_return_as_much():
+    def in_place(ids, n_prompt, logits):
+        logits[1] = -np.inf
+        return logits.tolist()
+
+    logits = np.array([0, 3, 1, 2], np.float32)
+    (found,) = choose([sequence([1], temperature=0, processors=[in_place]).choice(logits)])
+    assert found.token == 3 and logits[1] == 3
+    for wrong in ([0.0], None):
+        with pytest.raises(UserError, match="must return logits"):
+            sequence([1], processors=[lambda *_, wrong=wrong: wrong]).choice(logits)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 1.0}])
 def test_draws_follow_the_models_distribution(options):
     logits = np.array([0.5, 2.0, -np.inf, -1.0, 1.0], np.float32)
-    g = generator()
-    draws = [Sampling(**options).choose(logits, [], g) for _ in range(4000)]
+    g, config = generator(), GenerationConfig(**options)
+    draws = [chosen(config, logits, uniform=g.random()) for _ in range(4000)]
     expected = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose(np.bincount(draws, minlength=5) / 4000, expected, atol=0.025)
 
 
-def test_a_draw_takes_one_uniform_number():
-    a, b = generator(4), generator(4)
-    Sampling(top_k=3).choose(random_logits(0), [], a)
-    b.random()
-    assert a.random() == b.random()
+def test_a_draw_takes_one_number_and_greedy_text_takes_none():
+    drawn = np.random.Generator(np.random.PCG64([4, 0])).random(3).tolist()
+    text = sequence([1], size=60, seed=4, top_k=3)
+    assert [text.choice(random_logits(0)).uniform for _ in range(3)] == drawn
+    assert sequence([1], size=60, seed=4, temperature=0).choice(random_logits(0)).uniform == 0
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-300, 1e-6])
 def test_a_temperature_near_zero_is_greedy(temperature):
     logits = np.array([0.5, 2.0, -1.0], np.float32)
-    assert Sampling(temperature=temperature).choose(logits, [], generator()) == 1
+    assert chosen(GenerationConfig(temperature=temperature), logits) == 1
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
 def test_scores_that_are_no_numbers_are_said_to_be(damage):
     logits = np.array([0.5, damage, -1.0], np.float32)
     with pytest.raises(UserError, match="not numbers"):
-        Sampling().choose(logits, [], generator())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": -1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"temperature": True},
-        {"top_k": 0},
-        {"top_k": 2.5},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"typical_p": 0},
-        {"min_p": -0.1},
-        {"min_p": "0.1"},
-        {"repetition_penalty": 0},
-        {"presence_penalty": math.inf},
-        {"frequency_penalty": math.nan},
-        {"logit_bias": {-1: 1.0}},
-        {"logit_bias": {3: math.nan}},
-        {"logit_bias": {3: math.inf}},
-        {"logit_bias": [3]},
-        {"bad_words": "word"},
-        {"bad_words": [""]},
-        {"bad_words": [[]]},
-        {"bad_words": [[1.5]]},
-    ],
-)
-def test_impossible_values_are_refused_by_name(wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Sampling(**wrong)
+        chosen(GenerationConfig(), logits)

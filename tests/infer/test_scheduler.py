@@ -1,120 +1,157 @@
-"""Sequences that come, run and go in slots, each as if it were alone."""
+"""Requests that come, run and go in slots, each as if it were alone."""
 
-import copy
+from functools import partial
 
 import pytest
-import torch
 
+from tests.infer.conftest import drain
 from tiedgpt.errors import UserError
-from tiedgpt.infer import Request, Scheduler
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.decoding import decode
+from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
+from tiedgpt.infer.sequence import Sequence
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 30, [11, 12, 13, 14, 15], [16]]
 
 
-def scheduler(engine, slots=2, capacity=48, **options):
-    session = engine.runner.session(slots=slots, capacity=capacity)
-    return Scheduler(session, tokenizer=engine.tokenizer, **options)
+def scheduler(engine, slots=2, capacity=48):
+    return Scheduler(engine.runner.session(slots=slots, capacity=capacity))
 
 
-def drain(running):
-    while running.busy:
-        running.step()
+def request(engine, prompt, **options):
+    text = Sequence(
+        prompt, GenerationConfig(**options), model=engine.runner.config, tokenizer=engine.tokenizer
+    )
+    return Request(partial(decode, sequence=text), prompt=prompt, text=text)
+
+
+def add(running, engine, prompt, **options):
+    added = request(engine, prompt, **options)
+    running.add(added)
+    return added
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}])
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_sequences_that_come_at_any_step_give_what_they_give_alone(engine, options, chunk):
-    request = Request(max_new_tokens=14, **options)
-    running = scheduler(engine, prefill_chunk=chunk)
-    sequences = []
+@pytest.mark.parametrize("at_once", [PREFILL_TOKENS, 4])
+def test_requests_that_come_at_any_step_give_what_they_give_alone(
+    engine, monkeypatch, options, at_once
+):
+    monkeypatch.setattr("tiedgpt.infer.scheduler.PREFILL_TOKENS", at_once)
+    running = scheduler(engine)
+    requests = []
     for prompt in PROMPTS:
-        sequences.append(running.add(prompt, request))
+        requests.append(add(running, engine, prompt, max_new_tokens=14, **options))
         running.step()
         running.step()
     drain(running)
-    for prompt, sequence in zip(PROMPTS, sequences, strict=True):
+    for prompt, added in zip(PROMPTS, requests, strict=True):
         alone = engine.generate(prompt, max_new_tokens=14, **options)
-        assert sequence.completion().ids == alone.ids
-        assert sequence.completion().text == alone.text
+        assert (added.result.ids, added.result.text) == (alone.ids, alone.text)
 
 
-def test_a_step_advances_each_running_sequence_by_one_token(engine):
+def test_a_step_advances_each_running_request_by_one_token(engine):
     running = scheduler(engine)
-    sequences = [running.add(prompt, Request(temperature=0)) for prompt in PROMPTS[:3]]
+    requests = [add(running, engine, prompt, temperature=0) for prompt in PROMPTS[:3]]
     for step in range(1, 4):
-        advanced = [sequence for sequence, _ in running.step()]
-        assert advanced == sequences[:2]
-        assert [len(sequence.new_ids) for sequence in sequences] == [step, step, 0]
+        running.step()
+        assert [len(added.text.new_ids) for added in requests] == [step, step, 0]
 
 
-def test_a_long_prompt_in_chunks_does_not_hold_up_the_others(engine):
-    running = scheduler(engine, prefill_chunk=8)
-    short = running.add([1, 2], Request(temperature=0))
+def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine):
+    running = scheduler(engine)
+    running._pace.chunk = 8
+    short = add(running, engine, [1, 2], temperature=0)
     running.step()
-    long = running.add([3] * 30, Request(temperature=0))
-    for _ in range(3):
-        assert [sequence for sequence, _ in running.step()] == [short]
-    assert [sequence for sequence, _ in running.step()] == [short, long]
+    long = add(running, engine, [3] * 30, temperature=0)
+    steps = 0
+    while not long.text.new_ids:
+        running._pace.chunk = 8
+        running.step()
+        steps += 1
+        assert len(short.text.new_ids) == 1 + steps
+    assert steps == 4
 
 
 def test_cancelling_frees_the_slot_at_once(engine):
     running = scheduler(engine, slots=1)
-    request = Request(max_new_tokens=5, temperature=0)
-    first, second, third = (running.add(prompt, request) for prompt in PROMPTS[:3])
+    first, second, third = (
+        add(running, engine, prompt, max_new_tokens=5, temperature=0) for prompt in PROMPTS[:3]
+    )
     running.step()
     running.cancel(third)
     running.cancel(first)
-    assert [sequence for sequence, _ in running.step()] == [second]
+    running.step()
+    assert len(second.text.new_ids) == 1
     drain(running)
-    assert first.finish_reason == third.finish_reason == "cancelled"
-    assert len(first.new_ids) == 1 and third.new_ids == []
-    assert (
-        second.completion().ids == engine.generate(PROMPTS[1], max_new_tokens=5, temperature=0).ids
-    )
+    assert first.result.finish_reason == third.result.finish_reason == "cancelled"
+    assert len(first.result.ids) == 1 and third.result.ids == []
+    alone = engine.generate(PROMPTS[1], max_new_tokens=5, temperature=0)
+    assert second.result.ids == alone.ids
+    assert running.pool.free == [0]
 
 
-def test_one_sequence_whose_scores_are_no_numbers_ends_alone(engine):
+def test_one_request_whose_logits_are_no_numbers_ends_alone(engine):
     def damaged(ids, n_prompt, logits):
         return logits * float("nan") if len(ids) > n_prompt else logits
 
     running = scheduler(engine)
-    bad = running.add([1], Request(processors=[damaged]))
-    good = running.add([2], Request(max_new_tokens=4, temperature=0))
+    bad = add(running, engine, [1], processors=[damaged])
+    good = add(running, engine, [2], max_new_tokens=4, temperature=0)
     drain(running)
-    assert bad.finish_reason == "error" and "not numbers" in str(bad.error)
-    assert good.finish_reason in ("length", "stop")
-
-
-def test_requests_that_cannot_be_met_are_refused_when_they_are_added(engine):
-    running = scheduler(engine, capacity=16)
-    with pytest.raises(UserError, match="17 tokens and the model's context 16"):
-        running.add([1] * 17, Request())
-    with pytest.raises(UserError, match=r"Engine\.score"):
-        running.add([1] * 17, Request(context_end="slide", prompt_logprobs=True))
-    with pytest.raises(UserError, match="stop_ids names 1000"):
-        running.add([1], Request(stop_ids=[1000]))
-    for prompt in ([], [1, 1000], [-1]):
-        with pytest.raises(UserError, match="at least one id of a vocabulary"):
-            running.add(prompt, Request())
-    assert not running.busy
-    with pytest.raises(UserError, match="prefill_chunk=0"):
-        scheduler(engine, prefill_chunk=0)
+    assert bad.result.finish_reason == "error" and "not numbers" in str(bad.result.error)
+    assert bad.error is bad.result.error and len(bad.result.ids) == 1
+    assert good.result.ids == engine.generate([2], max_new_tokens=4, temperature=0).ids
 
 
 def test_a_slot_smaller_than_the_context_is_the_context(engine):
     running = scheduler(engine, capacity=16)
-    stops = running.add([1] * 10, Request(temperature=0, max_new_tokens=20))
-    slides = running.add([1] * 10, Request(temperature=0, max_new_tokens=20, context_end="slide"))
+    options = {"temperature": 0, "max_new_tokens": 20}
+    stops = add(running, engine, [1] * 10, **options)
+    slides = add(running, engine, [1] * 10, context_end="slide", **options)
     drain(running)
-    assert stops.finish_reason == "context" and len(stops.new_ids) == 7
-    assert slides.finish_reason == "length" and slides.start > 0
+    assert stops.result.finish_reason == "context" and len(stops.result.ids) == 7
+    assert slides.result.finish_reason == "length" and slides.result.dropped > 0
 
 
-def test_damage_in_the_weights_is_told(engine):
-    broken = copy.deepcopy(engine.model)
-    with torch.no_grad():
-        broken.ln_f.weight[0] = float("nan")
-    running = Scheduler(type(engine.runner)(broken).session(slots=1, capacity=8))
-    sequence = running.add([1], Request())
+def test_a_request_waits_for_another_that_reads_the_same_long_prefix(engine, reads):
+    prompt = [n % 50 for n in range(MIN_SHARED + 3)]
+    running = scheduler(engine, slots=3)
+    first = add(running, engine, [*prompt, 1], temperature=0, max_new_tokens=4)
+    second = add(running, engine, [*prompt, 2], temperature=0, max_new_tokens=4)
+    other = add(running, engine, [3], temperature=0, max_new_tokens=4)
     running.step()
-    assert sequence.error is not None and not running.busy
+    assert [len(each.text.new_ids) for each in (first, second, other)] == [1, 0, 0]
+    drain(running)
+    assert sum(sum(read.values()) for read in reads) == len(prompt) + 1 + 1 + 1 + 3 * 3
+    assert running.counts["reused_tokens"] == len(prompt)
+    for each, last in ((first, 1), (second, 2)):
+        alone = engine.generate([*prompt, last], temperature=0, max_new_tokens=4)
+        assert each.result.ids == alone.ids
+
+
+def test_a_free_slot_that_holds_most_of_a_prompt_is_taken_and_else_the_oldest(engine, reads):
+    running = scheduler(engine, slots=2)
+    for prompt, n_read in (([1, 2, 3], 3), ([4, 5], 2), ([1, 2, 9], 1), ([1, 2, 9], 1), ([6], 1)):
+        reads.clear()
+        add(running, engine, prompt, max_new_tokens=1)
+        drain(running)
+        assert [sum(read.values()) for read in reads] == [n_read]
+    assert sorted(running.pool.held) == [[1, 2, 9], [6]]
+
+
+def test_the_slots_hold_what_the_pool_says(engine):
+    running = scheduler(engine, slots=3)
+    for number, prompt in enumerate(PROMPTS * 3):
+        add(running, engine, prompt, seed=number, context_end="slide", max_new_tokens=40)
+    while running.busy:
+        running.step()
+        assert list(map(len, running.pool.held)) == running.session.lengths
+    assert sorted(running.pool.free) == [0, 1, 2]
+
+
+def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
+    running = scheduler(engine)
+    nothing = dict.fromkeys(range(engine.runner.config.vocab_size), -float("inf"))
+    added = add(running, engine, [1], logit_bias=nothing)
+    drain(running)
+    assert isinstance(added.error, UserError) and "no token is left" in str(added.error)

@@ -49,9 +49,9 @@ def test_kernels_compute_the_same_on_as_many_threads_as_are_asked_for(packed):
     before = threading.active_count()
     stream = several.stream("the cat", max_new_tokens=12, temperature=0)
     first = next(stream)
-    assert threading.active_count() == before + 2
-    text = first + "".join(stream)
-    assert text == one.generate("the cat", max_new_tokens=12, temperature=0).text
+    assert threading.active_count() == before + 3  # two that help, and the engine's worker
+    assert first.text + "".join(token.text for token in stream) == stream.result().text
+    assert stream.result().text == one.generate("the cat", max_new_tokens=12, temperature=0).text
 
 
 def test_by_default_a_process_computes_on_the_cores_that_it_may_use(monkeypatch):

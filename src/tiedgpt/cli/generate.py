@@ -3,68 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from tiedgpt.cli.options import parse
-from tiedgpt.cli.search_flags import SearchFlags
+from tiedgpt.cli.options import naming_options, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+from tiedgpt.infer.options import GenerationConfig
 
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
 
-
-OPTIONS = (
-    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words"),
-    *("speculate", "seed", "stop", "context_end"),
-)
-"""The arguments that `Engine.generate` takes as they are."""
+EARLY_STOPPING: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
+RULE = "-" * 40
+"""Between several texts."""
+MOST_SLOTS = 8
+"""Texts that are drawn at a time, where several are."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(GenerationConfig):
     """Continue a text."""
 
     source: tyro.conf.Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     prompt: str = ""
     """The text to continue; - reads standard input; empty: begin a text."""
-    max_new_tokens: int = 128
-    """Tokens to generate at the most."""
-    temperature: float | None = None
-    """0 takes the likeliest token each time; 1 draws from the model's own distribution; default:
-    0.8, or 0 in a search that draws nothing."""
-    top_k: int | None = None
-    """Draw among the k likeliest tokens only."""
-    top_p: float | None = None
-    """Draw among the likeliest tokens that together reach this probability."""
-    min_p: float | None = None
-    """Drop tokens less likely than this share of the likeliest one's probability."""
-    typical_p: float | None = None
-    """Draw among the tokens about as surprising as expected that together reach this."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens already in the text become less likely."""
-    presence_penalty: float = 0.0
-    """Taken from the scores of tokens that were generated before."""
-    frequency_penalty: float = 0.0
-    """Taken from the scores of tokens as often as they were generated before."""
-    bad_words: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Never write this word; may be given several times."""
-    speculate: Literal["ngram"] | None = None
-    """ngram: the same text, sooner where it repeats itself or its prompt."""
-    seed: int | None = None
-    """The same seed draws the same text."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """End before this string; may be given several times."""
-    context_end: Literal["stop", "slide"] = "stop"
-    """When the context is full: stop, or slide on, dropping the start."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """auto: the model's own; int8 and int4 on CPUs."""
     backend: Literal["auto", "torch", "kernels"] = "auto"
@@ -81,63 +52,129 @@ class Arguments:
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
     """What to do where the file holds two different matrices."""
     format: Literal["human", "json"] = "human"
-    """json: one object with ids, text, finish_reason and log-probabilities."""
-    search: Annotated[SearchFlags, tyro.conf.arg(name="")] = field(default_factory=SearchFlags)
+    """json: one object with ids, text, finish_reason and logprobs; with --n, a list of them."""
+
+    bad_words: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Never write this word; may be given several times."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End before this string; may be given several times."""
+    best_of: int | None = None
+    """Draw this many texts and show the --n with the highest mean logprob."""
+    early_stopping: Literal["no", "yes", "never"] = "no"  # type: ignore[assignment]
+    """Of beam search: end at once (yes), sensibly (no), or as late as may help (never)."""
+    negative_prompt: str | None = None
+    """What to be guided away from; default: the prompt's last token alone."""
+    json_schema: str | None = None
+    """The text is JSON that this schema allows: a file, or the schema itself in braces."""
+    grammar: Path | None = None  # type: ignore[assignment]
+    """The text follows the grammar in this file, written in Lark's syntax."""
+
+    logit_bias: tyro.conf.Suppress[Any] = None
+    processors: tyro.conf.Suppress[Any] = None
+    stop_ids: tyro.conf.Suppress[Any] = None
+    top_logprobs: tyro.conf.Suppress[Any] = None
+    prompt_logprobs: tyro.conf.Suppress[Any] = None
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `GenerationConfig`, whose errors are one line."""
+
+    def config(self) -> GenerationConfig:
+        """Return the options of generation, checked, files read."""
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith("{"):
+            schema = _text_of(Path(schema), "--json-schema")
+        values = {name: getattr(self, name) for name in OPTIONS}
+        return GenerationConfig(
+            **values
+            | {
+                "early_stopping": EARLY_STOPPING[self.early_stopping],
+                "json_schema": schema,
+                "grammar": None if self.grammar is None else _text_of(self.grammar, "--grammar"),
+            }
+        )
+
+
+OPTIONS = tuple(option.name for option in fields(GenerationConfig))
 
 
 def run(arguments: list[str]) -> int:
     """Generate; return the exit code."""
     given = parse(Arguments, "generate", arguments, "Continue a text.")
+    with naming_options((*OPTIONS, "threads")):
+        return _generate(given, given.config())
+
+
+def _generate(given: Arguments, config: GenerationConfig) -> int:
     source = source_or_newest(given.source)
     prompt = _standard_input() if given.prompt == "-" else given.prompt
-
-    from tiedgpt.infer import Engine
-    from tiedgpt.text import Tokenizer
-
-    supplied = {
-        name: value
-        for name in ("n_head", "activation_function")
-        if (value := getattr(given, name)) is not None
-    }
-    engine = Engine(
-        source,
-        given.precision,
-        backend=given.backend,
-        tokenizer=None if given.tokenizer is None else Tokenizer.from_pretrained(given.tokenizer),
-        resolve=given.resolve,
-        threads=given.threads,
-        **supplied,
-    )
+    engine = _engine(source, given, slots=config.n_slots * min(config.n_samples, MOST_SLOTS))
     for note in engine.notes:
         print(f"({note})", file=sys.stderr)
-    options = {name: getattr(given, name) for name in OPTIONS} | given.search.keywords()
-    if given.temperature is None:
-        options["temperature"] = 0.8 if given.search.draws else 0
     human = given.format == "human"
-    with _telling_of_compilation(engine):
-        if given.search.shown_at_its_end:
-            completion = engine.generate(prompt, **options)
+    with engine, _telling_of_compilation(engine):
+        if config.num_beams > 1 or config.n_samples > 1:
+            found = engine.generate(prompt, config)
+            completions = found if config.n > 1 else [found]
             if human:
-                print(prompt + completion.text)
+                print(f"\n{RULE}\n".join(prompt + completion.text for completion in completions))
         else:
-            completion = _streamed(engine, prompt, options, show=human)
+            completions = [_streamed(engine, prompt, config, show=human)]
     if not human:
-        import json
-        from dataclasses import asdict
+        answers = [_as_json(prompt, completion) for completion in completions]
+        print(json.dumps(answers if config.n > 1 else answers[0], ensure_ascii=False))
+    _tell_of_ends(completions, config)
+    return EXIT_OK
 
-        print(json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False))
-    if given.search.has_form and completion.finish_reason != "stop":
+
+def _engine(source: str, given: Arguments, slots: int) -> Engine:
+    from tiedgpt.infer import Engine
+
+    named: dict[str, Any] = {
+        "n_head": given.n_head,
+        "activation_function": given.activation_function,
+    }
+    return Engine(
+        source,
+        given.precision,
+        slots=slots,
+        backend=given.backend,
+        tokenizer=given.tokenizer,
+        resolve=given.resolve,
+        threads=given.threads,
+        **{name: value for name, value in named.items() if value is not None},
+    )
+
+
+def _as_json(prompt: str, completion: Completion) -> dict[str, Any]:
+    answer = asdict(completion)
+    del answer["error"]  # which would have been raised
+    return {"prompt": prompt, **answer}
+
+
+def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:
+    """Say on stderr where a text did not end by itself."""
+    reasons = {completion.finish_reason for completion in completions}
+    if config.form and reasons != {"stop"}:
         print(
             "cut off: it may not have its whole form; --max-new-tokens gives room", file=sys.stderr
         )
-    if completion.finish_reason == "context":
-        advice = "; --context-end slide goes on" if given.search.may_slide else ""
+    if "timeout" in reasons:
+        print("cut off by --timeout", file=sys.stderr)
+    if "context" in reasons:
+        may_slide = config.num_beams == 1 and not config.guided
+        advice = "; --context-end slide goes on" if may_slide else ""
         print(f"the context is full{advice}", file=sys.stderr)
-    elif completion.dropped:
-        print(
-            f"the context slid: the first {completion.dropped} tokens were dropped", file=sys.stderr
-        )
-    return EXIT_OK
+    elif dropped := max(completion.dropped for completion in completions):
+        print(f"the context slid: the first {dropped} tokens were dropped", file=sys.stderr)
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(f"{flag} {path} is not UTF-8: {error}") from None
 
 
 def _standard_input() -> str:
@@ -169,21 +206,20 @@ def _telling_of_compilation(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _streamed(engine: Engine, prompt: str, options: dict[str, Any], *, show: bool) -> Completion:
+def _streamed(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:
     """Generate; print the text as it comes, after its prompt, if it is to be shown."""
-    stream = engine.stream(prompt, **options)
+    generation = engine.stream(prompt, config)
     unshown = prompt
     try:
-        while True:
-            piece = next(stream)
-            if show:
-                text, unshown = unshown + piece, ""
+        for token in generation:
+            if show and token.text:
+                text, unshown = unshown + token.text, ""
                 print(text, end="", flush=True)
-    except StopIteration as end:
-        if show:
-            print(unshown)
-        return cast("Completion", end.value)
     except BaseException:
         if show and not unshown:
             print(flush=True)  # what is said of it begins a line
         raise
+    if show:
+        print(unshown)
+    completion: Completion = generation.result()
+    return completion

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import tyro
+
+from tiedgpt.errors import UserError
 
 Options = TypeVar("Options")
 
@@ -29,3 +34,29 @@ def parse(
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         default=tyro.MISSING_NONPROP if base is None else base,
     )
+
+
+@contextlib.contextmanager
+def naming_options(names: Iterable[str]) -> Iterator[None]:
+    """Let errors name options as they are typed: `--max-new-tokens`, not `max_new_tokens`."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(as_typed(str(error), names)) from None
+
+
+def as_typed(message: str, names: Iterable[str]) -> str:
+    """Write the options that a message names as they are typed.
+
+    A name that is also a word is taken for the option only where the message speaks of it.
+    """
+    every = sorted(names, key=len, reverse=True)
+    long = "|".join(name for name in every if "_" in name)
+    words = "|".join(name for name in every if "_" not in name)
+
+    def typed(match: re.Match[str]) -> str:
+        return f"--{match[0].replace('_', '-')}"
+
+    message = re.sub(rf"\b({'|'.join(every)})=(?:'([\w-]*)')?", r"\1 \2", message)
+    of_it = r"(?=,|\)| (?:must|exclude|needs?|cannot|is for|and|[-\d(]))"
+    return re.sub(rf"(?<![-\w])(?:(?:{long})\b|(?:{words}){of_it})", typed, message)

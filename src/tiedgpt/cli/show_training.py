@@ -245,7 +245,7 @@ def _next_in_python(task: Labelled, model: Path) -> str:
 
 def _show_samples(out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
     """Show two texts that the model wrote; return its config."""
-    engine = Engine(directory.model, backend="torch")
+    engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.joint import Lane, Read, Steps
-from tiedgpt.infer.sampling import require_choice
+from tiedgpt.infer.options import EarlyStopping
+from tiedgpt.infer.sampling import no_choice
+from tiedgpt.infer.slots import Read, Slots, Steps
 
-EarlyStopping = bool | Literal["never"]
 Adjust = Callable[[Sequence[int], Array], Array]
 """(ids of prompt and text, scores (V,) of the next) -> the scores to choose by."""
 
@@ -53,7 +52,7 @@ def unchanged(ids: Sequence[int], scores: Array) -> Array:
 
 
 def beam_search(
-    lane: Lane,
+    slots: Slots,
     prompt: Sequence[int],
     *,
     num_beams: int,
@@ -71,24 +70,23 @@ def beam_search(
     that suits it best. `adjust` is given log P of the next token. `n_tokens`: ids from there on
     stand for no token and are not considered.
 
-    The lane has a slot for each beam; prompt and new tokens, less one, fit each.
+    There is a slot for each beam; prompt and new tokens, less one, fit each.
     """
-    end = lane.config.eos_token_id
-    (logits,) = yield from lane.read([Read(0, prompt)])
+    end = slots.config.eos_token_id
+    (logits,) = yield from slots.read([Read(0, prompt[slots.lengths[0] :])])
     rows = [logits[-1]]
     beams = [_Beam([], [], 0.0, slot=0)]
     found: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
-        log_p = [
-            row[:n_tokens] - np.float32(filters.log_normalizer(row[:n_tokens])) for row in rows
-        ]
+        log_p = [row[:n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
         totals = np.stack(
             [
                 beam.total + adjust([*prompt, *beam.ids], row).astype(np.float64)
                 for beam, row in zip(beams, log_p, strict=True)
             ]
         )
-        require_choice(totals.max(axis=0))
+        if (error := no_choice(float(totals.max()))) is not None:
+            raise error
         growing: list[_Beam] = []
         for rank, flat in enumerate(_highest(totals.ravel(), 2 * num_beams)):
             row, token = divmod(int(flat), totals.shape[1])
@@ -111,16 +109,16 @@ def beam_search(
             best_hope = growing[0].total / hopeful_length**length_penalty
             if early_stopping is True or best_hope <= found[-1].score:
                 break
-        beams = _own_slots(lane, growing)
-        read = yield from lane.read([Read(beam.slot, beam.ids[-1:]) for beam in beams])
+        beams = _own_slots(slots, growing)
+        read = yield from slots.read([Read(beam.slot, beam.ids[-1:]) for beam in beams])
         rows = [logits[-1] for logits in read]
     return found
 
 
-def _own_slots(lane: Lane, beams: list[_Beam]) -> list[_Beam]:
+def _own_slots(slots: Slots, beams: list[_Beam]) -> list[_Beam]:
     """Give each beam a slot: the first child keeps its parent's, the others get copies of it."""
     kept = {beam.slot for beam in beams}
-    free = [slot for slot in range(lane.slots) if slot not in kept]
+    free = [slot for slot in range(len(slots)) if slot not in kept]
     own = []
     for beam in beams:
         slot = beam.slot
@@ -128,7 +126,7 @@ def _own_slots(lane: Lane, beams: list[_Beam]) -> list[_Beam]:
             kept.remove(slot)
         else:
             slot = free.pop()
-            lane.copy(beam.slot, slot)
+            slots.copy(beam.slot, slot)
         own.append(replace(beam, slot=slot))
     return own
 

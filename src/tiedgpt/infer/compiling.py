@@ -40,5 +40,4 @@ def where_kept() -> str | None:
     """Return the directory of compiled kernels; None where Numba found none that can be written."""
     from tiedgpt.infer.kernels.forward import forward
 
-    path: str | None = forward.stats.cache_path
-    return path
+    return forward.cache_path

@@ -119,6 +119,10 @@ class Matcher:
         self._start, self._machine = start, start.deep_copy()
         self._text: list[int] = []  # what the machine has read
 
+    def fresh(self) -> Matcher:
+        """Return another for the same constraint, for a text of its own."""
+        return Matcher(self._start)
+
     def __call__(self, ids: Sequence[int], n_prompt: int, logits: Array) -> Array:
         """Return logits (V,) with -inf for each token that must not follow.
 

@@ -1,28 +1,34 @@
 """Prompts in, completions out.
 
-An engine is a runner and a tokenizer. Prompts become sequences of a `Scheduler`, which decodes them
-together, one token a step, only the last position's logits computed; a sequence that ends leaves
-its slot to the next. Searches, such as that for the likeliest text, go side by side as well, each
-in slots of its own. No torch is imported here.
+An engine is a model that is ready to compute, a tokenizer, and a worker thread that runs a
+`Scheduler`. `generate`, `stream` and `score` submit requests to it and wait; so may any number of
+threads at a time. The worker sleeps while there is nothing to do. No torch is imported here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.continuation import Completion, Continuation
-from tiedgpt.infer.joint import Search, streamed, together
+from tiedgpt.infer.constraints import Constraint, Matcher
+from tiedgpt.infer.decoding import decode, search
+from tiedgpt.infer.guidance import Guidance, GuidedSlots
 from tiedgpt.infer.opening import How, runner_for
-from tiedgpt.infer.prompts import Prompt, one_or_many, prompt_ids
-from tiedgpt.infer.request import Request, require_positive
-from tiedgpt.infer.scheduler import Scheduler
-from tiedgpt.infer.scoring import Scored, score_ids
-from tiedgpt.infer.searching import search_for
-from tiedgpt.infer.strategy import SearchOptions, Strategy, split
+from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
+from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
+from tiedgpt.infer.scheduler import Request
+from tiedgpt.infer.scoring import score
+from tiedgpt.infer.sequence import Completion
+from tiedgpt.infer.sequence import Sequence as Text
+from tiedgpt.infer.slots import Slots, Steps
 from tiedgpt.infer.threads import check_threads
+from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
 from tiedgpt.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Generates with a model and, for text, its tokenizer.
+    """Generates with a model and, for text, its tokenizer; any thread may call it.
 
     `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert (a
     model that was given is copied, not changed). A source is put on the GPU where there is one;
@@ -40,6 +46,11 @@ class Engine:
     int8 and int4, too, and take some ten seconds to be compiled the first time. "auto" takes them
     for packed directories, for int8 and int4, and on a CPU for a source of 5 million parameters or
     more; torch else.
+
+    `slots`: sequences that are decoded at a time. Each has room for the whole context, which takes
+    memory as it is filled. A request waits for a slot among at most `queue_size` others. Slots
+    remember what they have read: a prompt that begins like an earlier one is read from where they
+    part. (A model that was given may be trained in between: its slots forget when no request runs.)
 
     `threads` that compute: by default, kernels take the cores that this process may use, at most
     16, and torch what it is set to. torch's number is the process's: it is set while the engine
@@ -51,15 +62,41 @@ class Engine:
         model_or_source: GPT | str | os.PathLike[str],
         precision: str = "auto",
         *,
+        slots: int = 8,
         backend: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         resolve: str | None = None,
         threads: int | None = None,
+        queue_size: int = QUEUE_SIZE,
         **config: Any,
     ) -> None:
+        self.slots = require_positive("slots", slots)
         how = How(precision, backend, None if threads is None else check_threads(threads))
         opened = runner_for(model_or_source, how, tokenizer, resolve, config)
         self.runner, self.tokenizer, self.notes = opened
+        is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"
+        queue_size = require_positive("queue_size", queue_size)
+        self._worker = Worker(self.runner, self.slots, queue_size, is_fixed)
+        weakref.finalize(self, self._worker.close)
+
+    def __repr__(self) -> str:
+        model, threads = self.runner.config, getattr(self.runner, "threads", None)
+        packed = getattr(self.runner, "packed", None)
+        kind = "torch" if packed is None else f"{packed.precision} kernels"
+        return (
+            f"Engine({model.parameter_count():,} parameters, {kind}, {self.slots} slots of "
+            f"{model.n_positions:,} positions{f', {threads} threads' if threads else ''})"
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is running and waits, and end the worker. A closed engine stays closed."""
+        self._worker.close()
 
     @property
     def model(self) -> GPT:
@@ -74,153 +111,189 @@ class Engine:
         """What computes: "torch" or "kernels"."""
         return "torch" if hasattr(self.runner, "model") else "kernels"
 
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self, prompts: str, *, batch_size: int = 8, **options: Unpack[SearchOptions]
-    ) -> Completion: ...
-    @overload
-    def generate(
-        self, prompts: Sequence[int], *, batch_size: int = 8, **options: Unpack[SearchOptions]
-    ) -> Completion: ...
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        batch_size: int = 8,
-        **options: Unpack[SearchOptions],
-    ) -> list[Completion]: ...
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        *,
-        batch_size: int = 8,
-        **options: Unpack[SearchOptions],
-    ) -> Completion | list[Completion]:
-        """Complete one prompt (text or ids), or a list of them.
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> Any:
+        """Complete one prompt (text or ids), or a list of them; options as in `GenerationConfig`.
 
-        Options, as in `Request`: max_new_tokens=128, temperature=1.0 (0: greedy), top_k, top_p,
-        min_p, typical_p, repetition_penalty=1.0, presence_penalty, frequency_penalty, logit_bias,
-        bad_words, seed, stop, stop_ids, context_end="stop" or "slide", top_logprobs,
-        prompt_logprobs, speculate="ngram"; and, as in `Strategy`, num_beams with length_penalty and
-        early_stopping, best_of, guidance_scale with negative_prompt, and
-        one of regex, json_schema and grammar.
+        Returns a `Completion` for a prompt, a list of them for a list of prompts; with n above 1,
+        a list of n completions in the place of each. In a list, a request that fails has the
+        finish_reason "error" and its error; the failure of a single prompt is raised.
 
         With a seed the draw for a prompt does not depend on the prompts beside it; the same prompt
-        given again draws anew. An empty prompt starts from the beginning-of-text token. At the end
-        of the context generation stops, or slides on; the completion says which. At most
-        `batch_size` sequences are decoded at a time, of which a search takes several: its beams
-        or samples, and as many again under guidance; at least one search runs.
+        given again draws anew. An empty prompt starts from the beginning-of-text token.
         """
-        strategy, request = self._asked(options)
-        require_positive("batch_size", batch_size)
+        config = with_options(config, options)
         each, many = one_or_many(prompts)
-        if not each:
-            return []
-        if strategy.searches:
-            searches = self._searches(each, strategy, request)
-            completions = together(self.runner, searches, batch_size=batch_size)
-        else:
-            scheduler, sequences = self._scheduled(each, request, batch_size)
-            for _ in _run(scheduler):
-                pass
-            completions = [sequence.completion() for sequence in sequences]
+        requests, copies = list[Request](), dict[tuple[int, ...], int]()
+        matcher = self._matcher(config)
+        for ids in [self._ids(prompt) for prompt in each]:
+            for _ in range(config.n_samples):
+                n = copies[tuple(ids)] = copies.get(tuple(ids), -1) + 1
+                requests.append(self._request(ids, config, matcher, copies=n))
+        completions = self._wait_for(requests, collect=many)
+        if config.best_of is not None or config.n > 1:
+            per, grouped = config.n_samples, list[Any]()
+            for first in range(0, len(completions), per):
+                group = completions[first : first + per]
+                if config.best_of is not None:
+                    group = sorted(group, key=_mean_logprob, reverse=True)[: config.n]
+                grouped.append(group if config.n > 1 else group[0])
+            completions = grouped
         return completions if many else completions[0]
 
     def stream(
-        self, prompt: Prompt, **options: Unpack[SearchOptions]
-    ) -> Generator[str, None, Completion]:
-        """Yield the completion's text in pieces as it grows; return the whole `Completion`.
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+    ) -> Generation:
+        """Yield each new `Token`; `.result()` is the whole `Completion`.
 
-        Options as in `generate`, without num_beams and best_of. Pieces never split a character and
-        never show the start of a stop string. Between pieces the model is as its owner left it.
+        Options as in `GenerationConfig`, without n, best_of and num_beams. The tokens' texts add up
+        to the completion's: they never split a character or show the start of a stop string.
         """
-        strategy, request = self._asked(options)
-        strategy.require_streamable()
-        if strategy.searches:
-            return streamed(self.runner, self._searches([prompt], strategy, request)[0])
-        scheduler, (sequence,) = self._scheduled([prompt], request, 1)
-        return _streamed(scheduler, sequence)
+        config = with_options(config, options)
+        for name in ("num_beams", "best_of", "n"):
+            if (getattr(config, name) or 1) > 1:
+                raise UserError(
+                    f"stream and {name}={getattr(config, name)} exclude each other: use generate"
+                )
+        return self._submit(prompt, config, wait=True)
 
-    @overload
-    def score(self, texts: str | Sequence[int]) -> Scored: ...  # type: ignore[overload-overlap]
-    @overload
-    def score(self, texts: Sequence[str] | Sequence[Sequence[int]]) -> list[Scored]: ...
+    def submit(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+    ) -> Generation:
+        """Begin to complete a prompt and return at once; options as in `GenerationConfig`.
 
-    def score(self, texts: Prompt | Sequence[Prompt]) -> Scored | list[Scored]:
-        """Return log P of each token of a text (or ids) after the first; a list gives a list.
+        Raises `QueueFullError` if too many requests wait, `ClosedError` for a closed engine.
+        """
+        config = with_options(config, options)
+        if config.n_samples > 1:
+            raise UserError("submit makes one text: submit n times, or use generate")
+        return self._submit(prompt, config, wait=False)
 
-        A text longer than the context is read in windows of the whole context, each begun half a
-        window after the last, so that past the first window every token is predicted from at least
-        half a context. To have the first token predicted, begin with the beginning-of-text id.
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        contexts: Prompt | Sequence[Prompt] | None = None,
+    ) -> Any:
+        """Return the logprob and rank of each token of a text (or ids) as `Scored`.
+
+        A list gives a list. With `contexts`, one for each text, the tokens after the context are
+        scored; without, all after the first. A text longer than the context is read in windows of
+        the whole context, each begun half a window after the last.
         """
         each, many = one_or_many(texts)
-        known = [self._ids(text) for text in each]
-        capacity = min(self.runner.config.n_positions, max(map(len, known), default=1))
-        session = self.runner.session(slots=1, capacity=capacity)
-        scored = [score_ids(session, ids) for ids in known]
+        given = [None] * len(each) if contexts is None else one_or_many(contexts)[0]
+        if len(given) != len(each):
+            raise UserError(f"contexts must be one for each text, got {len(given)} of {len(each)}")
+        requests = []
+        for text, context in zip(each, given, strict=True):
+            ids, n_context = split_context(text, context, self.runner.config, self.tokenizer)
+            begin = partial(score, ids=ids, n_context=n_context)
+            shared = ids[:n_context] if n_context < self.runner.config.n_positions else []
+            requests.append(Request(begin, prompt=shared))
+        scored = self._wait_for(requests, collect=False)
         return scored if many else scored[0]
 
-    def _asked(self, options: SearchOptions) -> tuple[Strategy, Request]:
-        """Check the options; return the strategy, and the request with its constraint."""
-        strategy, request = split(options)
-        return strategy, strategy.constrained(request, self.tokenizer, self.runner.config)
+    def stats(self) -> dict[str, float]:
+        """Return what the engine has done.
 
-    def _searches(
-        self, prompts: Sequence[Prompt], strategy: Strategy, request: Request
-    ) -> list[Search[Completion]]:
-        """Check all prompts before anything is computed; return a search for each."""
-        negative = strategy.negative_prompt
-        return [
-            search_for(
-                ids,
-                strategy,
-                request,
-                config=self.runner.config,
-                tokenizer=self.tokenizer,
-                negative=None if negative is None else self._ids(negative),
-                copies=copies,
-            )
-            for ids, copies in self._known(prompts)
-        ]
+        requests, running, waiting; prompt_tokens, of them reused_tokens that a slot still held;
+        generated_tokens; draft_tokens, of them accepted_tokens; seconds of computing.
+        """
+        return self._worker.stats()
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.runner.config, self.tokenizer)
 
-    def _known(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], int]]:
-        """Return the ids of each prompt, and how many equal ones were before it."""
-        copies: dict[tuple[int, ...], int] = {}
-        known = []
-        for ids in map(self._ids, prompts):
-            n = copies[tuple(ids)] = copies.get(tuple(ids), -1) + 1
-            known.append((ids, n))
-        return known
+    def _matcher(self, config: GenerationConfig) -> Matcher | None:
+        if not config.form:
+            return None
+        if self.tokenizer is None:
+            raise UserError("regex, json_schema and grammar need a tokenizer")
+        return Constraint(**config.form).matcher(self.tokenizer, self.runner.config)
 
-    def _scheduled(
-        self, prompts: Sequence[Prompt], request: Request, slots: int
-    ) -> tuple[Scheduler, list[Continuation]]:
-        """Check all prompts before anything is computed; return their sequences, waiting."""
-        config = self.runner.config
-        known = self._known(prompts)
-        needed = max(len(ids) for ids, _ in known) + request.max_new_tokens - 1
-        session = self.runner.session(
-            slots=min(slots, len(known)), capacity=min(config.n_positions, needed)
+    def _submit(self, prompt: Prompt, config: GenerationConfig, *, wait: bool) -> Generation:
+        request = self._request(self._ids(prompt), config, self._matcher(config))
+        generation = self._worker.submit(request, wait=wait)
+        generation.engine = self
+        return generation
+
+    def _request(
+        self, ids: list[int], config: GenerationConfig, matcher: Matcher | None, *, copies: int = 0
+    ) -> Request:
+        """Return what completes a prompt; what cannot be done raises `UserError`."""
+        model = self.runner.config
+        if config.n_slots > self.slots:
+            raise UserError(
+                f"this takes {config.n_slots} slots and the engine has {self.slots}: "
+                f"Engine(..., slots={config.n_slots}), or fewer beams"
+            )
+        guidance = None
+        if config.guided:
+            negative = config.negative_prompt
+            negative = ids[-1:] if negative is None else self._ids(negative)
+            guidance = Guidance(len(ids), negative, config.guidance_scale)
+            guidance.require_room(model)
+        _require_context(len(ids), config, model, guidance.longer if guidance else 0)
+        processors = () if matcher is None else (matcher.fresh(),)
+        text = Text(
+            ids, config, model=model, tokenizer=self.tokenizer, processors=processors, copies=copies
         )
-        scheduler = Scheduler(session, tokenizer=self.tokenizer)
-        return scheduler, [scheduler.add(ids, request, copies=n) for ids, n in known]
+        begin = partial(_begin, text=text, guidance=guidance, tokenizer=self.tokenizer)
+        whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
+        deadline = None if config.timeout is None else time.monotonic() + config.timeout
+        return Request(
+            begin, n_slots=config.n_slots, prompt=() if whole else ids, text=text, deadline=deadline
+        )
+
+    def _wait_for(self, requests: list[Request], *, collect: bool) -> list[Any]:
+        """Run requests; return their results, errors among them if they are to be collected."""
+        generations = list[Generation]()
+        try:
+            for request in requests:
+                generations.append(self._worker.submit(request, wait=True))
+            results = []
+            for generation, request in zip(generations, requests, strict=True):
+                try:
+                    results.append(generation.result())
+                except Exception:
+                    if not collect or request.result is None:
+                        raise
+                    results.append(request.result)
+            return results
+        except BaseException:  # Ctrl-C as well
+            for generation in generations:
+                generation.cancel()
+            raise
 
 
-def _run(scheduler: Scheduler) -> Iterator[str]:
-    """Step until all have ended; yield text as it comes. Raises what a sequence ended with."""
-    while scheduler.busy:
-        for sequence, piece in scheduler.step():
-            if sequence.error is not None:
-                raise sequence.error
-            if piece:
-                yield piece
+def _begin(
+    slots: Slots, text: Text, guidance: Guidance | None, tokenizer: Tokenizer | None
+) -> Steps[Completion]:
+    if guidance is not None:
+        slots = GuidedSlots(slots, guidance)
+    return search(slots, text, tokenizer) if text.config.num_beams > 1 else decode(slots, text)
 
 
-def _streamed(scheduler: Scheduler, sequence: Continuation) -> Generator[str, None, Completion]:
-    yield from _run(scheduler)
-    return sequence.completion()
+def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig, taken: int) -> None:
+    """Raise `UserError` for a prompt that does not fit into the context."""
+    room = model.n_positions - taken
+    if n_ids > room and config.context_end == "stop":
+        slide = "" if taken or config.num_beams > 1 else (
+            ", or let the context slide with context_end='slide'"
+        )  # fmt: skip
+        raise UserError(
+            f"the prompt has {n_ids} tokens and the model's context {room}: shorten it{slide}"
+        )
+    if n_ids > room and config.prompt_logprobs is not False:
+        raise UserError(
+            f"prompt_logprobs of {n_ids} tokens in a context of {room}: the first would not be "
+            "read; Engine.score reads longer texts"
+        )
+
+
+def _mean_logprob(completion: Completion) -> float:
+    return sum(completion.logprobs) / max(1, len(completion.logprobs))

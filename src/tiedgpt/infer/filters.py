@@ -46,14 +46,6 @@ def add_bias(scores: Array, bias: Mapping[int, float]) -> None:
             scores[token] += value
 
 
-def forbid(scores: Array, seen: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
-    """Rule out every token that would complete one of these sequences of ids (in place)."""
-    for *beginning, last in sequences:
-        n = len(beginning)
-        if last < len(scores) and (not n or list(seen[-n:]) == beginning):
-            scores[last] = -np.inf
-
-
 def softmax(scores: Array) -> Array:
     """Scores -> probabilities; -inf is 0. Some score must be finite."""
     p = _unnormalized(scores)
@@ -126,10 +118,10 @@ def log_normalizer(logits: Array) -> float:
     return float(logits.max()) + math.log(_unnormalized(logits).sum(dtype=np.float64))
 
 
-def likeliest(logits: Array, k: int) -> list[tuple[int, float]]:
-    """Return the k likeliest tokens as (id, log P), the likeliest first."""
-    k = min(k, len(logits))
-    ids = np.argpartition(logits, len(logits) - k)[len(logits) - k :]
+def likeliest(logits: Array, k: int, n_tokens: int) -> list[tuple[int, float]]:
+    """Return the k likeliest of the first `n_tokens` ids as (id, logprob), the likeliest first."""
+    k = min(k, n_tokens)
+    ids = np.argpartition(logits[:n_tokens], n_tokens - k)[n_tokens - k :]
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     total = log_normalizer(logits)
     return [(int(i), float(logits[i]) - total) for i in ids]
@@ -156,3 +148,15 @@ def _passing(weights: NDArray[np.float64], share: float) -> tuple[int, float]:
     if at == len(reached):  # rounding: the last weight that is not 0
         at = int(np.searchsorted(reached, reached[-1]))
     return at, float((sought - (reached[at] - weights[at])) / weights[at])
+
+
+def score(logits: NDArray[np.float32], targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Return the logprob of each target after logits (n, V), and how many ids were likelier.
+
+    Of equal logits those with a lower id come first.
+    """
+    logprobs, ranks = list[float](), list[int]()
+    for row, target in zip(logits, targets, strict=True):
+        logprobs.append(float(row[target]) - log_normalizer(row))
+        ranks.append(int((row > row[target]).sum() + (row[:target] == row[target]).sum()))
+    return logprobs, ranks

@@ -4,8 +4,8 @@ Sanchez et al. 2023, "Stay on topic with Classifier-Free Guidance" (arXiv 2306.1
 
     log P'(x | prompt) = log P(x | negative) + scale (log P(x | prompt) - log P(x | negative))
 
-A guided lane is a lane like any other, so that every search works in it: each slot has a twin that
-has read the negative prompt in the prompt's place.
+Guided slots are used like any others, so that sampling and beam search work in them: each slot has
+a twin that has read the negative prompt in the prompt's place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.joint import Lane, Read, Reading
 from tiedgpt.infer.session import Logits
+from tiedgpt.infer.slots import Read, Slots, Steps
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,27 @@ class Guidance:
             )
 
 
-class GuidedLane:
-    """Half a lane's slots, which begin with the prompt, each with a twin in the other half.
+class GuidedSlots:
+    """Half of some slots, which begin with the prompt, each with a twin in the other half.
 
-    A slot is shorter by as much as the negative prompt is longer than the prompt; see `Lane`.
+    A slot is shorter by as much as the negative prompt is longer than the prompt; see `Slots`.
     """
 
-    def __init__(self, inner: Lane, guidance: Guidance) -> None:
+    def __init__(self, inner: Slots, guidance: Guidance) -> None:
         self._inner, self._guidance = inner, guidance
         self.config, self.price = inner.config, inner.price
-        self.slots, self.capacity = inner.slots // 2, inner.capacity - guidance.longer
+        self.capacity = inner.capacity - guidance.longer
+
+    def __len__(self) -> int:
+        """The number of slots."""
+        return len(self._inner) // 2
 
     @property
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
-        return self._inner.lengths[: self.slots]
+        return self._inner.lengths[: len(self)]
 
-    def read(self, reads: Sequence[Read]) -> Reading:
+    def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
         """Append ids to slots; logits from the prompt's last token on are guided log P'.
 
         Those of the prompt's earlier tokens are the model's own.
@@ -76,7 +80,7 @@ class GuidedLane:
                 after = list(read.ids[max(0, n_prompt - start) :])
                 begins = start < n_prompt
                 ids = [*negative, *after] if begins else after
-                twins[slot] = replace(read, slot=self.slots + slot, ids=ids)
+                twins[slot] = replace(read, slot=len(self) + slot, ids=ids)
                 n_guided[slot] = len(after) + begins if read.every else 1
         logits = yield from self._inner.read([*reads, *twins.values()])
         twin_logits = dict(zip(twins, logits[len(reads) :], strict=True))
@@ -93,17 +97,21 @@ class GuidedLane:
         logits[-n:] = guided(own[-n:], twin[-n:], self._guidance.scale)
         return logits
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first positions of a slot, and what its twin has in their place."""
-        self._inner.cut(slot, length)
+        self._inner.truncate(slot, length)
         after = length - self._guidance.n_prompt
         twin = len(self._guidance.negative) + after if after >= 0 else 0
-        self._inner.cut(self.slots + slot, twin)
+        self._inner.truncate(len(self) + slot, twin)
 
     def copy(self, source: int, target: int) -> None:
         """Let a slot and its twin hold what others hold."""
         self._inner.copy(source, target)
-        self._inner.copy(self.slots + source, self.slots + target)
+        self._inner.copy(len(self) + source, len(self) + target)
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
+        return self._inner.score(logits, targets)
 
 
 def guided(logits: Array, negative: Array, scale: float) -> Array:

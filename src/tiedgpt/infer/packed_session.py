@@ -11,19 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.infer.kernels.arithmetic import ACTIVATIONS
-from tiedgpt.infer.kernels.attention import SPAN
-from tiedgpt.infer.kernels.crew import Crew
-from tiedgpt.infer.kernels.forward import Buffers, Cache, Call, Matrix, Weights
+from tiedgpt.infer.kernels import sampling
+from tiedgpt.infer.kernels.attention import BLOCK
+from tiedgpt.infer.kernels.forward import (
+    Batch,
+    Buffers,
+    Cache,
+    Matrix,
+    Weights,
+    forward,
+    phases_of,
+)
+from tiedgpt.infer.kernels.norms import ACTIVATIONS
+from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.packed import PackedModel
 from tiedgpt.weights.packed_panels import padded
 
 AT_ONCE = 512
-"""Tokens read in one call; longer prompts go in several."""
-CACHE_DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
+"""Tokens read in one batch; longer prompts go in several."""
+DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
+"""What activations and the KV cache are kept in."""
 
 
 class PackedRunner:
@@ -60,8 +71,8 @@ class PackedSession:
         self.config, self.slots, self.capacity = model.config, slots, capacity
         self.lengths = [0] * slots
         self._model, self._weights = model, weights
-        self._crew = Crew(model.config.n_layer, threads)
-        self._form = np.dtype({"fp32": np.float32, "bf16": np.uint16}.get(model.precision, np.int8))
+        self._pool = ThreadPool(threads)
+        self._dtype = np.dtype(DTYPES[model.precision])
         self._buffers: Buffers | None = None
 
     def read(
@@ -86,12 +97,27 @@ class PackedSession:
         parts: list[list[Logits]] = [[] for _ in slots]
         rest = [list(some) for some in ids]
         while any(rest):
-            call, owners = self._next_call(slots, rest, every)
-            buffers = self._room(len(call.ids), max(1, len(call.wanted)))
-            self._crew.run(self._weights, buffers, self._cache, call)
+            batch, owners = self._next_batch(slots, rest, every)
+            buffers = self._buffers_for(len(batch.ids), max(1, len(batch.outputs)))
+            phases = phases_of(self.config.n_layer)
+            self._pool.run(forward, phases, self._weights, buffers, self._cache, batch)
             for owner, first, end in owners:
-                parts[owner].append(buffers.scores[first:end, : self.config.vocab_size].copy())
+                rows = buffers.logits[first:end, : self.config.vocab_size]
+                parts[owner].append(rows.copy() if any(rest) else rows)
         return [each[0] if len(each) == 1 else np.concatenate(each) for each in parts]
+
+    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+        """Choose a token for each; see `Session.choose`."""
+        chosen = sampling.choose(self._pool, choices)
+        for at, (choice, one) in enumerate(zip(choices, chosen, strict=True)):
+            if choice.own is not None and isinstance(one, Chosen):
+                logprobs, _ = sampling.score(self._pool, [choice.own], [one.token])
+                chosen[at] = Chosen(one.token, logprobs[0])
+        return chosen
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks; see `Session.score`."""
+        return sampling.score(self._pool, logits, targets)
 
     def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` for what is no row of W: kernels check nothing."""
@@ -100,15 +126,15 @@ class PackedSession:
                 if not 0 <= wrong < self.config.vocab_size:
                     raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
-    def _next_call(
+    def _next_batch(
         self, slots: Sequence[int], rest: list[list[int]], every: bool
-    ) -> tuple[Call, list[tuple[int, int, int]]]:
-        """Take what is read at once; return also whose scores are in which rows."""
+    ) -> tuple[Batch, list[tuple[int, int, int]]]:
+        """Return what is read at once, and whose logits are in which rows."""
         tokens: list[int] = []
         where: list[int] = []
         positions: list[int] = []
-        runs: list[tuple[int, int]] = []
-        wanted: list[int] = []
+        sequences: list[tuple[int, int]] = []
+        outputs: list[int] = []
         owners: list[tuple[int, int, int]] = []
         for number, slot in enumerate(slots):
             some = rest[number][: AT_ONCE - len(tokens)]
@@ -119,41 +145,41 @@ class PackedSession:
             tokens += some
             where += [slot] * len(some)
             positions += range(length, length + len(some))
-            runs.append((begin, len(tokens)))
+            sequences.append((begin, len(tokens)))
             self.lengths[slot] = length + len(some)
-            before = len(wanted)
+            before = len(outputs)
             if every:
-                wanted += range(begin, len(tokens))
+                outputs += range(begin, len(tokens))
             elif not rest[number]:
-                wanted.append(len(tokens) - 1)
-            if len(wanted) > before:
-                owners.append((number, before, len(wanted)))
-        arrays = (tokens, where, positions, runs, wanted)
-        return Call(*(np.array(values, np.int64) for values in arrays)), owners
+                outputs.append(len(tokens) - 1)
+            if len(outputs) > before:
+                owners.append((number, before, len(outputs)))
+        arrays = (tokens, where, positions, sequences, outputs)
+        return Batch(*(np.array(values, np.int64) for values in arrays)), owners
 
-    def _room(self, tokens: int, wanted: int) -> Buffers:
-        """Return buffers for as many tokens, kept from call to call."""
+    def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
+        """Return buffers for as many tokens, kept from batch to batch."""
         old = self._buffers
-        if old is not None and len(old.h) >= tokens and len(old.scores) >= wanted:
+        if old is not None and len(old.h) >= tokens and len(old.logits) >= outputs:
             return old
         if old is not None:
-            tokens, wanted = max(tokens, len(old.h)), max(wanted, len(old.scores))
-        config, form = self.config, self._form
+            tokens, outputs = max(tokens, len(old.h)), max(outputs, len(old.logits))
+        config, dtype = self.config, self._dtype
         k, inner = padded(config.n_embd), padded(config.inner_dim)
         f32 = np.float32
         n = tokens
         self._buffers = Buffers(
             h=np.zeros((n, k), f32),
-            x=np.zeros((n, k), form),
+            x=np.zeros((n, k), dtype),
             x_scales=np.zeros((n, k // 64), f32),
             x_sums=np.zeros((n, k // 32), np.int32),
             qkv=np.zeros((n, padded(3 * config.n_embd)), f32),
-            mixed=np.zeros((n, k), f32),
-            y=np.zeros((n, inner), form),
-            y_scales=np.zeros((n, inner // 64), f32),
-            y_sums=np.zeros((n, inner // 32), np.int32),
-            states=np.zeros((wanted, k), f32),
-            scores=np.zeros((wanted, padded(config.vocab_size)), f32),
+            attention=np.zeros((n, k), f32),
+            mlp=np.zeros((n, inner), dtype),
+            mlp_scales=np.zeros((n, inner // 64), f32),
+            mlp_sums=np.zeros((n, inner // 32), np.int32),
+            states=np.zeros((outputs, k), f32),
+            logits=np.zeros((outputs, padded(config.vocab_size)), f32),
         )
         return self._buffers
 
@@ -166,10 +192,10 @@ class PackedSession:
         """Let `target` hold what `source` holds."""
         check_length(self, source, 0)
         check_length(self, target, 0)
-        self._crew.settle()  # what was cut short must not write to the target afterwards
+        self._pool.settle()  # what was cut short must not write to the target afterwards
         n = padded(self.lengths[source])
         c = self._cache
-        c.keys[:, target, :, : n // SPAN] = c.keys[:, source, :, : n // SPAN]
+        c.keys[:, target, :, : n // BLOCK] = c.keys[:, source, :, : n // BLOCK]
         for array in (c.values, c.key_scales, c.value_scales):
             array[:, target, :, :n] = array[:, source, :, :n]
         self.lengths[target] = self.lengths[source]
@@ -178,7 +204,7 @@ class PackedSession:
 def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
     """Allocate keys, values and their scales; raise `NoRoomError` before, where they do not fit."""
     config, room = model.config, padded(capacity)
-    size, dtype = padded(config.head_dim), np.dtype(CACHE_DTYPES[model.precision])
+    size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
     heads = (config.n_layer, slots, config.n_head)
     scaled = (*heads, room if dtype == np.int8 else 0)
     n_bytes = 2 * math.prod(heads) * room * size * dtype.itemsize + 8 * math.prod(scaled)
@@ -186,7 +212,7 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
     require_memory(n_bytes, what)
     try:
         return Cache(
-            np.zeros((*heads, room // SPAN, size, SPAN), dtype),
+            np.zeros((*heads, room // BLOCK, size, BLOCK), dtype),
             np.zeros((*heads, room, size), dtype),
             np.zeros(scaled, np.float32),
             np.zeros(scaled, np.float32),

@@ -8,9 +8,8 @@ from typing import cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.infer.options import Prompt, is_id
 from tiedgpt.text import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -> list[int]:
@@ -25,6 +24,8 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
                 "one (--tokenizer, or Engine(..., tokenizer=)), or give ids"
             )
         ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__len__"):
+        raise UserError(f"a prompt must be text or ids, got {prompt!r}")
     else:
         ids = [operator.index(token) if is_id(token) else token for token in prompt]
     if not ids:
@@ -41,19 +42,37 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
     return ids
 
 
+def split_context(
+    text: Prompt, context: Prompt | None, config: GPTConfig, tokenizer: Tokenizer | None
+) -> tuple[list[int], int]:
+    """Return the ids of a text after its context, and how many of them are given.
+
+    Without a context the first id is given. Texts are encoded as one, as they would be read.
+    """
+    if context is None:
+        ids = prompt_ids(text, config, tokenizer)
+        if len(ids) < 2:
+            raise UserError("a text of one token has nothing to predict: give at least two")
+        return ids, 1
+    if isinstance(text, str) and isinstance(context, str):  # a blank belongs to the next token
+        begins = context.rstrip() or context
+        context, text = begins, context[len(begins) :] + text
+    given = prompt_ids(context, config, tokenizer)
+    if isinstance(text, str) and isinstance(context, str) and context:
+        ids = prompt_ids(context + text, config, tokenizer)
+    else:
+        ids = [*given, *prompt_ids(text, config, tokenizer)]
+    if not len(text) or len(ids) <= len(given):
+        raise UserError("a text to score must have a token after its context")
+    return ids, len(given)
+
+
 def one_or_many(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """Return the prompts as a list, and whether a list was given."""
-    if not hasattr(prompts, "__len__"):
+    if isinstance(prompts, str):
+        return [prompts], False
+    if isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__len__"):
         raise UserError(f"{prompts!r} is neither a text nor ids, nor a list of them")
-    if isinstance(prompts, str) or (len(prompts) and is_id(prompts[0])):
+    if len(prompts) and is_id(prompts[0]):
         return [cast(Prompt, prompts)], False
     return list(cast(Sequence[Prompt], prompts)), True
-
-
-def is_id(value: object) -> bool:
-    """Whether it is a whole number of any library's, and no bool."""
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return not isinstance(value, bool)

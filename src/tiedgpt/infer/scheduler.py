@@ -1,213 +1,326 @@
-"""Sequences that come and go while others run: continuous batching in a session's slots.
+"""Continuous batching: requests that come and go in the slots of a session.
 
-Each step every running sequence reads what it has not yet read (its prompt, its newest token, a
-draft) and chooses its next token. A new one takes a slot as soon as one is free, at any step. What
-a sequence gives does not depend on its neighbours. Nothing here knows threads: one owner calls.
+In each step every running request reads what it wants (a chunk of its prompt, its newest token, a
+draft), and those that have read it all choose their next tokens together. A request takes its slots
+as soon as they are free, in the order of arrival; ids that a slot already holds are not read again.
+The result of a request does not depend on the others. Nothing here knows threads: one owner calls.
 
-Orca (Yu et al. 2022) is the paper on scheduling by steps.
+Orca (Yu et al. 2022) is the paper on scheduling by steps, vLLM (Kwon et al. 2023) on prefix reuse.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.infer.continuation import Continuation
-from tiedgpt.infer.filters import Array
-from tiedgpt.infer.joint import Joint, Lane, Read, Steps, run
-from tiedgpt.infer.request import Request, require_positive
-from tiedgpt.infer.session import Session
-from tiedgpt.text import Tokenizer
+import numpy as np
 
-SCORED_AT_A_TIME = 128
-"""Tokens of a prompt that are read at once where each is scored: (n, V) scores are held."""
+from tiedgpt.infer.sampling import Choice
+from tiedgpt.infer.sequence import FinishReason
+from tiedgpt.infer.sequence import Sequence as Text
+from tiedgpt.infer.session import Logits, Session
+from tiedgpt.infer.slots import Read, SlotPool, Slots, SomeSlots, Steps, Wanted, common_prefix
+
+PREFILL_TOKENS = 512
+"""Prompt tokens that are read in a step while nobody waits for a next token."""
+LEAST_CHUNK, FIRST_CHUNK = 8, 32
+"""Prompt tokens that are read in a step beside sequences that decode: at least, and at first."""
+SLOWDOWN = 2.0
+"""How much longer a step may take that also reads part of a prompt."""
+MIN_SHARED = 32
+"""A request waits for another to read a prefix that they share if it is longer by this."""
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """What a sequence reads in a step."""
+@dataclass
+class _Pending:
+    """A read, and how far it has come."""
 
-    sequence: Continuation
+    request: Request
     read: Read
-    draft: list[int]
-    """The last of the ids, where they are a guess."""
-    scored_from: int | None
-    """The first id's place in the prompt, where the prompt's tokens are scored."""
-    complete: bool
-    """Whether nothing is left to read, so that a token can be chosen."""
+    n_done: int = 0
+    parts: list[Logits] = field(default_factory=list)
+
+    @property
+    def n_left(self) -> int:
+        return len(self.read.ids) - self.n_done
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one newest token, with or without a draft."""
+        return len(self.read.ids) - self.read.drafted == 1
+
+    def part(self, n: int) -> Read:
+        """Return the next n ids as a read of their own."""
+        ids = self.read.ids[self.n_done : self.n_done + n]
+        return Read(self.read.slot, ids, self.read.every, min(self.read.drafted, len(ids)))
+
+    def add(self, n: int, logits: Logits) -> None:
+        self.n_done += n
+        self.parts.append(logits)
+
+    def keep(self) -> None:
+        """Copy logits, which hold only until the next read."""
+        self.parts = [part.copy() for part in self.parts]
+
+    @property
+    def logits(self) -> Logits:
+        if not self.read.every or len(self.parts) == 1:
+            return self.parts[-1]
+        return np.concatenate(self.parts)
 
 
-Advanced = list[tuple[Continuation, str]]
-"""Sequences that have advanced, and their new text."""
+class Request:
+    """Steps that a scheduler runs in `n_slots` slots, and how they ended.
 
-
-class Sequences:
-    """Sequences in the slots of a lane, whose owner it is; a `Scheduler` has a session's.
-
-    `prefill_chunk`: tokens of a prompt that are read in a step at the most, so that a long one does
-    not hold up the others; None reads it at once.
+    `prompt` is what the first slot begins with and may share with others; `text` what it writes.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        begin: Callable[[Slots], Steps[Any]],
         *,
-        tokenizer: Tokenizer | None = None,
-        prefill_chunk: int | None = None,
+        n_slots: int = 1,
+        prompt: Sequence[int] = (),
+        text: Text | None = None,
+        deadline: float | None = None,
     ) -> None:
-        if prefill_chunk is not None:
-            require_positive("prefill_chunk", prefill_chunk)
-        self.lane = lane
-        self.tokenizer = tokenizer
-        self.prefill_chunk = prefill_chunk
-        self.waiting: deque[Continuation] = deque()
-        self.running: list[Continuation] = []
+        self.n_slots, self.prompt, self.text, self.deadline = n_slots, prompt, text, deadline
+        self.has_ended = False
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.pending: list[_Pending] = []
+        self.slots: list[int] = []
+        self.created = time.monotonic()
+        self.began = math.inf
+        """When its prompt was read and its first token chosen; -inf once it goes on from there."""
+        self._begin = begin
+        self._steps: Steps[Any] | None = None
+
+    def begin(self, slots: SomeSlots) -> list[Choice]:
+        """Start in these slots; see `advance`."""
+        self.slots = slots.numbers
+        self._steps = self._begin(slots)
+        return self.advance(None)
+
+    def advance(self, answer: list[Any] | None) -> list[Choice]:
+        """Go on to what is wanted next: reads become `pending`, choices are returned.
+
+        Whatever it raises is this request's error and nobody else's.
+        """
+        assert self._steps is not None
+        try:
+            wanted: Wanted = self._steps.send(answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            self.has_ended, self.result, self.pending = True, end.value, []
+            return []
+        except Exception as error:
+            self.fail(error)
+            return []
+        except BaseException as error:  # such as SystemExit, which would end the thread for all
+            self.fail(RuntimeError(f"a request raised {error!r}"))
+            return []
+        if isinstance(wanted[0], Choice):
+            return wanted
+        self.pending = [_Pending(self, read) for read in wanted]
+        if self.began == math.inf and all(pending.is_decode for pending in self.pending):
+            self.began = time.monotonic()
+        return []
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        if not self.has_ended:
+            self.error = error
+            self.end("error")
+
+    def end(self, reason: FinishReason) -> None:
+        """End now, with the text so far as the result."""
+        if self.has_ended:
+            return
+        self.has_ended, self.pending = True, []
+        if self._steps is not None:
+            self._steps.close()
+        if self.text is not None:
+            self.text.finish(reason)
+            self.result = self.text.completion(self.error)
+
+
+class Scheduler:
+    """Runs requests in the slots of a session, whose owner it is."""
+
+    def __init__(self, session: Session, counts: Counter[str] | None = None) -> None:
+        self.session = session
+        self.pool = SlotPool(session)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.counts = Counter() if counts is None else counts
+        """Tokens by what they were: see `Engine.stats`."""
+        self._pace = _Pace()
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is running or waits."""
+        """Whether any request is running or waits."""
         return bool(self.running or self.waiting)
 
-    def add(self, prompt: list[int], request: Request, *, copies: int = 0) -> Continuation:
-        """Let a prompt's ids be continued; return the handle, which `step` advances.
+    def add(self, request: Request) -> None:
+        """Let a request wait for its slots."""
+        self.waiting.append(request)
 
-        Raises `UserError` for a request that the model cannot meet; nothing is computed yet.
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request now; its slots are free for the next."""
+        request.end(reason)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._release_ended()
+
+    def step(self) -> None:
+        """Advance every running request.
+
+        An exception of the computation ends the requests that took part in it.
         """
-        capacity, v = self.lane.capacity, self.lane.config.vocab_size
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < v:
-            raise UserError(f"a prompt is at least one id of a vocabulary of {v} tokens")
-        if len(prompt) > capacity:
-            if request.context_end == "stop":
-                raise UserError(
-                    f"the prompt has {len(prompt)} tokens and the model's context {capacity}: "
-                    "shorten it, or let the context slide (--context-end slide, or "
-                    "context_end='slide')"
-                )
-            if request.wants_prompt_scores:
-                raise UserError(
-                    f"prompt_logprobs of {len(prompt)} tokens in a context of {capacity}: the "
-                    "first would not be read; Engine.score reads longer texts"
-                )
-        sequence = Continuation(
-            prompt, request, config=self.lane.config, tokenizer=self.tokenizer, copies=copies
-        )
-        self.waiting.append(sequence)
-        return sequence
-
-    def cancel(self, sequence: Continuation) -> None:
-        """End a sequence now; its slot is free for the next."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        if sequence.finish_reason is None:
-            sequence.finish("cancelled")
-        self._release(sequence)
-
-    def steps(self) -> Steps[Advanced]:
-        """Advance every running sequence by a token; return each that has, with its new text.
-
-        One whose `finish_reason` is set has ended. Where the scores of one cannot be used, it ends
-        with its `error` set, and the others go on. A sequence whose prompt is not read to its end
-        is not among them; one whose draft came true advances by more.
-        """
+        now = time.monotonic()
+        for request in (*self.waiting, *self.running):
+            if request.deadline is not None and now > request.deadline:
+                self.cancel(request, "timeout")
         self._admit()
-        if not self.running:
-            return []
-        readings = [self._reading(sequence) for sequence in self.running]
-        scores = yield from self.lane.read([reading.read for reading in readings])
-        advanced = []
-        for reading, its in zip(readings, scores, strict=True):
-            sequence = reading.sequence
-            if reading.scored_from is not None:
-                sequence.note_prompt(reading.scored_from, its)
-            if reading.complete:
-                rows = its[-1 - len(reading.draft) :]
-                advanced.append((sequence, self._take(reading, rows)))
-        return advanced
+        if reads := self._within_budget():
+            try:
+                self._read(reads)
+            except Exception as error:
+                for request in {pending.request: None for pending, _ in reads}:
+                    request.fail(error)
+                    for slot in request.slots:
+                        self.pool.truncate(slot, 0)
+            self._advance()
+        self._release_ended()
 
     def _admit(self) -> None:
-        """Give the slots that are free to those that have waited longest."""
-        taken = {sequence.slot for sequence in self.running} if self.waiting else set()
-        for slot in range(self.lane.slots):
-            if not self.waiting:
+        """Give free slots to the requests that have waited longest."""
+        while self.waiting and self.waiting[0].n_slots <= len(self.pool.free):
+            request = self.waiting[0]
+            if self._is_being_read(request.prompt):
                 return
-            if slot not in taken:
-                sequence = self.waiting.popleft()
-                sequence.slot = slot
-                self.lane.cut(slot, 0)
-                self.running.append(sequence)
+            self.waiting.popleft()
+            slots, shared = self.pool.take(request.n_slots, request.prompt)
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["reused_tokens"] += shared
+            self.running.append(request)
+            request.begin(slots)
+        self._release_ended()
 
-    def _reading(self, sequence: Continuation) -> _Reading:
-        """Decide what a sequence reads next.
+    def _is_being_read(self, prompt: Sequence[int]) -> bool:
+        """Whether a running request is reading more of this prompt than any slot holds yet."""
+        shared = 0
+        for request in self.running:
+            if request.prompt and not all(pending.is_decode for pending in request.pending):
+                shared = max(shared, common_prefix(request.prompt, prompt[:-1]))
+        return shared >= MIN_SHARED and shared >= self.pool.longest_prefix(prompt)[1] + MIN_SHARED
 
-        Positions are learned, so a window that slides is read anew.
+    def _within_budget(self) -> list[tuple[_Pending, Read]]:
+        """Return what is read in this step: newest tokens first, then parts of prompts.
+
+        Prompts that came together are all read before the first of their texts goes on.
         """
-        assert sequence.slot is not None
-        capacity, request = self.lane.capacity, sequence.request
-        if len(sequence.ids) - sequence.start > capacity:
-            sequence.start = len(sequence.ids) - max(1, capacity // 2)
-            self.lane.cut(sequence.slot, 0)
-        at = sequence.start + self.lane.lengths[sequence.slot]
-        pending = sequence.ids[at:]
-        is_scored = request.wants_prompt_scores and not sequence.start and at < sequence.n_prompt
-        chunk = self.prefill_chunk or capacity
-        chunk = min(chunk, SCORED_AT_A_TIME) if is_scored else chunk
-        draft: list[int] = []
-        if sequence.drafter is not None and len(pending) == 1:
-            room = min(capacity - (at - sequence.start) - 1, sequence.n_left - 1)
-            draft = sequence.drafter.draft(sequence.ids, price=self.lane.price.of, room=room)
-        read = Read(
-            sequence.slot,
-            [*pending[:chunk], *draft],
-            every=bool(draft) or is_scored,
-            drafted=len(draft),
-        )
-        return _Reading(
-            sequence, read, draft, at if is_scored else None, complete=len(pending) <= chunk
-        )
+        pending = [p for request in self.running for p in request.pending if p.n_left]
+        decoding = [p for p in pending if p.is_decode]
+        prompts = [p for p in pending if not p.is_decode]
+        newest = max((p.request.created for p in prompts), default=math.inf)
+        if newest < min((p.request.began for p in decoding), default=math.inf):
+            decoding = []
+        room = self._pace.chunk if decoding else PREFILL_TOKENS
+        reads = [(p, p.read) for p in decoding]
+        for p in decoding:
+            p.request.began = -math.inf
+        for prompt in prompts:
+            if n := min(room, prompt.n_left):
+                reads.append((prompt, prompt.part(n)))
+                room -= n
+        return reads
 
-    def _take(self, reading: _Reading, rows: Array) -> str:
-        """Choose by each row (V,) in turn while the draft comes true; return the new text."""
-        sequence, pieces = reading.sequence, []
-        try:
-            for row, drafted in zip(rows, [*reading.draft, None], strict=True):
-                pieces.append(sequence.take(row))
-                if sequence.finish_reason is not None:
+    def _read(self, reads: list[tuple[_Pending, Read]]) -> None:
+        """Read, in one call, or in two if only some want all logits; learn what it costs."""
+        began = time.perf_counter()
+        few = 2 if any(read.every for _, read in reads) else 0  # a call costs more than few logits
+        groups: tuple[list[tuple[_Pending, Read]], ...] = ([], [])
+        for pending, read in reads:
+            groups[read.every or len(read.ids) <= few].append((pending, read))
+        for every, group in zip((False, True), groups, strict=True):
+            if not group:
+                continue
+            slots, ids = [read.slot for _, read in group], [read.ids for _, read in group]
+            answers = self.session.read(slots, ids, every=every)
+            if not every and groups[True]:
+                answers = [logits.copy() for logits in answers]
+            for (pending, read), logits in zip(group, answers, strict=True):
+                self.pool.held[read.slot] += read.ids
+                pending.add(len(read.ids), logits if read.every else logits[-1:])
+        for request in {pending.request for pending, _ in reads}:
+            if any(pending.n_left for pending in request.pending):
+                for pending in request.pending:
+                    pending.keep()
+        self._learn(reads, time.perf_counter() - began)
+
+    def _learn(self, reads: list[tuple[_Pending, Read]], seconds: float) -> None:
+        """Note what a step took."""
+        n_decode = sum(pending.is_decode for pending, _ in reads)
+        drafts = [read.drafted for _, read in reads if read.drafted]
+        if n_decode < len(reads):
+            prompts = sum(len(read.ids) for pending, read in reads if not pending.is_decode)
+            self._pace.note_mixed(seconds, prompts, n_decode)
+        elif drafts:
+            self.pool.price.note_drafted(seconds, sequences=n_decode, drafts=drafts)
+        else:
+            self.pool.price.note_plain(seconds, sequences=n_decode)
+            self._pace.note_plain(seconds)
+
+    def _advance(self) -> None:
+        """Send logits to the requests that have read all, and tokens until all want to read."""
+        ready = [r for r in self.running if r.pending and not any(p.n_left for p in r.pending)]
+        answers: dict[Request, list[Any]] = {r: [p.logits for p in r.pending] for r in ready}
+        while answers:
+            choices = {r: wanted for r, answer in answers.items() if (wanted := r.advance(answer))}
+            answers = {}
+            if choices:
+                every = [choice for wanted in choices.values() for choice in wanted]
+                try:
+                    chosen = iter(self.session.choose(every))
+                except Exception as error:
+                    for request in choices:
+                        request.fail(error)
                     break
-                full = len(sequence.ids) - sequence.start > self.lane.capacity
-                if full and sequence.request.context_end == "stop":
-                    pieces.append(sequence.finish("context"))
-                if sequence.ids[-1] != drafted:
-                    break
-        except TiedGPTError as error:
-            sequence.error = error
-            pieces.append(sequence.finish("error"))
-        if sequence.finish_reason is not None:
-            self._release(sequence)
-        elif reading.draft:
-            self.lane.cut(reading.read.slot, len(sequence.ids) - 1 - sequence.start)
-        return "".join(pieces)
+                answers = {r: [next(chosen) for _ in wanted] for r, wanted in choices.items()}
 
-    def _release(self, sequence: Continuation) -> None:
-        sequence.slot = None
-        if sequence in self.running:
-            self.running.remove(sequence)
+    def _release_ended(self) -> None:
+        """Free the slots of requests that have ended."""
+        for request in [request for request in self.running if request.has_ended]:
+            self.running.remove(request)
+            self.pool.release(request.slots)
+            if request.text is not None:
+                self.counts["generated_tokens"] += len(request.result.ids)
+                self.counts["draft_tokens"] += request.text.n_drafted
+                self.counts["accepted_tokens"] += request.text.n_accepted
 
 
-class Scheduler(Sequences):
-    """Runs sequences in the slots of a session, whose owner it is; `prefill_chunk` as above."""
+class _Pace:
+    """How many tokens of prompts may be read beside sequences that decode, by the clock."""
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        tokenizer: Tokenizer | None = None,
-        prefill_chunk: int | None = None,
-    ) -> None:
-        self._joint = Joint(session)
-        lane = self._joint.lane(0, session.slots, session.capacity)
-        super().__init__(lane, tokenizer=tokenizer, prefill_chunk=prefill_chunk)
+    def __init__(self) -> None:
+        self.chunk = FIRST_CHUNK
+        self._plain: float | None = None
 
-    def step(self) -> Advanced:
-        """Advance every running sequence by a token; see `Sequences.steps`."""
-        return run(self._joint, self.steps())
+    def note_plain(self, seconds: float) -> None:
+        """A step that only decoded took this long."""
+        before = seconds if self._plain is None else self._plain
+        self._plain = before + 0.2 * (min(seconds, 2 * before) - before)
+
+    def note_mixed(self, seconds: float, n_tokens: int, n_decode: int) -> None:
+        """A step that also read `n_tokens` of prompts took this long."""
+        if self._plain is None or not n_decode:
+            return
+        a_token = max(seconds - self._plain, 1e-9) / n_tokens
+        fits = (SLOWDOWN - 1) * self._plain / a_token
+        fits = min(fits, 2 * self.chunk)  # one quick step is no reason to read all
+        self.chunk = max(LEAST_CHUNK, min(PREFILL_TOKENS, int(fits)))

@@ -6,55 +6,63 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiedgpt.errors import UserError
-from tiedgpt.infer import filters
-from tiedgpt.infer.session import Session
+from tiedgpt.infer.slots import Read, Slots, Steps
 
-AT_A_TIME = 128
-"""Tokens that are read at once: their (n, V) scores are held."""
+SCORED_AT_ONCE = 128
+"""Tokens that are read at once if each is scored: their (n, V) logits are held."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's tokens and what each cost."""
+    """A text's tokens and how likely each was."""
 
     ids: list[int]
-    """All of them; the first is given, not predicted."""
+    """All of them, the context's included."""
+    n_context: int
+    """The first ids, which are given and not scored."""
     logprobs: list[float]
-    """log P of each token after the first, in nats."""
+    """Logprob of each id after the context, in nats."""
+    ranks: list[int]
+    """How many tokens were likelier than each of these; 0: it was the likeliest."""
 
     @property
     def total(self) -> float:
-        """The sum: log P of the text after its first token."""
+        """The sum: logprob of the text after its context."""
         return math.fsum(self.logprobs)
 
     @property
     def perplexity(self) -> float:
-        """What the mean cost a token is the logarithm of."""
+        """The exponential of the mean negative logprob of a token."""
         return math.exp(-self.total / len(self.logprobs))
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have written the text after this context."""
+        return not any(self.ranks)
 
-def score_ids(session: Session, ids: Sequence[int]) -> Scored:
-    """Score ids in slot 0 of a session, each by all before it that its window holds.
 
-    A text longer than the session's capacity is read in windows, each of which begins half a window
-    after the one before: past the first, every token is predicted from at least half a window.
+def score(slots: Slots, ids: Sequence[int], n_context: int) -> Steps[Scored]:
+    """Score the ids from `n_context` on, each by all before it that its window holds.
+
+    A text longer than the context is read in windows, each of which begins half a window after the
+    one before: past the first, every token is predicted from at least half a window.
     """
-    if len(ids) < 2:
-        raise UserError("a text of one token has nothing to predict: give at least two")
-    window, logprobs = session.capacity, list[float]()
-    start = 0
+    logprobs, ranks = list[float](), list[int]()
+    window, n_known = slots.capacity, n_context
+    start = 0 if n_known <= window else n_known - window // 2
     while True:
-        session.cut(0, 0)
         end = min(start + window, len(ids) - 1)  # the last token is not read
-        known = len(logprobs)  # ids up to this one are scored: only what follows is new
-        if known > start:
-            session.read([0], [ids[start:known]])
-        for first in range(known, end, AT_A_TIME):
-            part = ids[first : min(first + AT_A_TIME, end)]
-            rows = session.read([0], [part], every=True)[0]
-            for row, token in zip(rows, ids[first + 1 :], strict=False):
-                logprobs.append(float(row[token]) - filters.log_normalizer(row))
+        at = start + slots.lengths[0]
+        if at < n_known - 1:
+            yield from slots.read([Read(0, ids[at : n_known - 1])])
+        for first in range(n_known - 1, end, SCORED_AT_ONCE):
+            targets = ids[first + 1 : min(first + SCORED_AT_ONCE, end) + 1]
+            read = Read(0, ids[first : first + len(targets)], every=True)
+            (logits,) = yield from slots.read([read])
+            its_logprobs, its_ranks = slots.score(logits, targets)
+            logprobs += its_logprobs
+            ranks += its_ranks
         if end == len(ids) - 1:
-            return Scored(list(ids), logprobs)
-        start = end - window // 2
+            return Scored(list(ids), n_context, logprobs, ranks)
+        n_known, start = end + 1, end - window // 2
+        slots.truncate(0, 0)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.infer.sampling import Choice, Chosen
 
 Logits = NDArray[np.float32]
 """(n, V): for every token, how likely it is next, after 1 or all of the ids that were read."""
@@ -54,8 +55,14 @@ class Session(Slots, Protocol):
         """Append ids[i] to slot slots[i]; return the logits (1, V) after the last id of each.
 
         Any number of ids each, at least one; each slot at most once. With `every`, the logits
-        (n, V) after every id that was read.
+        (n, V) after every id that was read. They hold until the next read.
         """
+
+    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+        """Choose a token for each, or return the error why none can be chosen."""
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return the logprob of each target after logits (n, V), and how many ids are likelier."""
 
 
 class Runner(Protocol):

@@ -7,15 +7,20 @@ padded from being seen, and it is not counted as read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.infer import filters, sampling
 from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,14 +48,8 @@ class TorchRunner:
         """Allocate a cache (L, slots, H, capacity, D/H) twice, or more; see `Runner`."""
         weight = self.model.wte.weight
         self._require_memory(slots, capacity)
-        cache = KVCache.allocate(
-            self.config,
-            batch_size=slots,
-            capacity=capacity,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        return TorchSession(self.model, cache, slots, capacity)
+        cache = _zeros(self.config, slots, capacity, weight)
+        return TorchSession(_in_eval_mode(self.model), cache, slots, capacity)
 
     def _require_memory(self, slots: int, capacity: int) -> None:
         weight, config = self.model.wte.weight, self.config
@@ -87,7 +86,7 @@ class TorchSession:
         if not len(slots):
             return []
         logits: dict[int, Logits] = {}
-        with computing(self.model):
+        with torch.inference_mode():
             for group in self._groups(slots, ids):
                 its = [slots[i] for i in group], [ids[i] for i in group]
                 logits |= zip(group, self._read(*its, every), strict=True)
@@ -110,6 +109,14 @@ class TorchSession:
         check_length(self, target, 0)
         with torch.inference_mode():
             self._cache.copy_row(self._rows[source], self._rows[target])
+
+    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+        """Choose a token for each; see `Session.choose`."""
+        return sampling.choose(choices)
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks; see `Session.score`."""
+        return filters.score(logits, targets)
 
     def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide what is to be read into what is read at once: steps, and prompts of a length."""
@@ -192,15 +199,27 @@ def _exchange(cache: KVCache, a: int, b: int) -> None:
     cache.lengths[a], cache.lengths[b] = cache.lengths[b], cache.lengths[a]
 
 
-@contextmanager
-def computing(model: GPT) -> Iterator[None]:
-    """Compute without gradients and dropout, and leave every module in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def _in_eval_mode(model: GPT) -> GPT:
+    """Return the model, or, where a part of it trains, a copy without dropout on the same tensors.
+
+    So no module's mode is changed under its owner's hands.
+    """
+    if not any(module.training for module in model.modules()):
+        return model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()
+
+
+def _zeros(config: GPTConfig, slots: int, capacity: int, weight: torch.Tensor) -> KVCache:
+    """Allocate a cache; on a CPU memory is taken when it is filled."""
+    if weight.device.type != "cpu":
+        return KVCache.allocate(
+            config, batch_size=slots, capacity=capacity, dtype=weight.dtype, device=weight.device
+        )
+    shape = (config.n_layer, slots, config.n_head, capacity, config.head_dim)
+    n_bytes = math.prod(shape) * weight.itemsize
+    keys, values = (
+        torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(weight.dtype).view(shape)
+        for _ in range(2)
+    )
+    return KVCache(keys, values, [0] * slots)

@@ -37,4 +37,4 @@ def test_a_form_is_compiled_once_for_all_models():
         for name in ("GPT-2", "untied", "GPT-1"):
             packed = pack_gpt(made(**ARCHITECTURES[name]), form)
             PackedRunner(packed).session(slots=1, capacity=8).read([0], [[1]])
-    assert len(forward.signatures) == len(PRECISIONS)
+    assert len(forward.compiled.signatures) == len(PRECISIONS)

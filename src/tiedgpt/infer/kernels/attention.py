@@ -1,22 +1,36 @@
-"""Attention of new positions over a cache, whose cost grows with the filled length only.
+"""Attention of new positions over the KV cache, whose cost grows with the filled length only.
 
 Keys lie in blocks of 64 positions (C/64, D/H, 64), so that a register holds one dimension of 16
 keys, and a block is read from its beginning to its end; values lie by position (C, D/H). Both are
-float32, bf16 (as uint16), or int8 with a scale for each position.
+float32, bf16 (as uint16), or int8 with a scale for each position. The two matmuls are made as those
+of weights are (`microkernels.py`): 1 or 4 queries at a time.
+
+One query alone waits for memory. So while it reads rows of 64 keys' numbers, it has the rows at the
+same places of `after` fetched: the values that are read next; and with those the next head's keys.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import overload
+from numba.core import cgutils
 
-from tiedgpt.infer.kernels.arithmetic import to_bf16
-from tiedgpt.infer.kernels.attention_tiles import mix1, mix4, score1, score4
-from tiedgpt.infer.kernels.simd import LANES
+from tiedgpt.infer.kernels.microkernels import PANEL, PARTS, cleared, loaded
+from tiedgpt.infer.kernels.quantize import convert
+from tiedgpt.infer.kernels.simd import (
+    ARRAY,
+    LANES,
+    f32,
+    fma,
+    i64,
+    instructions,
+    prefetch,
+    splat,
+    store,
+    widened,
+)  # fmt: skip
 from tiedgpt.infer.kernels.vectors import (
     add16,
     bits_of_float,
@@ -27,91 +41,118 @@ from tiedgpt.infer.kernels.vectors import (
     largest16,
     load16,
     max16,
-    nearest,
     scale16,
     shift16,
     store16,
     total16,
 )  # fmt: skip
 
-SPAN = 64
+BLOCK = 64
 """Positions whose scores are computed together; room for positions is a multiple of it."""
-TOGETHER = 4
+QUERIES = 4
 """Queries of one sequence that read keys and values together."""
+LINE = 64
+"""Bytes of a cache line."""
 NONE = np.float32(-np.inf)
 
 
-def keep(x: Any, n: int, position: int, keys: Any, key_scales: Any) -> None:
-    """Write a key (D/H,) at its position."""
-
-
-@overload(keep, inline="always")
-def _keep(x, n, position, keys, key_scales):
-    if keys.dtype == types.int8:
-
-        def to_int8(x, n, position, keys, key_scales):
-            block, lane = position // SPAN, position % SPAN
-            scale = _scale(x, n)
-            key_scales[position] = scale
-            inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
-            for d in range(n):
-                keys[block, d, lane] = np.int8(np.int32(nearest(x[d] * inverse)))
-
-        return to_int8
-    if keys.dtype == types.uint16:
-
-        def rounded(x, n, position, keys, key_scales):
-            block, lane = position // SPAN, position % SPAN
-            for d in range(n):
-                keys[block, d, lane] = to_bf16(x[d])
-
-        return rounded
-
-    def copied(x, n, position, keys, key_scales):
-        block, lane = position // SPAN, position % SPAN
-        for d in range(n):
-            keys[block, d, lane] = x[d]
-
-    return copied
-
-
-def keep_value(x: Any, n: int, position: int, values: Any, value_scales: Any) -> None:
-    """Write a value (D/H,) at its position."""
-
-
-@overload(keep_value, inline="always")
-def _keep_value(x, n, position, values, value_scales):
-    if values.dtype == types.int8:
-
-        def to_int8(x, n, position, values, value_scales):
-            scale = _scale(x, n)
-            value_scales[position] = scale
-            inverse = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
-            for d in range(n):
-                values[position, d] = np.int8(np.int32(nearest(x[d] * inverse)))
-
-        return to_int8
-    if values.dtype == types.uint16:
-
-        def rounded(x, n, position, values, value_scales):
-            for d in range(n):
-                values[position, d] = to_bf16(x[d])
-
-        return rounded
-
-    def copied(x, n, position, values, value_scales):
-        for d in range(n):
-            values[position, d] = x[d]
-
-    return copied
+@njit(error_model="numpy")
+def append(key, value, n, position, keys, values, key_scales, value_scales, scaled):
+    """Write a key and a value (D/H,) at their position of the KV cache."""
+    block, lane = position // BLOCK, position % BLOCK
+    key_inverse = value_inverse = np.float32(1.0)
+    if scaled:
+        key_inverse = _set_scale(key, n, position, key_scales)
+        value_inverse = _set_scale(value, n, position, value_scales)
+    for d in range(n):
+        keys[block, d, lane] = convert(key[d], key_inverse, keys)
+    for d in range(n):
+        values[position, d] = convert(value[d], value_inverse, values)
 
 
 @njit(error_model="numpy")
-def _scale(x, n):
+def _set_scale(x, n, position, scales):
+    """Set the scale of x at its position; return the inverse."""
     largest = np.int32(0)
     for d in range(n):  # without the sign, bits are in the order of numbers, and NaN the largest
         largest = max(largest, bits_of_float(x[d]) & np.int32(0x7FFFFFFF))
-    return float_of_bits(largest) / np.float32(127.0)
+    scale = float_of_bits(largest) / np.float32(127.0)
+    scales[position] = scale
+    return np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
+
+
+def _fetch(builder, address):
+    """Have a row of 64 numbers fetched."""
+    bits = 32 if address.type.pointee == f32 else address.type.pointee.width
+    for at in range(0, PANEL, LINE * 8 // bits):
+        prefetch(builder, builder.gep(address, [i64(at)]))
+
+
+def _add_rows(builder, sums, row, x_at):
+    """Add to each query's sums a row of 64 numbers times the number at its address."""
+    numbers = [widened(builder, builder.gep(row, [i64(LANES * b)])) for b in range(PARTS)]
+    for query, address in zip(sums, x_at, strict=True):
+        x = splat(builder, builder.load(address))
+        for number, slot in zip(numbers, query, strict=True):
+            builder.store(fma(builder, number, x, builder.load(slot)), slot)
+
+
+def _write_rows(builder, sums, start, stride):
+    """Write each query's 64 sums, rows `stride` apart."""
+    for m, query in enumerate(loaded(builder, sums)):
+        row = builder.gep(start, [builder.mul(stride, i64(m))])
+        for b, part in enumerate(query):
+            store(builder, part, builder.gep(row, [i64(b * LANES)]))
+
+
+def _score(n):
+    """Make the scores of 64 keys, a block, for n queries."""
+
+    @instructions(
+        types.void, ARRAY, types.intp, types.intp, types.intp, ARRAY, types.intp, types.intp, ARRAY,
+        types.intp, ARRAY,
+    )  # fmt: skip
+    def score(builder, queries, start, stride, size, keys, first, padded, p, p_stride, after):
+        sums = cleared(builder, n)
+        queries = builder.gep(queries, [start])
+        begin = builder.mul(first, padded)
+        with cgutils.for_range(builder, size) as loop:
+            d = loop.index
+            place = builder.add(begin, builder.mul(d, i64(PANEL)))
+            if n == 1:
+                _fetch(builder, builder.gep(after, [place]))
+            places = [builder.add(builder.mul(stride, i64(m)), d) for m in range(n)]
+            x_at = [builder.gep(queries, [x_place]) for x_place in places]
+            _add_rows(builder, sums, builder.gep(keys, [place]), x_at)
+        _write_rows(builder, sums, builder.gep(p, [first]), p_stride)
+
+    return score
+
+
+def _mix(n):
+    """Make the sums of values weighted by p, of n queries, 64 dimensions from `part`."""
+
+    @instructions(
+        types.void, ARRAY, types.intp, types.intp, types.intp, ARRAY, types.intp, types.intp, ARRAY,
+        ARRAY,
+    )  # fmt: skip
+    def mix(builder, p, p_stride, first, end, values, part, padded, out, after):
+        sums = cleared(builder, n)
+        with cgutils.for_range(builder, end, start=first) as loop:
+            t = loop.index
+            place = builder.add(part, builder.mul(t, padded))
+            if n == 1:
+                _fetch(builder, builder.gep(after, [place]))
+            places = [builder.add(builder.mul(p_stride, i64(m)), t) for m in range(n)]
+            x_at = [builder.gep(p, [x_place]) for x_place in places]
+            _add_rows(builder, sums, builder.gep(values, [place]), x_at)
+        _write_rows(builder, sums, builder.gep(out, [part]), padded)
+
+    return mix
+
+
+score1, score4 = _score(1), _score(4)
+mix1, mix4 = _mix(1), _mix(4)
 
 
 @njit(error_model="numpy")
@@ -128,28 +169,28 @@ def attend(
     """
     last = position + n - 1
     first = max(0, position - window + 1) if window else 0
-    begin, end = first // SPAN * SPAN, (last // SPAN + 1) * SPAN
+    begin, end = first // BLOCK * BLOCK, (last // BLOCK + 1) * BLOCK
     stride, padded = queries.shape[1], values.shape[1]
     factor = np.float32(1.0 / math.sqrt(size))
     if n == 1 and scaled:
         for t in range(begin, end, LANES):
             fetch16(key_scales, t)
             fetch16(value_scales, t)
-    for span in range(begin, end, SPAN):
-        if n == TOGETHER:
+    for block in range(begin, end, BLOCK):
+        if n == QUERIES:
             score4(
-                queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1], values
+                queries, row * stride + at, stride, size, keys, block, padded, p, p.shape[1], values
             )
         else:
             score1(
-                queries, row * stride + at, stride, size, keys, span, padded, p, p.shape[1], values
+                queries, row * stride + at, stride, size, keys, block, padded, p, p.shape[1], values
             )
     for query in range(n):
         stand = position + query
         low = max(0, stand - window + 1) if window else 0
-        _soften(p[query], begin, low, stand, end, factor, key_scales, value_scales, scaled)
-    for part in range(0, padded, SPAN):
-        if n == TOGETHER:
+        _softmax(p[query], begin, low, stand, end, factor, key_scales, value_scales, scaled)
+    for part in range(0, padded, BLOCK):
+        if n == QUERIES:
             mix4(p, p.shape[1], first, last + 1, values, part, padded, mixed, after)
         else:
             mix1(p, p.shape[1], first, last + 1, values, part, padded, mixed, after)
@@ -159,7 +200,7 @@ def attend(
 
 
 @njit(error_model="numpy")
-def _soften(p, begin, low, high, end, factor, key_scales, value_scales, scaled):
+def _softmax(p, begin, low, high, end, factor, key_scales, value_scales, scaled):
     """Softmax of scores low..high; the others from `begin` to `end` become 0."""
     if scaled:
         for t in range(begin, end, LANES):

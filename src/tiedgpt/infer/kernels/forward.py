@@ -1,29 +1,28 @@
-"""A whole step in one compiled call: ids in, scores out, keys and values kept.
+"""A whole step in one compiled call: ids in, logits out, the KV cache appended to.
 
-Every thread runs `forward` on the same arrays; the work is shared in phases (`queue.py`). h is the
-residual stream, as in `core/model.py`, of which this is the transcription:
+Every thread runs `forward` on the same arrays; the work is shared in phases (`work_stealing.py`). h
+is the residual stream, as in `core/model.py`, of which this is the transcription:
 
-    h_0 = U W_e + W_p;    h += attention(norm(h));    h += MLP(norm(h));    scores = norm(h_L) W_e^T
+    h_0 = U W_e + W_p;    h += attention(norm(h));    h += MLP(norm(h));    logits = norm(h_L) W_e^T
 """
 
 from __future__ import annotations
 
-import zlib
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from tiedgpt.infer.kernels.arithmetic import normalise, prepare
-from tiedgpt.infer.kernels.attention import TOGETHER, attend, keep, keep_value
-from tiedgpt.infer.kernels.product import activated_product, product
-from tiedgpt.infer.kernels.queue import end, finish, is_over, take
-from tiedgpt.infer.kernels.rows import read_row
+from tiedgpt.infer.kernels.attention import QUERIES, append, attend
+from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.gemm import activated_gemm, gemm
+from tiedgpt.infer.kernels.microkernels import PANEL, number_at
+from tiedgpt.infer.kernels.norms import layer_norm
+from tiedgpt.infer.kernels.quantize import quantize
+from tiedgpt.infer.kernels.work_stealing import claimed, end, is_over
 
 PHASES_A_LAYER, PHASES_BESIDE = 8, 3
-PLAIN, NORM, KEEP = range(3)
+PLAIN, NORM, REPLACE = range(3)
 """What is read: h, norm(h), or norm(h) that takes the place of h."""
 
 
@@ -61,20 +60,20 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Room for the activations of as many tokens as a call may bring."""
+    """Room for the activations of as many tokens as a batch may bring."""
 
     h: Any
     x: Any
     x_scales: Any
     x_sums: Any
     qkv: Any
-    mixed: Any
-    y: Any
-    y_scales: Any
-    y_sums: Any
+    attention: Any
+    mlp: Any
+    mlp_scales: Any
+    mlp_sums: Any
     states: Any
-    """(tokens, K): after the last norm, of the tokens that are scored."""
-    scores: Any
+    """(tokens, K): after the last norm, of the tokens whose logits are asked for."""
+    logits: Any
     """(tokens, rows of the head)."""
 
 
@@ -87,160 +86,141 @@ class Cache(NamedTuple):
     value_scales: Any
 
 
-class Call(NamedTuple):
-    """What one call reads: tokens of several sequences, one after the other."""
+class Batch(NamedTuple):
+    """What one step reads: tokens of several sequences, one after the other."""
 
     ids: Any
     slots: Any
     positions: Any
-    runs: Any
+    sequences: Any
     """(n, 2): first and last + 1 token of each sequence."""
-    wanted: Any
-    """Tokens whose scores are asked for."""
+    outputs: Any
+    """Tokens whose logits are asked for."""
 
 
 @njit(error_model="numpy")
-def _embed(control, phase, model, buffers, call):
+def _embed(control, phase, model, buffers, batch):
     """Set h_0 = U W_e + W_p."""
-    n, width, mine = len(call.ids), model.n_embd, 0
-    while True:
-        m = take(control, phase, n)
-        if m < 0:
-            break
-        mine += 1
+    n, width = len(batch.ids), model.n_embd
+    for m in claimed(control, phase, n):
         h = buffers.h[m]
-        read_row(model.wte.weights, model.wte.scales, call.ids[m], width, h)
-        position = model.wpe[call.positions[m]]
+        token, position = batch.ids[m], model.wpe[batch.positions[m]]
+        panel, row = token // PANEL, token % PANEL
         for k in range(width):
-            h[k] += position[k]
-    return finish(control, phase, mine, n)
+            h[k] = number_at(model.wte.weights, model.wte.scales, panel, row, k) + position[k]
+    return phase + 1
 
 
 @njit(error_model="numpy")
-def _layer(control, phase, layer, model, buffers, cache, call):
-    n, padded, post = len(call.ids), buffers.h.shape[1], model.post
+def _layer(control, phase, layer, model, buffers, cache, batch):
+    n, padded, post = len(batch.ids), buffers.h.shape[1], model.post
     x, xs, xsum = buffers.x, buffers.x_scales, buffers.x_sums
     norms = model.norms
     if post:
         before = norms[layer - 1, 1] if layer else norms[0, 1]
-        doing = int(KEEP) if layer else int(PLAIN)
+        doing = int(REPLACE) if layer else int(PLAIN)
         phase = _normed(control, phase, model, buffers, before, n, doing)
     else:
         phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
     w = model.c_attn
-    phase = product(
+    phase = gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
         False, buffers.qkv,
     )  # fmt: skip
-    phase = _attention(control, phase, layer, model, buffers, cache, call)
-    mine = 0
-    while True:
-        token = take(control, phase, n)
-        if token < 0:
-            break
-        mine += 1
-        prepare(buffers.mixed[token], padded, x[token], xs[token], xsum[token])
-    phase = finish(control, phase, mine, n)
+    phase = _attention(control, phase, layer, model, buffers, cache, batch)
+    for token in claimed(control, phase, n):
+        quantize(buffers.attention[token], padded, x[token], xs[token], xsum[token])
+    phase += 1
     w = model.attn_proj
-    phase = product(
+    phase = gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
         True, buffers.h,
     )  # fmt: skip
     if post:
-        phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(KEEP))
+        phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(REPLACE))
     else:
         phase = _normed(control, phase, model, buffers, norms[layer, 1], n, int(NORM))
     w = model.c_fc
-    phase = activated_product(
+    phase = activated_gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        model.activation, buffers.y, buffers.y_scales, buffers.y_sums,
+        model.activation, buffers.mlp, buffers.mlp_scales, buffers.mlp_sums,
     )  # fmt: skip
     w = model.mlp_proj
-    return product(
-        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], buffers.y,
-        buffers.y_scales, buffers.y_sums, n, buffers.y.shape[1], True, buffers.h,
+    return gemm(
+        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], buffers.mlp,
+        buffers.mlp_scales, buffers.mlp_sums, n, buffers.mlp.shape[1], True, buffers.h,
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
 def _normed(control, phase, model, buffers, norm, n, doing):
-    """Write norm(h) to x as products read it; with NORM and KEEP to h as well (post-LN)."""
-    padded, mine = buffers.h.shape[1], 0
+    """Write norm(h) to x as GEMMs read it; with REPLACE to h as well (post-LN)."""
+    padded = buffers.h.shape[1]
     out = np.zeros(padded, np.float32)
-    while True:
-        m = take(control, phase, n)
-        if m < 0:
-            break
-        mine += 1
+    for m in claimed(control, phase, n):
         h = buffers.h[m]
         if doing > PLAIN:
-            normalise(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
-            if doing == KEEP:
+            layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
+            if doing == REPLACE:
                 for k in range(padded):
                     h[k] = out[k]
         else:
             for k in range(model.n_embd):
                 out[k] = h[k]
-        prepare(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
-    return finish(control, phase, mine, n)
+        quantize(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
+    return phase + 1
 
 
 @njit(error_model="numpy")
-def _attention(control, phase, layer, model, buffers, cache, call):
-    """Keep the new keys and values and attend from each new position; a chunk is a head."""
+def _attention(control, phase, layer, model, buffers, cache, batch):
+    """Append the new keys and values and attend from each new position; a chunk is a head."""
     heads, width = model.n_head, model.n_embd
-    size, window, mine = width // heads, model.windows[layer], 0
-    chunks = call.runs.shape[0] * heads
+    size, window = width // heads, model.windows[layer]
+    chunks = batch.sequences.shape[0] * heads
     scaled = cache.key_scales.shape[3] > 0
-    p = np.empty((TOGETHER, cache.values.shape[3]), np.float32)
-    mixed = np.empty((TOGETHER, cache.values.shape[4]), np.float32)
-    while True:
-        chunk = take(control, phase, chunks)
-        if chunk < 0:
-            break
-        mine += 1
-        run, head = chunk // heads, chunk % heads
-        begin, end = call.runs[run, 0], call.runs[run, 1]
-        slot = call.slots[begin]
+    p = np.empty((QUERIES, cache.values.shape[3]), np.float32)
+    mixed = np.empty((QUERIES, cache.values.shape[4]), np.float32)
+    for chunk in claimed(control, phase, chunks):
+        sequence, head = chunk // heads, chunk % heads
+        begin, end = batch.sequences[sequence, 0], batch.sequences[sequence, 1]
+        slot = batch.slots[begin]
         keys, values = cache.keys[layer, slot, head], cache.values[layer, slot, head]
         key_scales = cache.key_scales[layer, slot, head]
         value_scales = cache.value_scales[layer, slot, head]
         after = cache.keys[layer, slot, head + 1] if head + 1 < heads else keys
         at = head * size
         for m in range(begin, end):
-            qkv, position = buffers.qkv[m], call.positions[m]
-            keep(qkv[width + at :], size, position, keys, key_scales)
-            keep_value(qkv[2 * width + at :], size, position, values, value_scales)
+            qkv, position = buffers.qkv[m], batch.positions[m]
+            append(
+                qkv[width + at :], qkv[2 * width + at :], size, position, keys, values, key_scales,
+                value_scales, scaled,
+            )  # fmt: skip
         m = begin
         while m < end:
-            together = TOGETHER if end - m >= TOGETHER else 1
+            queries = QUERIES if end - m >= QUERIES else 1
             attend(
-                buffers.qkv, m, together, at, size, call.positions[m], window, keys, values,
-                key_scales, value_scales, scaled, after, p, mixed, buffers.mixed,
+                buffers.qkv, m, queries, at, size, batch.positions[m], window, keys, values,
+                key_scales, value_scales, scaled, after, p, mixed, buffers.attention,
             )  # fmt: skip
-            m += together
-    return finish(control, phase, mine, chunks)
+            m += queries
+    return phase + 1
 
 
 @njit(error_model="numpy")
-def _score(control, phase, model, buffers, call):
-    """Set scores = norm(h_L) W_e^T, of the tokens that are wanted: the face of W that predicts."""
-    n, padded, mine = len(call.wanted), buffers.h.shape[1], 0
+def _logits(control, phase, model, buffers, batch):
+    """Set logits = norm(h_L) W_e^T of the tokens asked for: the face of W that predicts."""
+    n, padded = len(batch.outputs), buffers.h.shape[1]
     layers = model.windows.shape[0]
-    while True:
-        m = take(control, phase, n)
-        if m < 0:
-            break
-        mine += 1
-        h, out = buffers.h[call.wanted[m]], buffers.states[m]
+    for m in claimed(control, phase, n):
+        h, out = buffers.h[batch.outputs[m]], buffers.states[m]
         norm = model.norms[layers - 1, 1] if model.post else model.ln_f
-        normalise(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
-        prepare(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
-    phase = finish(control, phase, mine, n)
+        layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
+        quantize(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
+    phase += 1
     w = model.head
-    return product(
+    return gemm(
         control, phase, w.weights, w.scales, w.bias, buffers.x, buffers.x_scales, buffers.x_sums, n,
-        padded, False, buffers.scores,
+        padded, False, buffers.logits,
     )  # fmt: skip
 
 
@@ -249,37 +229,12 @@ def phases_of(n_layer: int) -> int:
     return PHASES_A_LAYER * n_layer + PHASES_BESIDE
 
 
-def _compiled(kernels: int):
-    """Return `forward`, compiled at its first call and kept on disk.
-
-    Numba asks only whether this file has changed since; the digest of all kernels' files, which the
-    function encloses, has it ask for them all.
-    """
-
-    def forward(control, model, buffers, cache, call):
-        if not is_over(control) and kernels:
-            phase = _embed(control, 0, model, buffers, call)
-            for layer in range(model.windows.shape[0]):
-                phase = _layer(control, phase, layer, model, buffers, cache, call)
-            _score(control, phase, model, buffers, call)
-            end(control)
-
-    forward.__qualname__ = f"forward_{kernels:x}"  # names the file that is kept
-    compiler = partial(njit, nogil=True, error_model="numpy")
-    try:
-        return compiler(cache=True)(forward)
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        return compiler()(forward)
-
-
-def _digest() -> int:
-    files = sorted(set(Path(__file__).parent.glob("*.py")) - {Path(__file__).with_name("crew.py")})
-    return 1 + zlib.crc32(b"".join(file.read_bytes() for file in files))
-
-
-forward = _compiled(_digest())
-"""Take part in a step (control, Weights, Buffers, Cache, Call), on any thread.
-
-Returns when the step is done, or at once if it already is. A thread that comes when all chunks are
-taken writes nothing but to the step's own control.
-"""
+@Kernel
+def forward(control, model, buffers, cache, batch):
+    """Do a step. A thread that comes when all chunks are claimed writes only to its own control."""
+    if not is_over(control):
+        phase = _embed(control, 0, model, buffers, batch)
+        for layer in range(model.windows.shape[0]):
+            phase = _layer(control, phase, layer, model, buffers, cache, batch)
+        _logits(control, phase, model, buffers, batch)
+        end(control)

@@ -6,6 +6,8 @@ and of bf16, they are spelt out, with the same sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -13,6 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import codegen, config
+from numba.extending import intrinsic
 
 LANES = 16
 
@@ -52,15 +55,39 @@ class BFloatType(ir.Type):  # type: ignore[misc]
         return hash(BFloatType)
 
 
+ARRAY = None
+"""Any array, whose data the instructions get the address of."""
+
+
+def instructions(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate what writes LLVM instructions: it becomes a function that kernels call.
+
+    It is called with a builder and the values of arguments of these types.
+    """
+
+    def decorate(write: Callable[..., Any]) -> Any:
+        @wraps(write)
+        def typed(typing: Any, *given: Any) -> Any:
+            def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                values = [
+                    context.make_array(kind)(context, builder, value).data
+                    if isinstance(kind, types.Array)
+                    else value
+                    for kind, value in zip(signature.args, arguments, strict=True)
+                ]
+                value = write(builder, *values)
+                return context.get_dummy_value() if result == types.void else value
+
+            return result(*(kind or one for kind, one in zip(kinds, given, strict=True))), emit
+
+        return intrinsic(typed)
+
+    return decorate
+
+
 def vector(element: ir.Type, n: int = LANES) -> ir.VectorType:
     """Return the LLVM type of `n` elements."""
     return ir.VectorType(element, n)
-
-
-def pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    """Return the address of the element `offset` of an array's data."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [offset])
 
 
 def load(builder: Any, address: Any, element: ir.Type, n: int = LANES) -> Any:
@@ -105,11 +132,11 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", vector(f32), [a, b, c])
 
 
-def widened(builder: Any, address: Any, dtype: Any) -> Any:
+def widened(builder: Any, address: Any) -> Any:
     """Load 16 numbers as float32: float32 itself, bf16 (as uint16) or int8."""
-    if dtype == types.float32:
+    if address.type.pointee == f32:
         return load(builder, address, f32)
-    if dtype == types.uint16:
+    if address.type.pointee == i16:
         bits = builder.zext(load(builder, address, i16), vector(i32))
         return builder.bitcast(builder.shl(bits, constant(i32, 16)), vector(f32))
     return builder.sitofp(builder.sext(load(builder, address, i8), vector(i32)), vector(f32))
@@ -158,25 +185,28 @@ def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """Return e^x of a vector, within 2 units in the last place (Cephes' expf); 0 below -87."""
+    """Return e^x of numbers up to 88, within 2 units in the last place (Cephes' expf).
+
+    It is 0 below -87.
+    """
 
     def number(value: float) -> Any:
         return constant(f32, float(np.float32(value)))
 
-    kind = vector(f32)
+    kind, round_to_whole = vector(f32), number(1.5 * 2**23)
     small = builder.fcmp_ordered("<", x, number(-87.0))
     x = call(builder, "llvm.maxnum.v16f32", kind, [x, number(-87.0)])
-    x = call(builder, "llvm.minnum.v16f32", kind, [x, number(88.0)])
-    n = call(builder, "llvm.rint.v16f32", kind, [builder.fmul(x, number(1.4426950408889634))])
+    shifted = fma(builder, x, number(1.4426950408889634), round_to_whole)
+    n = builder.fsub(shifted, round_to_whole)
     r = fma(builder, n, number(-0.693359375), x)
     r = fma(builder, n, number(2.12194440e-4), r)
     y = number(1.9875691500e-4)
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         y = fma(builder, y, r, number(c))
-    y = builder.fadd(fma(builder, builder.fmul(y, r), r, r), number(1.0))
-    exponent = builder.add(builder.fptosi(n, vector(i32)), constant(i32, 127))
-    power = builder.bitcast(builder.shl(exponent, constant(i32, 23)), kind)
-    return builder.select(small, number(0.0), builder.fmul(y, power))
+    y = fma(builder, fma(builder, y, r, number(1.0)), r, number(1.0))
+    exponent = builder.shl(builder.bitcast(shifted, vector(i32)), constant(i32, 23))
+    power = builder.add(builder.bitcast(y, vector(i32)), exponent)
+    return builder.select(small, number(0.0), builder.bitcast(power, kind))
 
 
 def folded(builder: Any, value: Any, join: Any) -> Any:

@@ -7,19 +7,24 @@ into whoever calls them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from numba import types
-from numba.extending import intrinsic, models, register_model
+import numba
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import models, register_model
 
 from tiedgpt.infer.kernels.simd import (
+    ARRAY,
+    LANES,
     call,
     exponential,
     f32,
     folded,
+    i16,
     i32,
+    i64,
+    instructions,
     larger,
-    pointer,
     prefetch,
     splat,
     store,
@@ -29,7 +34,7 @@ from tiedgpt.infer.kernels.simd import (
 
 
 class _F16(types.Type):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(name="F16")
 
 
@@ -38,151 +43,159 @@ F16 = _F16()
 
 @register_model(_F16)
 class _F16Model(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
+    def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, vector(f32))
 
 
-@intrinsic
-def load16(typing, array, offset):
+@instructions(F16, ARRAY, types.intp)
+def load16(builder, array, offset):
     """Load 16 numbers from element `offset` of a float32, bf16 (uint16) or int8 array's data."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = pointer(context, builder, signature.args[0], *arguments)
-        return widened(builder, address, signature.args[0].dtype)
-
-    return F16(array, types.intp), emit
+    return widened(builder, builder.gep(array, [offset]))
 
 
-@intrinsic
-def store16(typing, array, offset, value):
+@instructions(types.void, ARRAY, types.intp, F16)
+def store16(builder, array, offset, a):
     """Write 16 float32 to a float32 array's data."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        store(builder, arguments[2], pointer(context, builder, signature.args[0], *arguments[:2]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, F16), emit
+    store(builder, a, builder.gep(array, [offset]))
 
 
-@intrinsic
-def fetch16(typing, array, offset):
+@instructions(types.void, ARRAY, types.intp)
+def fetch16(builder, array, offset):
     """Have the sixteen numbers from element `offset` of a float32 array's data fetched."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        prefetch(builder, pointer(context, builder, signature.args[0], *arguments))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), emit
+    prefetch(builder, builder.gep(array, [offset]))
 
 
-@intrinsic
-def float_of_bits(typing, bits):
+@instructions(types.float32, types.int32)
+def float_of_bits(builder, bits):
     """Return the float32 whose bits these are."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], f32)
-
-    return types.float32(types.int32), emit
+    return builder.bitcast(bits, f32)
 
 
-@intrinsic
-def bits_of_float(typing, value):
+@instructions(types.int32, types.float32)
+def bits_of_float(builder, x):
     """Return the bits of a float32 as int32."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], i32)
-
-    return types.int32(types.float32), emit
+    return builder.bitcast(x, i32)
 
 
-@intrinsic
-def nearest(typing, x):
+@instructions(types.float32, types.float32)
+def nearest(builder, x):
     """Return the whole number nearest to a float32, as float32."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return call(builder, "llvm.rint.f32", f32, list(arguments))
-
-    return types.float32(types.float32), emit
+    return call(builder, "llvm.rint.f32", f32, [x])
 
 
-@intrinsic
-def power_of_two(typing, n):
+@instructions(types.float32, types.float32)
+def power_of_two(builder, n):
     """Return 2^n of a whole float32 from -126 to 127."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        exponent = builder.add(builder.fptosi(arguments[0], i32), i32(127))
-        return builder.bitcast(builder.shl(exponent, i32(23)), f32)
-
-    return types.float32(types.float32), emit
+    exponent = builder.add(builder.fptosi(n, i32), i32(127))
+    return builder.bitcast(builder.shl(exponent, i32(23)), f32)
 
 
-def _of_vectors(n: int, body: Any) -> Any:
-    """Make a function of n vectors that returns one."""
-    if n == 1:
-
-        @intrinsic
-        def one(typing, a):
-            def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-                return body(builder, *arguments)
-
-            return F16(F16), emit
-
-        return one
-
-    @intrinsic
-    def two(typing, a, b):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return body(builder, *arguments)
-
-        return F16(F16, F16), emit
-
-    return two
+@instructions(F16, F16, F16)
+def add16(builder, a, b):
+    """Return the sums of pairs."""
+    return builder.fadd(a, b)
 
 
-add16 = _of_vectors(2, lambda builder, a, b: builder.fadd(a, b))
-scale16 = _of_vectors(2, lambda builder, a, b: builder.fmul(a, b))
-max16 = _of_vectors(
-    2, lambda builder, a, b: call(builder, "llvm.maxnum.v16f32", vector(f32), [a, b])
-)
-exp16 = _of_vectors(1, exponential)
+@instructions(F16, F16, F16)
+def scale16(builder, a, b):
+    """Return the products of pairs."""
+    return builder.fmul(a, b)
 
 
-@intrinsic
-def filled16(typing, x):
+@instructions(F16, F16, F16)
+def max16(builder, a, b):
+    """Return the larger of each pair, a number where one is NaN."""
+    return call(builder, "llvm.maxnum.v16f32", a.type, [a, b])
+
+
+@instructions(F16, F16, F16)
+def larger16(builder, a, b):
+    """Return the larger of each pair, NaN where one is NaN."""
+    return larger(builder, a, b)
+
+
+@instructions(F16, F16)
+def exp16(builder, a):
+    """Return e^a; see `simd.exponential`."""
+    return exponential(builder, a)
+
+
+@instructions(F16, types.float32)
+def filled16(builder, x):
     """Return sixteen times a number."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return splat(builder, arguments[0])
-
-    return F16(types.float32), emit
+    return splat(builder, x)
 
 
-@intrinsic
-def shift16(typing, a, x, y):
+@instructions(F16, F16, types.float32, types.float32)
+def shift16(builder, a, x, y):
     """Return (a - x) * y for numbers x and y."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a, x, y = arguments
-        return builder.fmul(builder.fsub(a, splat(builder, x)), splat(builder, y))
-
-    return F16(F16, types.float32, types.float32), emit
+    return builder.fmul(builder.fsub(a, splat(builder, x)), splat(builder, y))
 
 
-@intrinsic
-def total16(typing, a):
+@instructions(types.float32, F16)
+def total16(builder, a):
     """Return the sum of sixteen numbers."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return folded(builder, arguments[0], builder.fadd)
-
-    return types.float32(F16), emit
+    return folded(builder, a, builder.fadd)
 
 
-@intrinsic
-def largest16(typing, a):
-    """Return the largest of sixteen numbers."""
+@instructions(types.float32, F16)
+def largest16(builder, a):
+    """Return the largest of sixteen numbers, NaN if one is NaN."""
+    return folded(builder, a, partial(larger, builder))
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return folded(builder, arguments[0], partial(larger, builder))
 
-    return types.float32(F16), emit
+@instructions(F16, types.intp)
+def count16(builder, first):
+    """Return the bits of sixteen int32 that count from `first`."""
+    steps = ir.Constant(vector(i32), [*range(LANES)])
+    numbers = builder.add(splat(builder, builder.trunc(first, i32)), steps)
+    return builder.bitcast(numbers, vector(f32))
+
+
+def _comparison(sign):
+    """Make a function of a vector and a number that returns where the vector's are so, as bits."""
+
+    @instructions(types.intp, F16, types.float32)
+    def compare(builder, a, x):
+        so = builder.fcmp_ordered(sign, a, splat(builder, x))
+        return builder.zext(builder.bitcast(so, i16), i64)
+
+    return compare
+
+
+above16, at_least16, equal16 = _comparison(">"), _comparison(">="), _comparison("==")
+
+
+def _mask(builder, bits):
+    return builder.bitcast(builder.trunc(bits, i16), vector(ir.IntType(1)))
+
+
+@instructions(F16, F16, types.intp)
+def masked16(builder, a, bits):
+    """Return a vector's numbers where bits are set, else 0."""
+    return builder.select(_mask(builder, bits), a, splat(builder, f32(0.0)))
+
+
+@instructions(types.void, ARRAY, types.intp, F16, types.intp)
+def compress16(builder, array, offset, a, bits):
+    """Write a vector's numbers where bits are set, side by side; 16 places are written."""
+    values = [a, _mask(builder, bits), ir.Constant(a.type, ir.Undefined)]
+    packed = call(builder, "llvm.experimental.vector.compress.v16f32", a.type, values)
+    store(builder, packed, builder.gep(array, [offset]))
+
+
+@instructions(types.intp, types.intp)
+def count_bits(builder, bits):
+    """Return how many bits are set."""
+    return call(builder, "llvm.ctpop.i64", i64, [bits])
+
+
+@instructions(types.CPointer(types.float32), types.intp)
+def _pointer(builder, address):
+    return builder.inttoptr(address, f32.as_pointer())
+
+
+@njit(inline="always", error_model="numpy")
+def array_at(address, size):
+    """Return the float32 array of `size` numbers at an address."""
+    return numba.carray(_pointer(address), (size,))

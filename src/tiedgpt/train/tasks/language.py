@@ -96,7 +96,7 @@ class LanguageModelling(Task):
 
     def sample(self, model: Model, plan: Plan, step: int) -> str:
         """Return how the model begins a text."""
-        engine = Engine(body_of(model), tokenizer=self.tokenizer)
+        engine = Engine(body_of(model), tokenizer=self.tokenizer, slots=1)
         start = [self.config.bos_token_id or 0]
         return engine.generate(
             start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed

@@ -36,12 +36,8 @@ def text_of(engine, completion):
 
 
 def streamed(engine, prompt, **options):
-    stream, pieces = engine.stream(prompt, **options), []
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            return "".join(pieces), end.value
+    generation = engine.stream(prompt, **options)
+    return "".join(token.text for token in generation), generation.result()
 
 
 def test_the_best_beam_is_the_completion(engine):
@@ -69,9 +65,8 @@ def test_beams_are_at_least_as_likely_as_greedy_text(engine):
 
 def test_no_guidance_is_greedy(engine):
     greedy = engine.generate("the cat", temperature=0, max_new_tokens=20)
-    assert (
-        engine.generate("the cat", guidance_scale=1.0, temperature=0, max_new_tokens=20) == greedy
-    )
+    options = {"guidance_scale": 1.0, "temperature": 0, "max_new_tokens": 20}
+    assert engine.generate("the cat", **options) == greedy
 
 
 @pytest.mark.parametrize(
@@ -120,11 +115,12 @@ def test_json_can_be_read(engine):
         assert type(json.loads(completion.text)["age"]) is int
 
 
-def test_logprobs_under_a_constraint_are_the_models_own(engine):
+def test_logprobs_under_a_constraint_are_the_models_own_over_all_its_rows(engine):
     bound = engine.generate("the", regex="(cat|dog)+", seed=1, max_new_tokens=12)
     prompt = engine.tokenizer.encode("the")
     with torch.no_grad():
-        logits = engine.model(torch.tensor([prompt + bound.ids]))[0, :, : len(engine.tokenizer)]
+        logits = engine.model(torch.tensor([prompt + bound.ids]))[0]
+    assert logits.shape[1] > len(engine.tokenizer)
     log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     expected = [float(row[token]) for row, token in zip(log_p, bound.ids, strict=True)]
     assert bound.logprobs == pytest.approx(expected, abs=1e-4)
@@ -155,17 +151,24 @@ CONTRADICTIONS = {
     "num_beams.*context_end": {"num_beams": 2, "context_end": "slide"},
     "num_beams.*speculate": {"num_beams": 2, "speculate": "ngram"},
     "num_beams and best_of": {"num_beams": 2, "best_of": 2},
+    "num_beams and best_of .or n.": {"num_beams": 2, "n": 2},
+    "n and temperature=0": {"n": 2, "temperature": 0},
+    "best_of=2 must be at least n=3": {"best_of": 2, "n": 3},
+    "num_beams.*top_logprobs": {"num_beams": 2, "top_logprobs": 2},
     "best_of and temperature=0": {"best_of": 2, "temperature": 0},
     "guidance_scale.*context_end": {"guidance_scale": 2, "context_end": "slide"},
     "negative_prompt needs a guidance_scale": {"negative_prompt": "x"},
     "length_penalty is for beam search": {"length_penalty": 2.0},
     "early_stopping is for beam search": {"early_stopping": True},
     "regex and grammar": {"regex": "a", "grammar": 'start: "a"'},
-    "num_beams=0": {"num_beams": 0},
-    "best_of=1.5": {"best_of": 1.5},
-    "length_penalty=nan": {"length_penalty": float("nan"), "num_beams": 2},
-    "guidance_scale='2'": {"guidance_scale": "2"},
-    "early_stopping='soon'": {"early_stopping": "soon", "num_beams": 2},
+    "num_beams must be an integer >= 1, got 0": {"num_beams": 0},
+    "best_of must be an integer >= 1, got 1.5": {"best_of": 1.5},
+    "length_penalty must be a finite number, got nan": {
+        "length_penalty": float("nan"),
+        "num_beams": 2,
+    },
+    "guidance_scale must be a finite number, got '2'": {"guidance_scale": "2"},
+    "early_stopping must be one of": {"early_stopping": "soon", "num_beams": 2},
     "regex cannot be met": {"regex": "("},
 }
 
@@ -177,7 +180,7 @@ def test_what_contradicts_itself_is_refused_by_both_names(engine, message):
             ask("the cat", **CONTRADICTIONS[message])
 
 
-@pytest.mark.parametrize("name", ["num_beams", "best_of"])
+@pytest.mark.parametrize("name", ["num_beams", "best_of", "n"])
 def test_what_is_known_only_at_its_end_cannot_be_streamed(engine, name):
     with pytest.raises(UserError, match=f"stream and {name}=2"):
         engine.stream("the cat", **{name: 2})
@@ -220,14 +223,18 @@ def test_a_sliding_context_keeps_to_the_constraint(engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("max_tokens", "is max_new_tokens meant"), ("qqq", "there are bad_words")]
+    ("name", "said"), [("max_tokens", "did you mean max_new_tokens"), ("qqq", "known are max_new")]
 )
 def test_an_option_that_does_not_exist_is_named_with_what_is_meant(engine, name, said):
-    with pytest.raises(TypeError, match=said):
-        engine.generate("a", **{name: 3})
+    for ask in (engine.generate, engine.stream, engine.submit):
+        with pytest.raises(TypeError, match=said):
+            ask("a", **{name: 3})
 
 
 def test_no_prompt_at_all_is_an_error_of_ours(engine):
+    for ask in (engine.stream, engine.submit):
+        with pytest.raises(UserError, match="must be text or ids"):
+            ask(None)
     with pytest.raises(UserError, match="neither a text nor ids"):
         engine.generate(None)
 

@@ -1,23 +1,23 @@
-"""A product's heart: 64 rows of weights times 1 to 6 vectors, for each form of weights.
+"""GEMM's microkernels: 64 rows of weights times 1 to 6 vectors, for each precision of weights.
 
 Weights lie in panels of 64 rows (`weights/packed_panels.py`): at each step along a row the 64 rows'
 next numbers lie side by side, so that each lane of a register adds up its own row and nothing is
 summed across lanes. A row's sum is thus the same for any number of vectors and of threads. Keys and
-values of the cache lie in the same way, and attention's two products are made alike.
+values of the cache lie in the same way, and attention's two matmuls are made alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+import numpy as np
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import overload
 
-from tiedgpt.infer.kernels.arithmetic import GROUP
+from tiedgpt.infer.kernels.quantize import GROUP
 from tiedgpt.infer.kernels.simd import (
+    ARRAY,
     LANES,
     constant,
     dot8,
@@ -27,65 +27,45 @@ from tiedgpt.infer.kernels.simd import (
     i8,
     i16,
     i32,
+    i64,
+    instructions,
     load,
-    pointer,
     splat,
     store,
     vector,
 )  # fmt: skip
+from tiedgpt.infer.kernels.vectors import float_of_bits
 
 PANEL = 64
 PARTS = PANEL // LANES
-NIBBLES = 32
+GROUP_INT4 = 32
 """4-bit weights that share a scale."""
 
 
-def _tile(n: int) -> Callable[..., None]:
-    """Make the product of a panel with `n` vectors."""
+def _microkernel(n: int) -> Any:
+    """Make the matmul of a panel with `n` vectors."""
 
-    @intrinsic
-    def tile(
-        typing: Any, weights: Any, scales: Any, panel: Any, x: Any, x_scales: Any, x_sums: Any,
-        first: Any, width: Any, out: Any,
-    ) -> Any:  # fmt: skip
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            w, s, panel, x, xs, xsum, first, width, out = arguments
-            kinds = signature.args
-            at = {
-                "w": pointer(context, builder, kinds[0], w, zero()),
-                "s": pointer(context, builder, kinds[1], s, zero()),
-                "x": pointer(context, builder, kinds[3], x, builder.mul(first, width)),
-                "xs": pointer(context, builder, kinds[4], xs, zero()),
-                "xsum": pointer(context, builder, kinds[5], xsum, zero()),
-            }
-            form = form_of(kinds[0], kinds[1])
-            sums = FORMS[form](builder, at, panel, first, width, n)
-            for m in range(n):
-                for part in range(PARTS):
-                    place = ir.Constant(panel.type, m * PANEL + part * LANES)
-                    store(builder, sums[m][part], pointer(context, builder, kinds[8], out, place))
-            return context.get_dummy_value()
+    @instructions(
+        types.void, ARRAY, ARRAY, types.intp, ARRAY, ARRAY, ARRAY, types.intp, types.intp, ARRAY
+    )
+    def microkernel(builder, w, s, panel, x, x_scales, x_sums, first, width, out):
+        x = builder.gep(x, [builder.mul(first, width)])
+        at = {"w": w, "s": s, "x": x, "xs": x_scales, "xsum": x_sums}
+        sums = PRECISIONS[_precision(w, s)](builder, at, panel, first, width, n)
+        for m, row in enumerate(sums):
+            for part, values in enumerate(row):
+                store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
 
-        signature = types.void(
-            weights, scales, types.intp, x, x_scales, x_sums, types.intp, types.intp, out
-        )
-        return signature, emit
-
-    return tile
+    return microkernel
 
 
-def form_of(weights: Any, scales: Any) -> str:
-    """Return the form of weights by the types of a packed matrix's arrays."""
-    if weights.dtype == types.float32:
+def _precision(weights: Any, scales: Any) -> str:
+    """Return the precision of weights by the LLVM types of a packed matrix's arrays."""
+    if weights.type.pointee == f32:
         return "fp32"
-    if weights.dtype == types.uint16:
+    if weights.type.pointee == i16:
         return "bf16"
-    return "int4" if scales.ndim == 3 else "int8"
-
-
-def zero() -> Any:
-    """Return 0 as an offset."""
-    return ir.Constant(ir.IntType(64), 0)
+    return "int4" if scales.type.pointee == i16 else "int8"
 
 
 def _variables(builder: Any, n: int, kind: Any) -> list[list[Any]]:
@@ -106,7 +86,7 @@ def loaded(builder: Any, slots: list[list[Any]]) -> list[list[Any]]:
     return [[builder.load(slot) for slot in row] for row in slots]
 
 
-def _plain(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _fp32(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """float32 weights (P, K, 64) and vectors (n, K)."""
     sums = cleared(builder, n)
     base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, width.type(PANEL)))])
@@ -123,7 +103,7 @@ def _plain(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
     return loaded(builder, sums)
 
 
-def _pairs(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _bf16(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """bf16 weights (P, K/2, 64, 2) and vectors (n, K), all as uint16."""
     sums = cleared(builder, n)
     half = builder.lshr(width, width.type(1))
@@ -142,7 +122,7 @@ def _pairs(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
     return loaded(builder, sums)
 
 
-def _bytes(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _int8(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """int8 weights + 128 (P, K/4, 64, 4), int8 vectors (n, K) with a scale for each 64."""
     sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
     kind = width.type
@@ -183,7 +163,7 @@ def _bytes(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any,
     return loaded(builder, sums)
 
 
-def _nibbles(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _int4(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
     """4-bit weights + 8 (P, K/8, 64, 4), with a bf16 scale for each 32; vectors as for int8."""
     sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
     kind = width.type
@@ -200,8 +180,8 @@ def _nibbles(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: An
             begin = builder.mul(builder.load(builder.gep(at["xsum"], [place])), i32(-8))
             for part in range(PARTS):
                 builder.store(splat(builder, begin), whole[m][part])
-        with cgutils.for_range(builder, kind(NIBBLES // 8)) as inner:
-            k = builder.add(builder.mul(g, kind(NIBBLES // 8)), inner.index)
+        with cgutils.for_range(builder, kind(GROUP_INT4 // 8)) as inner:
+            k = builder.add(builder.mul(g, kind(GROUP_INT4 // 8)), inner.index)
             row = builder.gep(base, [builder.mul(k, kind(4 * PANEL))])
             for part in range(PARTS):
                 both = load(builder, builder.gep(row, [kind(4 * LANES * part)]), i8, 64)
@@ -232,5 +212,35 @@ def _nibbles(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: An
     return loaded(builder, sums)
 
 
-FORMS = {"fp32": _plain, "bf16": _pairs, "int8": _bytes, "int4": _nibbles}
-tile1, tile2, tile4, tile6 = _tile(1), _tile(2), _tile(4), _tile(6)
+PRECISIONS = {"fp32": _fp32, "bf16": _bf16, "int8": _int8, "int4": _int4}
+microkernel1, microkernel2 = _microkernel(1), _microkernel(2)
+microkernel4, microkernel6 = _microkernel(4), _microkernel(6)
+
+
+def number_at(weights: Any, scales: Any, panel: int, row: int, k: int) -> Any:
+    """Return number k of a panel's row, in float32."""
+
+
+@overload(number_at, inline="always")
+def _number_at(weights, scales, panel, row, k):
+    if weights.dtype == types.float32:
+        return lambda weights, scales, panel, row, k: weights[panel, k, row]
+    if weights.dtype == types.uint16:
+
+        def bf16(weights, scales, panel, row, k):
+            return float_of_bits(np.int32(weights[panel, k // 2, row, k % 2]) << 16)
+
+        return bf16
+    if scales.ndim == 3:
+
+        def int4(weights, scales, panel, row, k):
+            both = np.int32(weights[panel, k // 8, row, k % 4])
+            whole = (both >> 4 if k % 8 >= 4 else both & 15) - 8
+            return np.float32(whole) * float_of_bits(np.int32(scales[panel, k // 32, row]) << 16)
+
+        return int4
+
+    def int8(weights, scales, panel, row, k):
+        return np.float32(np.int32(weights[panel, k // 4, row, k % 4]) - 128) * scales[panel, row]
+
+    return int8

@@ -6,12 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from numba import njit
 from numba.core.caching import Cache, IndexDataCacheFile
 
 from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError
-from tiedgpt.infer.kernels import crew
+from tiedgpt.infer.kernels import thread_pool
+from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.forward import forward
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.weights.packed_write import pack_gpt
 
@@ -30,43 +31,43 @@ def expected(runner):
 
 def steps(runner):
     session = runner.session(slots=1, capacity=24)
-    return np.concatenate([session.read([0], [[token]])[0] for token in IDS])
+    return np.concatenate([session.read([0], [[token]])[0].copy() for token in IDS])
 
 
 def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, monkeypatch):
     done = []
 
     def noted(*work):
-        crew_forward(*work)
+        compiled(*work)
         done.append(work)
 
-    crew_forward = crew.forward
+    compiled = forward.compiled
     session = runner.session(slots=1, capacity=24)
     session.read([0], [IDS[:1]])
-    monkeypatch.setattr(crew, "forward", noted)
+    monkeypatch.setattr(forward, "compiled", noted)
     for at, token in enumerate(IDS[1:], 1):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
-        crew_forward(*done[0])
+        compiled(*done[0])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
     runner, expected, monkeypatch, when
 ):
-    session, forward = runner.session(slots=1, capacity=24), crew.forward
+    session, compiled = runner.session(slots=1, capacity=24), forward.compiled
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
     def interrupted(*work):
         if threading.current_thread() is not main:
-            return forward(*work)
+            return compiled(*work)
         if when == "after":
-            forward(*work)
+            compiled(*work)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(crew, "forward", interrupted)
+        patch.setattr(forward, "compiled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
@@ -85,8 +86,8 @@ def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(crew, "forward", interrupted)
-        patch.setattr(session._crew, "_work", [])
+        patch.setattr(forward, "compiled", interrupted)
+        patch.setattr(session._pool, "_work", [])
         with pytest.raises(KeyboardInterrupt):
             session.read([1], [[91, 92, 93]])
     session.copy(0, 1)
@@ -95,13 +96,13 @@ def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
 
 
 def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch):
-    forward, main = crew.forward, threading.current_thread()
+    compiled, main = forward.compiled, threading.current_thread()
     failed, served = threading.Event(), threading.Event()
     names = set()
 
     def failing(*work):
         if work[3] is not session._cache:  # a late helper of another session's
-            return forward(*work)
+            return compiled(*work)
         if threading.current_thread() is main:
             waited = failed if not failed.is_set() else served
             if not work[0].counters[0]:
@@ -113,10 +114,10 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
             raise MemoryError("Allocation failed (probably too large).")
         elif threading.current_thread().name in names:
             served.set()
-        return forward(*work)
+        return compiled(*work)
 
     session = runner.session(slots=1, capacity=24)
-    monkeypatch.setattr(crew, "forward", failing)
+    monkeypatch.setattr(forward, "compiled", failing)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
@@ -125,17 +126,17 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, monkeypatch, error):
-    session, forward = runner.session(slots=1, capacity=24), crew.forward
+    session, compiled = runner.session(slots=1, capacity=24), forward.compiled
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
     def failing(*work):
         if threading.current_thread() is main:
             raise error("no more")
-        forward(*work)
+        compiled(*work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(crew, "forward", failing)
+        patch.setattr(forward, "compiled", failing)
         with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
@@ -144,15 +145,15 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
 
 
 def test_kernels_are_compiled_by_the_caller_before_helpers_get_work(runner, monkeypatch):
-    forward, seen = crew.forward, []
+    compiled, seen = forward.compiled, []
     session = runner.session(slots=1, capacity=24)
 
     def noted(*work):
         if work[3] is session._cache:
             seen.append((threading.current_thread(), bool(work[0].counters[0])))
-        forward(*work)
+        compiled(*work)
 
-    monkeypatch.setattr(crew, "forward", noted)
+    monkeypatch.setattr(forward, "compiled", noted)
     session.read([0], [IDS])
     assert seen[0] == (threading.current_thread(), True)
 
@@ -172,13 +173,12 @@ def damaged(*_):
 def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said_once(
     monkeypatch, method, fails
 ):
-    small = njit(cache=True)(lambda control, x: x + control[0])
-    monkeypatch.setattr(crew, "forward", small)
+    kernel = Kernel(lambda control, x: None)
     monkeypatch.setattr(*method, fails)
     with pytest.warns(RuntimeWarning, match="or kept in .*NUMBA_CACHE_DIR"):
-        crew._compile(np.ones(1, np.int64), 1)
-    crew._compile(np.ones(1, np.int64), 1.5)
-    assert len(small.signatures) == 2 and small.stats.cache_path is None
+        kernel.compile(np.ones(1, np.int64), 1)
+    kernel.compile(np.ones(1, np.int64), 1.5)
+    assert len(kernel.compiled.signatures) == 2 and kernel.cache_path is None
 
 
 def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expected, monkeypatch):
@@ -222,13 +222,13 @@ def test_sessions_of_one_runner_run_in_threads_of_their_own(runner, expected):
 
 
 def test_helpers_that_never_come_are_not_waited_for(expected, monkeypatch):
-    monkeypatch.setattr(crew, "_help", lambda queue: None)
+    monkeypatch.setattr(thread_pool, "_help", lambda queue: None)
     alone = PackedRunner(pack_gpt(made(), "fp32"), threads=3)
     session = alone.session(slots=1, capacity=24)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
-    assert [queue.qsize() for queue in session._crew._work] == [crew.BEHIND] * 2
+    assert [queue.qsize() for queue in session._pool._work] == [thread_pool.BEHIND] * 2
 
 
 def test_helpers_end_with_their_session(runner):

@@ -1,4 +1,4 @@
-"""Products of packed matrices with a few vectors or many, in chunks that threads share."""
+"""GEMM: packed matrices times a few vectors or many, in chunks that threads share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from tiedgpt.infer.kernels.arithmetic import activate, prepare
-from tiedgpt.infer.kernels.queue import finish, take
-from tiedgpt.infer.kernels.tiles import PANEL, tile1, tile2, tile4, tile6
+from tiedgpt.infer.kernels.microkernels import (
+    PANEL,
+    microkernel1,
+    microkernel2,
+    microkernel4,
+    microkernel6,
+)
+from tiedgpt.infer.kernels.norms import activate
+from tiedgpt.infer.kernels.quantize import quantize
+from tiedgpt.infer.kernels.work_stealing import claimed
 
 CHUNK_BYTES = 1 << 17
-"""Weights that a thread takes at a time, about: long enough for a core to read ahead."""
+"""Weights of a chunk, about: long enough for a core to read ahead."""
 SHARES = 8
-"""Chunks that a product has at least, where it has as many panels."""
+"""Chunks that a GEMM has at least, where it has as many panels."""
 
 
 def scale_rows(out: Any, n: int, scales: Any, panel: int) -> None:
@@ -41,16 +48,16 @@ def multiply(weights, scales, panel, x, x_scales, x_sums, first, n, width, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
     left = n - first
     if left >= 6:
-        tile6(weights, scales, panel, x, x_scales, x_sums, first, width, out)
+        microkernel6(weights, scales, panel, x, x_scales, x_sums, first, width, out)
         done = 6
     elif left >= 4:
-        tile4(weights, scales, panel, x, x_scales, x_sums, first, width, out)
+        microkernel4(weights, scales, panel, x, x_scales, x_sums, first, width, out)
         done = 4
     elif left >= 2:
-        tile2(weights, scales, panel, x, x_scales, x_sums, first, width, out)
+        microkernel2(weights, scales, panel, x, x_scales, x_sums, first, width, out)
         done = 2
     else:
-        tile1(weights, scales, panel, x, x_scales, x_sums, first, width, out)
+        microkernel1(weights, scales, panel, x, x_scales, x_sums, first, width, out)
         done = 1
     scale_rows(out, done, scales, panel)
     return done
@@ -65,17 +72,12 @@ def panels_at_once(weights):
 
 
 @njit(error_model="numpy")
-def product(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, out):
+def gemm(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, out):
     """Write W x + bias of n vectors to out (n, rows), or add it to what is there."""
     panels, step = weights.shape[0], panels_at_once(weights)
     chunks = -(-panels // step)
     sums = np.empty((6, PANEL), np.float32)
-    mine = 0
-    while True:
-        chunk = take(control, phase, chunks)
-        if chunk < 0:
-            break
-        mine += 1
+    for chunk in claimed(control, phase, chunks):
         for panel in range(chunk * step, min((chunk + 1) * step, panels)):
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             first = 0
@@ -90,24 +92,19 @@ def product(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width
                         for row in range(PANEL):
                             target[row] = sums[m, row] + offset[row]
                 first += done
-    return finish(control, phase, mine, chunks)
+    return phase + 1
 
 
 @njit(error_model="numpy")
-def activated_product(
+def activated_gemm(
     control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, kind, out, out_scales,
     out_sums,
 ):  # fmt: skip
-    """Write activation(W x + bias) of n vectors in the form that the next product reads."""
+    """Write activation(W x + bias) of n vectors in the dtype that the next GEMM reads."""
     panels, step = weights.shape[0], panels_at_once(weights)
     chunks = -(-panels // step)
     sums = np.empty((6, PANEL), np.float32)
-    mine = 0
-    while True:
-        chunk = take(control, phase, chunks)
-        if chunk < 0:
-            break
-        mine += 1
+    for chunk in claimed(control, phase, chunks):
         for panel in range(chunk * step, min((chunk + 1) * step, panels)):
             at = panel * PANEL
             first = 0
@@ -118,10 +115,10 @@ def activated_product(
                         sums[m, row] += bias[at + row]
                     activate(sums[m], PANEL, kind)
                     token = first + m
-                    prepare(
+                    quantize(
                         sums[m], PANEL, out[token, at : at + PANEL],
                         out_scales[token, panel : panel + 1],
                         out_sums[token, 2 * panel : 2 * panel + 2],
                     )  # fmt: skip
                 first += done
-    return finish(control, phase, mine, chunks)
+    return phase + 1

@@ -1,0 +1,120 @@
+"""What a user's call reaches of the kernels' rate: `Engine.generate` against `Session.read`.
+
+    python bench/generate.py [--size gpt2] [--precision int8] [--batch 1 8 32] [--tokens 64]
+
+Everyone in turn: new prompts of 64 ids are read, then as many tokens are generated for each, and
+all of that is timed. "bare" reads and takes the largest logit by numpy; the others are
+`Engine.generate`, greedy and with top_p=0.95 on the flat logits of random weights; llama.cpp is
+llama-cpp-python's own `generate`, one sequence at a time; transformers' is its `generate` in bf16.
+Shares are medians over rounds of the bare rate's time over the other's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from formats import Files, add_options, files_of
+from peers import open_way
+from turns import cores, facts, faster_by, in_turn, keep, per_second, show
+from ways import Prompts, Room
+
+PROMPT = 64
+OPTIONS = {
+    "greedy": {"temperature": 0},
+    "top_k 40, top_p 0.95": {"top_k": 40, "top_p": 0.95, "seed": 1},
+    "top_p 0.95": {"top_p": 0.95, "seed": 1},
+}
+Run = Callable[[Prompts, int], object]
+
+
+def engine(files: Files, room: Room, precision: str) -> dict[str, Run]:
+    """Return `Engine.generate` with different options; no way stops at an end of text."""
+    from tiedgpt.infer import Engine
+
+    ours = Engine(files.packed(precision), slots=room.slots, threads=room.threads)
+    ours.runner.config = replace(ours.runner.config, eos_token_id=None)
+
+    def run(options: dict[str, object]) -> Run:
+        return lambda prompts, n: ours.generate(prompts, max_new_tokens=n + 1, **options)
+
+    return {f"generate {name}": run(options) for name, options in OPTIONS.items()}
+
+
+def llama(files: Files, room: Room, precision: str) -> Run:
+    """llama-cpp-python's `Llama.generate`."""
+    import llama_cpp
+
+    path = str(files.gguf({"int8": "q8_0", "int4": "q4_0"}.get(precision, precision)))
+    theirs = llama_cpp.Llama(
+        path, n_ctx=room.capacity, n_threads=room.threads, n_threads_batch=room.threads,
+        verbose=False,
+    )  # fmt: skip
+
+    def run(prompts: Prompts, n: int) -> None:
+        for prompt in prompts:
+            theirs.reset()
+            for _ in itertools.islice(theirs.generate(prompt, temp=0.0), n + 1):
+                pass
+
+    return run
+
+
+def one_batch(batch: int, files: Files, given: argparse.Namespace) -> None:
+    """Measure one number of sequences; keep and show it."""
+    n, room = given.tokens, Room(batch, PROMPT + given.tokens + 1, given.threads)
+    ways: dict[str, Run] = {"bare": open_way(f"ours {given.precision}", files, room)}
+    ways |= engine(files, room, given.precision)
+    if batch == 1 and not given.alone:
+        ways["llama.cpp generate"] = llama(files, room, given.precision)
+    if batch == 8 and not given.alone:
+        ways["transformers bf16 generate"] = open_way("transformers bf16", files, room)
+    numbers = itertools.count()
+
+    def timed(way: Run) -> float:
+        number = next(numbers)  # other prompts in each turn: no prefix is reused
+        prompts = [
+            [(31 * slot + 7919 * at + 101 * number + 1) % 50_000 for at in range(PROMPT)]
+            for slot in range(batch)
+        ]
+        began = time.perf_counter()
+        way(prompts, n)
+        return time.perf_counter() - began
+
+    turns = {name: (lambda way=way: timed(way)) for name, way in ways.items()}
+    seconds = in_turn(turns, given.rounds)
+    shares = {name: round(1 / ratio, 3) for name, ratio in faster_by(seconds, "bare").items()}
+    row = {
+        **facts(given),
+        "precision": given.precision,
+        "sequences": batch,
+        "tokens": n + 1,
+        "tokens/s": per_second(seconds, batch * (n + 1)),
+        "share of the bare rate (median of ratios)": shares,
+    }
+    keep("generate", row, given.quick)
+    cells = {way: (rate, shares.get(way)) for way, rate in row["tokens/s"].items()}
+    show(f"{batch} sequences, {given.precision}", cells, ("tokens/s", "share of bare"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--precision", default="int8", choices=["fp32", "bf16", "int8", "int4"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--alone", action="store_true", help="without the peers")
+    given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.tokens = 1, 4
+    with files_of(given) as files:
+        for batch in given.batch:
+            one_batch(batch, files, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The threads that take part in a step: the caller's own, and helpers that sleep between steps.
+
+What can fail, fails before a thread claims a chunk: kernels are compiled on the caller's thread
+before helpers are given anything, and each phase allocates what it needs before it claims chunks. A
+thread that fails thus leaves a step that the others can finish, and is there for the next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.work_stealing import control_for
+
+BEHIND = 8
+"""Steps that may wait for a helper that does not come."""
+
+
+class ThreadPool:
+    """Runs steps, each a kernel's, on several threads, one step at a time.
+
+    Each step has a control of its own, so that a helper that comes late to one that is over cannot
+    meddle with the next.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._process: int | None = None
+        self._compiled: set[Kernel] = set()
+        self._unfinished: tuple[Any, ...] | None = None
+        self._scratch: NDArray[np.float32] = np.zeros((threads, 0, 0), np.float32)
+        self._work: list[SimpleQueue[Any]] = []
+        weakref.finalize(self, _dismiss, self._work)
+
+    def run(
+        self,
+        kernel: Kernel,
+        phases: int,
+        *arguments: Any,
+        chunks: int | None = None,
+        alive: Any = None,
+    ) -> None:
+        """Do a step: a kernel of so many phases, called with a control and these arguments.
+
+        No more threads than `chunks` are woken. `alive` is memory that the arguments point to.
+        Raises `MemoryError`; the step is then finished before the next, and its results must not
+        be relied upon until then.
+        """
+        self.settle()
+        if kernel not in self._compiled:
+            over = control_for(phases, self.threads)
+            over.counters[0] = 1
+            kernel.compile(over, *arguments)
+            self._compiled.add(kernel)
+        control = control_for(phases, self.threads)
+        self._unfinished = (kernel, (control, *arguments), alive)
+        helpers = self._work if chunks is None else self._work[: max(0, chunks - 1)]
+        for number, queue in enumerate(helpers, 1):
+            if queue.qsize() < BEHIND:
+                queue.put((kernel, control._replace(me=number), *arguments))
+        kernel(control, *arguments)
+        self._unfinished = None
+
+    def settle(self) -> None:
+        """Finish a step that an error or Ctrl-C cut short, as helpers may still be at it."""
+        if self._process != os.getpid():  # the first step; or forked: threads are not, nor chunks
+            self._work[:], self._unfinished = _begun(self.threads - 1), None
+            self._process = os.getpid()
+        if self._unfinished is not None:
+            kernel, arguments, _ = self._unfinished
+            kernel(*arguments)
+            self._unfinished = None
+
+    def scratch(self, n: int, size: int) -> NDArray[np.float32]:
+        """Return n arrays of at least `size` for each thread, kept for later steps, 0 at first."""
+        self.settle()
+        _, old_n, old_size = self._scratch.shape
+        if old_n < n or old_size < size:
+            shape = (self.threads, max(n, old_n), max(size, old_size))
+            self._scratch = np.zeros(shape, np.float32)
+        return self._scratch
+
+
+def _begun(n: int) -> list[SimpleQueue[Any]]:
+    """Start n helpers, or as many as the system lets; return where each takes its work."""
+    queues: list[SimpleQueue[Any]] = []
+    with suppress(RuntimeError):  # no more threads, or the interpreter is ending
+        for _ in range(n):
+            queue: SimpleQueue[Any] = SimpleQueue()
+            threading.Thread(target=_help, args=(queue,), daemon=True).start()
+            queues.append(queue)
+    return queues
+
+
+def _help(queue: SimpleQueue[Any]) -> None:
+    while (work := queue.get()) is not None:
+        kernel, *arguments = work
+        with suppress(Exception):  # no chunk was claimed: the others claim them
+            kernel(*arguments)
+        del work, arguments
+
+
+def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
+    for queue in queues:
+        queue.put(None)

@@ -1,0 +1,135 @@
+"""Work shared by threads without locks: phases of chunks, claimed one by one.
+
+A step is a row of phases. In each, threads claim chunks until none is left, and go on when all are
+done. A thread begins with its own share of the chunks, which lie side by side and are its own in
+each step, and then steals from the shares of others. No thread is waited for that has not claimed a
+chunk: one that comes late, or is put to sleep by the system, finds fewer chunks. A chunk computes
+the same whoever claims it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numpy.typing import NDArray
+
+from tiedgpt.infer.kernels.simd import ARRAY, call, i32, instructions
+
+LINE = 8
+"""Counters lie as many int64 apart: a cache line."""
+SPINS = 4000
+"""Looks at a counter before the thread offers its core to others."""
+X86 = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
+
+
+@instructions(types.int64, ARRAY, types.intp, types.int64)
+def add(builder, array, index, value):
+    """Add to an element of an int64 array at once for all threads; return what was there before."""
+    return builder.atomic_rmw("add", builder.gep(array, [index]), value, "seq_cst")
+
+
+@instructions(types.int64, ARRAY, types.intp)
+def read(builder, array, index):
+    """Return an element of an int64 array as other threads last wrote it."""
+    return builder.load_atomic(builder.gep(array, [index]), "seq_cst", 8)
+
+
+@instructions(types.void, ARRAY, types.intp, types.int64)
+def write(builder, array, index, value):
+    """Set an element of an int64 array for all threads."""
+    builder.store_atomic(value, builder.gep(array, [index]), "seq_cst", 8)
+
+
+@instructions(types.void)
+def pause(builder):
+    """Tell the core that the thread waits in a loop."""
+    if X86:
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+
+
+@instructions(types.void)
+def give_way(builder):
+    """Offer the core to other threads."""
+    call(builder, "SwitchToThread" if os.name == "nt" else "sched_yield", i32, [])
+
+
+class Control(NamedTuple):
+    """What the threads share a step by, as one of them sees it."""
+
+    counters: Any
+    """A line for the step, then for each phase one of chunks done, and one of each share's claimed.
+    """
+    threads: Any
+    me: Any
+    """Which of them this one is."""
+
+
+def control_for(phases: int, threads: int) -> Control:
+    """Return what threads share a step of so many phases by; each step takes a new one."""
+    lines = 1 + phases * (1 + threads)
+    counters: NDArray[np.int64] = np.zeros(lines * LINE, np.int64)
+    return Control(counters, threads, 0)
+
+
+@njit(inline="always", error_model="numpy")
+def is_over(control):
+    """Return whether all phases are done."""
+    return read(control.counters, 0) != 0
+
+
+@njit(inline="always", error_model="numpy")
+def end(control):
+    """Say that all phases are done."""
+    write(control.counters, 0, 1)
+
+
+@njit(inline="always", error_model="numpy")
+def _line(control, phase):
+    return (1 + phase * (1 + control.threads)) * LINE
+
+
+@njit(error_model="numpy")
+def next_chunk(control, phase, chunks):
+    """Claim a chunk of a phase that no thread has, of one's own share first; -1: there is none."""
+    counters, threads = control.counters, control.threads
+    for further in range(threads):
+        share = (control.me + further) % threads
+        first, last = chunks * share // threads, chunks * (share + 1) // threads
+        counter = _line(control, phase) + (1 + share) * LINE
+        if first + read(counters, counter) < last:
+            chunk = first + add(counters, counter, 1)
+            if chunk < last:
+                return chunk
+    return -1
+
+
+@njit(inline="always", error_model="numpy")
+def barrier(control, phase, done, chunks):
+    """Count the chunks that this thread did, and wait until all are done."""
+    counter = _line(control, phase)
+    if done:
+        add(control.counters, counter, done)
+    spins = 0
+    while read(control.counters, counter) < chunks:
+        pause()
+        spins += 1
+        if spins > SPINS:
+            give_way()
+
+
+@njit(error_model="numpy")
+def claimed(control, phase, chunks):
+    """Go through the chunks of a phase that this thread claims; then wait until all are done."""
+    done = 0
+    while True:
+        chunk = next_chunk(control, phase, chunks)
+        if chunk < 0:
+            break
+        yield chunk
+        done += 1
+    barrier(control, phase, done, chunks)

@@ -1,0 +1,299 @@
+"""The options of generation, declared and checked once, for Python and the command line."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.errors import UserError
+
+ContextEnd = Literal["stop", "slide"]
+EarlyStopping = bool | Literal["never"]
+Processor = Callable[[Sequence[int], int, NDArray[np.float32]], NDArray[np.float32]]
+"""(ids of prompt and text, how many are the prompt's, logits (V,)) -> the logits to choose from."""
+Prompt = str | Sequence[int]
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a prompt is continued; None means an option's default.
+
+    Impossible values raise `UserError`, naming the option.
+    """
+
+    max_new_tokens: int = 128
+    """Tokens to generate at the most."""
+    temperature: float = 1.0
+    """0 takes the likeliest token; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together reach this probability (nucleus)."""
+    min_p: float | None = None
+    """Drop tokens less likely than this share of the likeliest one's probability."""
+    typical_p: float | None = None
+    """Locally typical sampling: keep this much probability mass (Meister et al. 2022)."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens already in the prompt or the text become less likely."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens as often as they were generated before."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids; -inf rules one out."""
+    bad_words: Sequence[str | Sequence[int]] = ()
+    """Texts or sequences of ids that are never completed. A text is ruled out as it is encoded,
+    alone and after a blank; spelt with other tokens it may still appear."""
+    processors: Sequence[Processor] = ()
+    """Functions that change the logits first, in turn."""
+    seed: int | None = None
+    """The same seed draws the same text; None draws anew each time."""
+    stop: str | Sequence[str] = ()
+    """The text ends before the first of these strings."""
+    stop_ids: Sequence[int] = ()
+    """The text ends with the first of these ids, as with the end-of-text token."""
+    context_end: ContextEnd = "stop"
+    """When the context is full: stop, or slide on from the later half of what was seen."""
+    timeout: float | None = None
+    """Seconds after which the text ends as it is, waiting for a slot included."""
+    top_logprobs: int = 0
+    """For each new token, return that many of the likeliest with their logprobs."""
+    prompt_logprobs: bool | int = False
+    """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
+    speculate: Literal["ngram"] | None = None
+    """N-gram speculative decoding: same output, faster on repetitive text."""
+    draft_tokens: int = 10
+    """Tokens that are drafted at the most."""
+    n: int = 1
+    """Texts for each prompt."""
+    best_of: int | None = None
+    """Draw this many texts and return the n with the highest mean logprob."""
+    num_beams: int = 1
+    """Above 1: beam search with that many beams, for the likeliest text."""
+    length_penalty: float = 1.0
+    """Of beam search: above 0 longer texts gain, below 0 shorter ones."""
+    early_stopping: EarlyStopping = False
+    """Of beam search: end at once (True), sensibly (False), or as late as may help ("never")."""
+    guidance_scale: float = 1.0
+    """Above 1: away from how the negative prompt would go on; twice the work."""
+    negative_prompt: Prompt | None = None
+    """What to be guided away from; None: the prompt's last token alone."""
+    regex: str | None = None
+    """The text matches this regular expression (Rust's syntax) as a whole."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """The text is JSON that this schema allows."""
+    grammar: str | None = None
+    """The text follows this grammar (Lark's syntax)."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if getattr(self, option.name) is None and option.default is not None:
+                self._set(option.name, default_of(option.name))
+        for name, least in _INTEGERS.items():
+            self._set(name, _integer(name, getattr(self, name), least))
+        for name, bounds in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), *bounds))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(repr, choices))
+                raise UserError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if not isinstance(self.prompt_logprobs, bool):
+            self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs, 0))
+        self._set("stop", _texts("stop", self.stop))
+        self._set("stop_ids", _ids("stop_ids", self.stop_ids))
+        self._set("bad_words", _words(self.bad_words))
+        _check_bias(self.logit_bias)
+        self._check_together()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        """Raise `UserError`, naming both, for options that contradict each other."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise UserError(f"best_of={self.best_of} must be at least n={self.n}")
+        if self.n_samples > 1 and self.num_beams > 1:
+            raise UserError("num_beams and best_of (or n) exclude each other: choose one")
+        if self.n_samples > 1 and self.greedy:
+            name = "n" if self.best_of is None else "best_of"
+            raise UserError(f"{name} and temperature=0: all texts would be the same; omit one")
+        for name in ("length_penalty", "early_stopping"):
+            if self._given(name) and self.num_beams == 1:
+                raise UserError(f"{name} is for beam search: give num_beams above 1 as well")
+        if self.negative_prompt is not None and not self.guided:
+            raise UserError("negative_prompt needs a guidance_scale other than 1, such as 1.5")
+        if len(self.form) > 1:
+            raise UserError(f"{' and '.join(self.form)} exclude each other: choose one")
+        for name, excluded in _EXCLUDED.items():
+            for other in excluded if self._given(name) else ():
+                value = getattr(self, other)
+                if self._given(other) and not (other == "temperature" and value == 0):
+                    raise UserError(
+                        f"{name}={getattr(self, name)!r} and {other}={value!r} exclude each other: "
+                        "omit one"
+                    )
+
+    def _given(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, name) != default_of(name))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def guided(self) -> bool:
+        """Whether a negative prompt takes part."""
+        return self.guidance_scale != 1
+
+    @property
+    def n_samples(self) -> int:
+        """How many texts are drawn for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The constraint on the text's form, by the option's name; empty where there is none."""
+        given = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def n_slots(self) -> int:
+        """How many slots of an engine one text takes."""
+        return self.num_beams * (2 if self.guided else 1)
+
+
+_INTEGERS = {
+    "max_new_tokens": 1, "top_k": 1, "seed": 0, "top_logprobs": 0, "draft_tokens": 1, "n": 1,
+    "best_of": 1, "num_beams": 1,
+}  # fmt: skip
+"""Options that are integers, and the least of each."""
+_NUMBERS = {
+    "temperature": (0, math.inf),
+    "top_p": (1e-9, 1),
+    "min_p": (0, 1),
+    "typical_p": (1e-9, 1),
+    "repetition_penalty": (1e-6, math.inf),
+    "presence_penalty": (-math.inf, math.inf),
+    "frequency_penalty": (-math.inf, math.inf),
+    "timeout": (0, math.inf),
+    "length_penalty": (-math.inf, math.inf),
+    "guidance_scale": (-math.inf, math.inf),
+}
+"""Options that are finite numbers, and their bounds."""
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "context_end": ("stop", "slide"),
+    "speculate": (None, "ngram"),
+    "early_stopping": (True, False, "never"),
+}
+_EXCLUDED = {
+    "num_beams": (
+        *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
+        *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
+    ),
+    "guidance_scale": ("context_end",),
+}
+"""Beam search draws nothing; under guidance a window that slides would have to be read twice."""
+_FIELDS = {option.name: option for option in fields(GenerationConfig)}
+
+
+def default_of(name: str) -> object:
+    """Return an option's default."""
+    default = _FIELDS[name].default
+    return default if name != "logit_bias" else {}
+
+
+def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
+    """Return the config with some options changed; an unknown one is a `TypeError`."""
+    for name in options.keys() - _FIELDS.keys():
+        near = difflib.get_close_matches(name, _FIELDS, n=1)
+        meant = f": did you mean {near[0]}?" if near else f"; known are {', '.join(_FIELDS)}"
+        raise TypeError(f"{name} is no option of generation{meant}")
+    if config is None:
+        return GenerationConfig(**options)
+    if not isinstance(config, GenerationConfig):
+        raise UserError(f"config must be a GenerationConfig, got {type(config).__name__}")
+    return replace(config, **options)
+
+
+def require_positive(name: str, value: Any) -> int:
+    """Return a positive integer; anything else is a `UserError`."""
+    return cast(int, _integer(name, value, 1))
+
+
+def is_id(value: object) -> bool:
+    """Whether it is an integer of any library's, and no bool."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, (bool, np.bool_)) and not getattr(value, "shape", ())
+
+
+def _integer(name: str, value: Any, least: int) -> int | None:
+    if value is None and name in _FIELDS:
+        return None
+    if not is_id(value) or not least <= operator.index(value) < 2**63:
+        raise UserError(f"{name} must be an integer >= {least}, got {value!r}")
+    return operator.index(value)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float | None:
+    if value is None:
+        return None
+    try:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        number = float(value) if is_number else math.nan
+    except OverflowError:  # an integer of some hundred digits
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
+        bounds = [f" >= {low:g}"] * (low > -math.inf) + [f" <= {high:g}"] * (high < math.inf)
+        raise UserError(f"{name} must be a finite number{' and'.join(bounds)}, got {value!r}")
+    return number
+
+
+def _texts(name: str, texts: Any) -> tuple[str, ...]:
+    texts = (texts,) if isinstance(texts, str) else texts
+    if not isinstance(texts, Sequence) or not all(isinstance(t, str) and t for t in texts):
+        raise UserError(f"{name} must be a list of strings that are not empty, got {texts!r}")
+    return tuple(texts)
+
+
+def _ids(name: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        raise UserError(f"{name} must be a list of ids, got {ids!r}")
+    for token in ids:
+        if not is_id(token) or token < 0:
+            raise UserError(f"{name} must be ids >= 0, got {token!r}")
+    return tuple(map(operator.index, ids))
+
+
+def _check_bias(bias: Any) -> None:
+    if not isinstance(bias, Mapping):
+        raise UserError(f"logit_bias must be a dictionary of ids and numbers, got {bias!r}")
+    _ids("logit_bias", list(bias))
+    for value in bias.values():
+        if type(value) is bool or not isinstance(value, Real) or not float(value) < math.inf:
+            raise UserError(f"logit_bias must add numbers below inf, got {value!r}")
+
+
+def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise UserError(f"bad_words must be a list of texts or ids, got {words!r}")
+    for word in words:
+        if not isinstance(word, str):
+            _ids("bad_words", word)
+        if not len(word):
+            raise UserError(f"bad_words must not be empty, got {word!r}")
+    return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)

@@ -1,0 +1,220 @@
+"""One prompt and its text: the tokens so far, what each spells, and when the text ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.infer import filters
+from tiedgpt.infer.filters import Array
+from tiedgpt.infer.options import GenerationConfig, Processor
+from tiedgpt.infer.sampling import Choice, Chosen, adjusted, for_vocabulary
+from tiedgpt.infer.speculation import Drafter
+from tiedgpt.infer.stopping import StopWatch
+from tiedgpt.text import Tokenizer
+
+FinishReason = Literal["stop", "length", "context", "cancelled", "timeout", "error"]
+Likeliest = list[tuple[int, float]]
+"""(id, logprob) of the likeliest tokens, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token of a text, told once it is certain what it spells."""
+
+    id: int
+    text: str
+    """Its part of the completion's text: the parts add up to the whole."""
+    logprob: float
+    """Under the model itself: before penalties, temperature and filters."""
+    top_logprobs: Likeliest
+    """The likeliest tokens in its place, if `top_logprobs` asked for them."""
+    offset: int
+    """Where its text begins in the completion's text, in characters."""
+    finish_reason: FinishReason | None = None
+    """Of the last token, why the text ends."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The text after one prompt."""
+
+    ids: list[int]
+    """The new tokens."""
+    text: str
+    """Their text, without a stop string; empty where there is no tokenizer."""
+    finish_reason: FinishReason
+    """stop: the end-of-text token, a stop string or a stop id; length: `max_new_tokens`; context:
+    it is full; timeout, cancelled; error: see `error`."""
+    logprobs: list[float]
+    """Logprob of each new token under the model itself (before temperature and filters)."""
+    dropped: int = 0
+    """Tokens at the start that the model no longer saw at the end, its context having slid."""
+    top_logprobs: list[Likeliest] = field(default_factory=list)
+    """For each new token, the likeliest ones, if they were asked for."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Logprob of each token of the prompt after the first, if it was asked for."""
+    prompt_top_logprobs: list[Likeliest] = field(default_factory=list)
+    """For each of these, the likeliest ones."""
+    error: Exception | None = None
+    """Why the request failed, in a list of completions."""
+
+
+class Sequence:
+    """A prompt's ids and text as they grow.
+
+    `copies` tells apart the draws for prompts that are the same, under the same seed.
+    """
+
+    def __init__(
+        self,
+        prompt: Ids[int],
+        config: GenerationConfig,
+        *,
+        model: GPTConfig,
+        tokenizer: Tokenizer | None = None,
+        processors: Ids[Processor] = (),
+        copies: int = 0,
+    ) -> None:
+        if config.stop and tokenizer is None:
+            raise UserError("stop strings need a tokenizer")
+        self.config = for_vocabulary(config, model.vocab_size, tokenizer)
+        self.ids = list(prompt)
+        self.n_prompt = len(prompt)
+        self.start = 0
+        """The first token that the model sees."""
+        self.n_tokens = model.vocab_size if tokenizer is None else len(tokenizer)
+        self.finish_reason: FinishReason | None = None
+        self.fresh: deque[Token] = deque()
+        """New tokens whose text is certain; whoever reads them takes them out."""
+        self.n_drafted = self.n_accepted = 0
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[Likeliest] = []
+        self.prompt_logprobs: list[float] = []
+        self.prompt_top_logprobs: list[Likeliest] = []
+        self._drafter = Drafter(config.draft_tokens) if config.speculate else None
+        self._processors = (*config.processors, *processors)
+        self._ends = {model.eos_token_id, *config.stop_ids}
+        self._stops = StopWatch(config.stop)
+        self._decoder = tokenizer.stream(after=prompt[-1]) if tokenizer else None
+        seeds = None if config.seed is None else [config.seed, copies]
+        self._generator = np.random.Generator(np.random.PCG64(seeds))
+        self._decoded = ""  # with what a stop string cuts off or may cut off
+        self._n_certain = 0  # characters of it that belong to the text
+        self._uncertain: deque[tuple[int, float, Likeliest, int, int]] = deque()
+        """Tokens not told yet: id, logprob, the likeliest, where its text begins and ends."""
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.ids[self.n_prompt :]
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that may still come."""
+        return self.config.max_new_tokens - (len(self.ids) - self.n_prompt)
+
+    def draft(self, price: Callable[[int], float], room: int) -> list[int]:
+        """Return what probably comes next, at most `room` tokens; [] where it would not pay."""
+        if self._drafter is None:
+            return []
+        draft = self._drafter.draft(self.ids, price=price, room=min(room, self.n_left - 1))
+        self.n_drafted += len(draft)
+        return draft
+
+    def adjusted(self, ids: Ids[int], logits: Array) -> Array:
+        """Return logits (V,) after some ids with processors, biases and penalties applied."""
+        return adjusted(self.config, self._processed(ids, logits), ids, self.n_prompt)
+
+    def choice(self, logits: Array) -> Choice:
+        """Return how the next token is to be chosen by its logits (V,)."""
+        own = logits if self._processors else None
+        logits = self._processed(self.ids, logits)
+        uniform = 0.0 if self.config.greedy else self._generator.random()
+        return Choice(self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own)
+
+    def _processed(self, ids: Ids[int], logits: Array) -> Array:
+        """Return logits (V,) after the processors, which may change what they are given."""
+        processed = logits.copy() if self.config.processors else logits
+        for process in self._processors:
+            processed = np.asarray(process(ids, self.n_prompt, processed), np.float32)
+        if processed.shape != logits.shape:
+            raise UserError(f"a processor must return logits {logits.shape}, got {processed.shape}")
+        return processed
+
+    def append(self, chosen: Chosen | UserError, logits: Array, *, full: bool = False) -> None:
+        """Append the token that was chosen by its logits (V,); `full`: it is the context's last."""
+        if isinstance(chosen, UserError):
+            raise chosen
+        token, logprob = chosen.token, chosen.logprob
+        top = []
+        if self.config.top_logprobs:
+            top = filters.likeliest(logits, self.config.top_logprobs, self.n_tokens)
+            self.top_logprobs.append(top)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        began = len(self._decoded)
+        if token not in self._ends and self._decoder is not None:
+            self._decode(self._decoder.push(token))
+        self._uncertain.append((token, logprob, top, began, len(self._decoded)))
+        if token in self._ends or self._stops.stopped:
+            self.finish("stop")
+        elif self.n_left <= 0:
+            self.finish("length")
+        elif full:
+            self.finish("context")
+        else:
+            self._release()
+
+    def _decode(self, text: str) -> None:
+        self._decoded += text
+        self._n_certain += len(self._stops.push(text))
+
+    def _release(self) -> None:
+        """Tell of the tokens whose text is certain; the newest may spell part of a character."""
+        while self._uncertain:
+            token, logprob, top, begin, end = self._uncertain[0]
+            last = len(self._uncertain) == 1
+            unfinished = last and end == begin and self._decoder is not None
+            if self.finish_reason is None and (end > self._n_certain or unfinished):
+                return
+            self._uncertain.popleft()
+            text = self._decoded[begin : min(end, self._n_certain)]
+            offset = min(begin, self._n_certain)
+            reason = self.finish_reason if last else None
+            self.fresh.append(Token(token, text, logprob, top, offset, reason))
+
+    def add_prompt_logprobs(self, at: int, logits: Array) -> None:
+        """Score tokens of the prompt: logits (n, V) are those after its ids from `at` on."""
+        for token, row in zip(self.ids[at + 1 : self.n_prompt], logits, strict=False):
+            self.prompt_logprobs.append(float(row[token]) - filters.log_normalizer(row))
+            if not isinstance(self.config.prompt_logprobs, bool) and self.config.prompt_logprobs:
+                top = filters.likeliest(row, self.config.prompt_logprobs, self.n_tokens)
+                self.prompt_top_logprobs.append(top)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the text; what was held back is part of it unless a stop string cut it off."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = reason
+        self._n_certain += len(self._stops.finish())
+        if self._decoder is not None and self._uncertain:
+            self._decode(self._decoder.finish())
+            self._n_certain += len(self._stops.finish())
+            self._uncertain[-1] = (*self._uncertain[-1][:4], len(self._decoded))
+        self._release()
+
+    def completion(self, error: Exception | None = None) -> Completion:
+        """Return the text so far; all of it, once `finish_reason` is not None."""
+        return Completion(
+            self.new_ids, self._decoded[: self._n_certain], self.finish_reason or "length",
+            self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
+            self.prompt_top_logprobs, error,
+        )  # fmt: skip

@@ -1,0 +1,171 @@
+"""The slots of a session as one request sees them, and the steps in which a request reads.
+
+A request is a generator. It yields what it wants, and is sent the answers once all requests of the
+batch have been served: a list of `Read`s is answered with the logits after each, a list of
+`Choice`s with the tokens that were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.infer.sampling import Choice, Chosen
+from tiedgpt.infer.session import Logits, Session
+from tiedgpt.infer.speculation import Price
+
+
+@dataclass(frozen=True)
+class Read:
+    """Ids to be appended to a slot; see `Session.read`."""
+
+    slot: int
+    ids: Sequence[int]
+    every: bool = False
+    """Whether the logits after every id are wanted, not only after the last."""
+    drafted: int = 0
+    """How many of the ids, the last ones, are a guess."""
+
+
+T = TypeVar("T")
+Wanted = list[Read] | list[Choice]
+Steps = Generator[Wanted, list[Any], T]
+
+
+class Slots(Protocol):
+    """Slots of a session, numbered from 0, that a request has for itself."""
+
+    config: GPTConfig
+    capacity: int
+    """Positions that a slot has room for."""
+    price: Price
+    """What drafts cost."""
+
+    def __len__(self) -> int:
+        """The number of slots."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions that are filled, by slot."""
+
+    def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
+        """Append ids to slots; return the logits of each: `logits = yield from slots.read(..)`.
+
+        Each slot at most once. Logits hold until the next read.
+        """
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
+
+
+def choose(choices: list[Choice]) -> Steps[list[Chosen | UserError]]:
+    """Have the scheduler choose tokens, together with those of other requests."""
+    return cast("list[Chosen | UserError]", (yield choices))
+
+
+@dataclass
+class SlotPool:
+    """All slots of a session: which are free, and the ids that each holds."""
+
+    session: Session
+    price: Price = field(default_factory=Price)
+    held: list[list[int]] = field(init=False)
+    """By slot, the ids whose keys and values it has; of a free slot, for reuse."""
+    free: list[int] = field(init=False)
+    """Free slots, the longest unused first."""
+
+    def __post_init__(self) -> None:
+        self.held = [[] for _ in range(self.session.slots)]
+        self.free = list(range(self.session.slots))
+
+    def take(self, n: int, prompt: Sequence[int]) -> tuple[SomeSlots, int]:
+        """Take n free slots; return them, and how many ids of the prompt the first holds.
+
+        The last id of the prompt is always left to be read: its logits are wanted.
+        """
+        best, shared = self.longest_prefix(prompt)
+        first = best if best in self.free and shared else self.free[0]
+        self.free.remove(first)
+        slots = [first, *self.free[: n - 1]]
+        del self.free[: n - 1]
+        if first != best and shared:
+            self.copy(best, first)
+        self.truncate(first, shared)
+        for slot in slots[1:]:
+            self.truncate(slot, 0)
+        return SomeSlots(self, slots), shared
+
+    def longest_prefix(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Return the slot that holds most of the prompt, and how many of its ids."""
+        best, shared = 0, 0
+        for slot, ids in enumerate(self.held):
+            n = common_prefix(ids, prompt[:-1])
+            if n > shared:
+                best, shared = slot, n
+        return best, shared
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give slots back; what they hold may be reused until they are taken."""
+        self.free.extend(slots)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+        self.session.cut(slot, length)
+        del self.held[slot][length:]
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+        self.session.copy(source, target)
+        self.held[target] = list(self.held[source])
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two texts have in common from their beginning on."""
+    if list(a[: len(b)]) == list(b[: len(a)]):
+        return min(len(a), len(b))
+    return next(at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+class SomeSlots:
+    """Some slots of a pool; see `Slots`."""
+
+    def __init__(self, pool: SlotPool, numbers: list[int]) -> None:
+        self._pool, self.numbers = pool, numbers
+        self.config, self.capacity = pool.session.config, pool.session.capacity
+        self.price = pool.price
+
+    def __len__(self) -> int:
+        """The number of slots."""
+        return len(self.numbers)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions that are filled, by slot."""
+        lengths = self._pool.session.lengths
+        return [lengths[slot] for slot in self.numbers]
+
+    def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
+        """Append ids to slots; see `Slots.read`."""
+        own = [Read(self.numbers[r.slot], r.ids, r.every, r.drafted) for r in reads]
+        return cast("list[Logits]", (yield own))
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot."""
+        self._pool.truncate(self.numbers[slot], length)
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot hold what another holds."""
+        self._pool.copy(self.numbers[source], self.numbers[target])
+
+    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
+        return self._pool.session.score(logits, targets)

@@ -1,0 +1,216 @@
+"""The thread in which an engine's scheduler runs, and the handles by which others wait for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from tiedgpt.errors import UserError
+from tiedgpt.infer.scheduler import Request, Scheduler
+from tiedgpt.infer.sequence import Token
+from tiedgpt.infer.session import Runner
+
+QUEUE_SIZE = 256
+"""Requests that may wait for a slot."""
+
+
+class QueueFullError(UserError):
+    """Too many requests wait: try again later."""
+
+
+class ClosedError(UserError):
+    """The engine was closed."""
+
+
+class Generation:
+    """A request on its way: iterate over its tokens, or wait for its result.
+
+    A generation that nobody holds any more is cancelled.
+    """
+
+    def __init__(self, worker: Worker, request: Request) -> None:
+        self.engine: object = None  # held while its text is waited for
+        self.future: Future[Any] = Future()
+        self.tokens: SimpleQueue[Token | None] = SimpleQueue()
+        self._cancel = weakref.finalize(self, worker.cancel, request)
+        self._cancel.atexit = False
+
+    def __iter__(self) -> Iterator[Token]:
+        """Yield each token once it is certain what it spells."""
+        return self
+
+    def __next__(self) -> Token:
+        """Wait for the next token; raise what the request failed with."""
+        token = self.tokens.get()
+        if token is None:
+            self.tokens.put(None)
+            self.result()
+            raise StopIteration
+        return token
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the `Completion` (of a scored text, `Scored`); raise what the request raised.
+
+        Raises `TimeoutError` if it takes longer than `timeout` seconds; the request goes on.
+        """
+        return self.future.result(timeout)
+
+    def cancel(self) -> None:
+        """End the request; its result is what was generated so far."""
+        self._cancel()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.future.done()
+
+
+class Worker:
+    """The thread that runs the scheduler, and the commands that it is sent.
+
+    It is started by the first request, and by the first after a fork. It does not know the engine,
+    so that an engine that nobody holds is closed.
+    """
+
+    def __init__(self, runner: Runner, slots: int, queue_size: int, is_fixed: bool) -> None:
+        self._runner, self._slots, self._is_fixed = runner, slots, is_fixed
+        self._most = slots + queue_size
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._process: int | None = None
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+
+    def submit(self, request: Request, *, wait: bool) -> Generation:
+        """Send a request to the thread; where too many wait, wait as well or raise."""
+        with self._lock:
+            self._require_open()
+            if threading.current_thread() is self._thread:
+                raise UserError("a processor cannot use the engine that runs it")
+            if self._process != os.getpid():
+                self._start()
+            room, commands = self._room, self._commands
+        if not room.acquire(blocking=wait):
+            raise QueueFullError(
+                f"{self._most} requests run or wait: try again later, or Engine(..., queue_size=)"
+            )
+        generation = Generation(self, request)
+        with self._lock:
+            if self._closed:
+                room.release()  # for others that wait
+            self._require_open()
+            self._counts["requests"] += 1
+            commands.put(partial(self._add, request, generation.future, generation.tokens))
+        return generation
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine was closed")
+
+    def cancel(self, request: Request) -> None:
+        """End a request; its result is what was generated so far."""
+        if self._process == os.getpid():
+            self._commands.put(partial(self._end, request))
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        with self._lock:
+            if self._closed or self._process != os.getpid():
+                self._closed = True
+                return
+            self._closed = True
+            self._commands.put(None)
+        if self._thread is not threading.current_thread() and self._thread is not None:
+            self._thread.join()
+
+    def stats(self) -> dict[str, float]:
+        """Return counts; see `Engine.stats`."""
+        counts, requests = self._counts, list(getattr(self, "_active", ()))
+        names = ("prompt_tokens", "reused_tokens", "generated_tokens", "draft_tokens")
+        running = sum(bool(request.slots) for request in requests)
+        return {
+            "requests": counts["requests"],
+            "running": running,
+            "waiting": len(requests) - running,
+            **{name: counts[name] for name in (*names, "accepted_tokens")},
+            "seconds": counts["nanoseconds"] / 1e9,
+        }
+
+    def _start(self) -> None:
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._room = threading.Semaphore(self._most)
+        self._active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
+        self._scheduler: Scheduler | None = None
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Obey commands and step, until told to close; sleep while nothing is active."""
+        while True:
+            with suppress(Empty):
+                while (command := self._commands.get(block=not self._active)) is not None:
+                    command()
+                for request in list(self._active):
+                    self._end(request)
+                self._scheduler = None
+                return
+            if self._scheduler is not None and self._scheduler.busy:
+                began = time.perf_counter_ns()
+                try:
+                    self._scheduler.step()
+                except Exception as error:  # nobody's in particular
+                    self._scheduler = None
+                    for request in self._active:
+                        request.fail(error)
+                self._counts["nanoseconds"] += time.perf_counter_ns() - began
+            for request in list(self._active):
+                self._deliver(request)
+            if not self._active and not self._is_fixed:
+                self._scheduler = None
+
+    def _add(
+        self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]
+    ) -> None:
+        self._active[request] = future, tokens
+        try:
+            if self._scheduler is None:
+                capacity = self._runner.config.n_positions
+                session = self._runner.session(slots=self._slots, capacity=capacity)
+                self._scheduler = Scheduler(session, self._counts)
+        except Exception as error:
+            request.fail(error)
+        else:
+            self._scheduler.add(request)
+
+    def _end(self, request: Request) -> None:
+        if request in self._active:
+            if self._scheduler is not None:
+                self._scheduler.cancel(request)
+            self._deliver(request)
+
+    def _deliver(self, request: Request) -> None:
+        """Hand over new tokens, and the result of a request that has ended."""
+        future, tokens = self._active[request]
+        while request.text is not None and request.text.fresh:
+            tokens.put(request.text.fresh.popleft())
+        if not request.has_ended:
+            return
+        del self._active[request]
+        self._room.release()
+        if request.error is not None:
+            future.set_exception(request.error)
+        elif request.result is None:
+            future.set_exception(ClosedError("the request was cancelled"))
+        else:
+            future.set_result(request.result)
+        tokens.put(None)

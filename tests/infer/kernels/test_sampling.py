@@ -1,0 +1,309 @@
+"""Compiled sampling chooses what plain numpy chooses, whatever else is in the batch."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.infer.kernels.conftest import made
+from tiedgpt.errors import UserError
+from tiedgpt.infer import GenerationConfig, filters
+from tiedgpt.infer.filters import log_normalizer
+from tiedgpt.infer.kernels import sampling
+from tiedgpt.infer.kernels.sampling import score
+from tiedgpt.infer.kernels.thread_pool import ThreadPool
+from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.infer.sampling import Choice, choose
+from tiedgpt.weights.packed_write import pack_gpt
+
+EPSILON = 2e-6
+"""How far rounding of float32 moves a cumulative probability."""
+pool = ThreadPool(1)
+
+
+def choice(logits, uniform=0.0, n_tokens=None, seen=(), n_prompt=0, **options):
+    config = GenerationConfig(**options)
+    return Choice(config, logits, seen, n_prompt, n_tokens or len(logits), uniform)
+
+
+def chosen(logits, uniform, **options):
+    """The token and log P of one row."""
+    (one,) = sampling.choose(pool, [choice(logits, uniform, **options)])
+    return one.token, one.logprob
+
+
+def near(logits, uniform, seen=(), n_prompt=0, **options):
+    """The tokens that plain numpy chooses for this number and these masses, and next to them."""
+    found = set()
+    masses = [name for name in ("top_p", "typical_p") if options.get(name)]
+    for shift, *shifts in itertools.product((0, -EPSILON, EPSILON), repeat=1 + len(masses)):
+        moved = {n: min(options[n] * (1 + s), 1.0) for n, s in zip(masses, shifts, strict=True)}
+        number = min(max(uniform + shift, 0.0), 1 - 1e-16)
+        moved = options | moved
+        (plain,) = choose([choice(logits, number, seen=seen, n_prompt=n_prompt, **moved)])
+        found.add(plain.token)
+    return found
+
+
+def peaked(seed, size, sharpness=1.0):
+    generator = np.random.default_rng(seed)
+    return (sharpness * generator.standard_normal(size)).astype(np.float32)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.one_of(st.integers(1, 200), st.sampled_from([1_000, 8_191, 50_257, 60_000])),
+    sharpness=st.sampled_from([0.01, 0.5, 3.0, 20.0]),
+    ruled_out=st.sampled_from([0.0, 0.3, 0.99]),
+    uniform=st.floats(1e-5, 1 - 1e-5),
+    temperature=st.sampled_from([1e-4, 0.3, 1.0, 2.5, 30.0]),
+    top_k=st.sampled_from([None, 1, 5, 40, 5_000]),
+    top_p=st.sampled_from([None, 1e-8, 0.2, 0.95, 0.9999, 1.0]),
+    min_p=st.sampled_from([None, 0.0, 0.05, 1.0]),
+)
+def test_filters_and_draw_are_those_of_plain_numpy(
+    seed, size, sharpness, ruled_out, uniform, **options
+):
+    logits = peaked(seed, size, sharpness)
+    out = np.random.default_rng(seed + 1).random(size) < ruled_out
+    logits[out & (np.arange(size) != seed % size)] = -np.inf
+    token, logprob = chosen(logits, uniform, **options)
+    assert token in near(logits, uniform, **options)
+    assert logprob == pytest.approx(float(logits[token]) - log_normalizer(logits), abs=1e-5)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.one_of(st.integers(1, 200), st.just(2_000)),
+    sharpness=st.sampled_from([2.0, 8.0]),
+    uniform=st.floats(1e-5, 1 - 1e-5),
+    temperature=st.sampled_from([0.5, 1.0]),
+    top_k=st.sampled_from([None, 50]),
+    top_p=st.sampled_from([None, 0.9]),
+    min_p=st.sampled_from([None, 0.01]),
+    typical_p=st.sampled_from([0.01, 0.2, 0.95]),
+)
+def test_typical_sampling_is_that_of_plain_numpy(seed, size, sharpness, uniform, **options):
+    logits = peaked(seed, size, sharpness)
+    assert chosen(logits, uniform, **options)[0] in near(logits, uniform, **options)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25]),
+    bias=st.dictionaries(st.integers(0, 59), st.sampled_from([-math.inf, -3.0, 4.5]), max_size=9),
+    top_k=st.sampled_from([None, 5]),
+)
+def test_bias_and_penalties_are_those_of_plain_numpy(seed, bias, **options):
+    logits, generator = peaked(seed, 60, 3.0), np.random.default_rng(seed)
+    seen, n_prompt = generator.integers(60, size=seed % 40), seed % 7
+    n_prompt = min(n_prompt, len(seen))
+    token, logprob = chosen(
+        logits,
+        0.37,
+        seen=seen.tolist(),
+        n_prompt=n_prompt,
+        logit_bias=bias,
+        **options,
+    )
+    assert token in near(logits, 0.37, seen.tolist(), n_prompt, logit_bias=bias, **options)
+    assert logprob == pytest.approx(float(logits[token]) - log_normalizer(logits), abs=1e-5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.sampled_from([3, 50, 64, 700, 50_000]),
+    kinds=st.integers(1, 5),
+    mass=st.floats(0.01, 0.99),
+    uniform=st.floats(1e-5, 1 - 1e-5),
+)
+def test_of_equal_tokens_at_the_edge_of_top_p_the_first_are_kept(seed, size, kinds, mass, uniform):
+    logits = np.random.default_rng(seed).integers(kinds, size=size).astype(np.float32) / 2
+    p = np.exp(logits.astype(np.float64))
+    order = np.lexsort((np.arange(size), -logits))
+    reached = np.cumsum(p[order]) / p.sum()
+    allowed = set()
+    for shift in (0, -EPSILON, EPSILON):
+        kept = np.sort(order[: 1 + np.searchsorted(reached, mass + shift)])
+        drawn = np.cumsum(p[kept]) / p[kept].sum()
+        for at in (0, -EPSILON, EPSILON):
+            allowed.add(kept[min(np.searchsorted(drawn, uniform + at, "right"), len(kept) - 1)])
+    assert chosen(logits, uniform, top_p=mass)[0] in allowed
+
+
+def test_top_k_keeps_all_that_equal_the_kth():
+    logits = np.zeros(1000, np.float32)
+    logits[::100] = 1
+    found = {chosen(logits, u, top_k=3)[0] for u in np.linspace(0, 0.999, 40)}
+    assert found == set(range(0, 1000, 100))
+
+
+def mixed(i, size):
+    """One of many rows that differ in everything."""
+    generator = np.random.default_rng(i)
+    seen = generator.integers(size, size=9 * (i % 4)).tolist()
+    return choice(
+        peaked(i, size, (0.1, 3, 20)[i % 3]),
+        uniform=(0.618 * i) % 1,
+        seen=seen,
+        n_prompt=min(2, len(seen)),
+        logit_bias={int(token): 2.0 for token in generator.integers(size, size=i % 3)},
+        temperature=(0.5 * i) % 2,
+        top_k=(i % 3) * 50 or None,
+        top_p=1 - 0.2 * (i % 2),
+        min_p=0.01 * (i % 5),
+        typical_p=1 - 0.1 * (i % 4),
+        repetition_penalty=1 + 0.1 * (i % 2),
+        frequency_penalty=0.5 * (i % 2),
+    )
+
+
+@pytest.mark.parametrize("size", [97, 5_003])
+def test_a_row_is_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads(size):
+    rows = [mixed(i, size) for i in range(24)]
+    alone = [sampling.choose(pool, [row])[0] for row in rows]
+    assert all(one.token >= 0 for one in alone)
+    for threads in (1, 2):
+        assert sampling.choose(ThreadPool(threads), rows) == alone
+    assert sampling.choose(ThreadPool(3), rows[::-1]) == alone[::-1]
+
+
+def test_greedy_rows_are_the_same_whether_others_are_drawn_or_not():
+    logits = np.stack([peaked(i, 1000) for i in range(4)])
+    logits[1, [3, 700]] = 9
+    greedy = sampling.choose(pool, [choice(row, temperature=0.0) for row in logits])
+    rows = [choice(row, temperature=float(i == 3)) for i, row in enumerate(logits)]
+    assert [one.token for one in greedy] == logits.argmax(1).tolist()
+    assert sampling.choose(pool, rows)[:3] == greedy[:3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_beyond_the_tokens_count_for_log_p_and_are_never_drawn(temperature):
+    logits = np.zeros(200, np.float32)
+    logits[150:] = 5
+    rows = [choice(logits, 1 - 1e-9, n, temperature=temperature) for n in (130, 7, 1)]
+    got = sampling.choose(pool, rows)
+    assert [one.token for one in got] == ([129, 6, 0] if temperature else [0, 0, 0])
+    expected = pytest.approx(-log_normalizer(logits), abs=1e-5)
+    assert all(one.logprob == expected for one in got)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_choice_say_why_and_the_others_are_chosen(temperature):
+    logits = np.zeros((6, 70), np.float32)
+    logits[0] = -np.inf
+    logits[1, 5] = np.nan
+    logits[2, 69] = np.inf
+    logits[3] = [-3e38] * 69 + [3e38]
+    logits[4, 1:] = -np.inf
+    options = {"temperature": temperature, "top_p": 0.9, "typical_p": 0.9, "uniform": 0.5}
+    none, nan, inf, *got, last = sampling.choose(pool, [choice(row, **options) for row in logits])
+    assert "no token is left" in str(none)
+    assert "not numbers" in str(nan) and "not numbers" in str(inf)
+    assert [(one.token, one.logprob) for one in got] == [(69, 0), (0, 0)]
+    assert 0 <= last.token < 70
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits = peaked(5, 12, 1.5)
+    n = 20_000
+    uniform = np.random.default_rng(0).random(n)
+    rows = [choice(logits, number, temperature=0.7) for number in uniform]
+    drawn = [one.token for one in sampling.choose(pool, rows)]
+    expected = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    np.testing.assert_allclose(np.bincount(drawn, minlength=12) / n, expected, atol=0.015)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 1000), size=st.sampled_from([1, 15, 16, 97, 5_003]), ties=st.booleans())
+def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
+    logits = np.stack([peaked(seed + i, size) for i in range(3)])
+    logits = logits.round() if ties else logits
+    targets = np.random.default_rng(seed).integers(size, size=3)
+    logprobs, ranks = score(pool, logits, targets)
+    for row, target, logprob, rank in zip(logits, targets, logprobs, ranks, strict=True):
+        assert rank == np.argsort(-row, kind="stable").tolist().index(target)
+        assert logprob == pytest.approx(float(row[target]) - log_normalizer(row), abs=1e-5)
+
+
+def test_at_an_enormous_temperature_all_tokens_that_are_left_are_as_likely():
+    logits = peaked(1, 40, 20.0)
+    logits[::4] = -np.inf
+    tokens = [chosen(logits, (i + 0.5) / 30, temperature=1e300)[0] for i in range(30)]
+    assert tokens == np.flatnonzero(np.isfinite(logits)).tolist()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_what_is_ruled_out_is_not_drawn_at_the_ends_either(uniform):
+    logits = np.zeros(100, np.float32)
+    logits[[*range(20), *range(70, 100)]] = -np.inf
+    for options in ({}, {"top_k": 60}, {"top_p": 0.999999}, {"temperature": 0.3}):
+        assert chosen(logits, uniform, **options)[0] == (69 if uniform else 20)
+
+
+def test_no_rows_are_no_tokens():
+    assert sampling.choose(pool, []) == []
+    assert score(pool, [], []) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "options", [{"seen": [60], "presence_penalty": 1.0}, {"logit_bias": {70: 1.0}}]
+)
+def test_ids_of_no_row_are_refused(options):
+    with pytest.raises(UserError, match="no row of 60 logits"):
+        chosen(peaked(1, 60), 0.5, **options)
+
+
+def test_sampling_that_was_cut_short_leaves_the_pool_usable(monkeypatch):
+    several, rows = ThreadPool(3), [choice(peaked(i, 500), 0.5) for i in range(6)]
+    expected = sampling.choose(several, rows)
+
+    def interrupted(*work):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling.fill_rows, "compiled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sampling.choose(several, rows)
+    assert sampling.choose(several, rows) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0, "logit_bias": {7: 9.0, 8: -math.inf}, "bad_words": [(3,), (2, 5)]},
+    ],
+    ids=str,
+)
+def test_a_session_chooses_as_the_reference_does(monkeypatch, options):
+    session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(slots=3, capacity=24)
+    config = GenerationConfig(**options)
+    seen = [[1, 2, 3], [4], [5, 6]]
+    for most in (512, 4):  # in one call of the kernels, and in several
+        monkeypatch.setattr("tiedgpt.infer.packed_session.AT_ONCE", most)
+        for slot in range(3):
+            session.cut(slot, 0)
+        rows = [logits[-1] for logits in session.read(range(3), seen)]
+        choices = [
+            Choice(config, row, ids, 1, 90, uniform)
+            for row, ids, uniform in zip(rows, seen, (0.1, 0.5, 0.9), strict=True)
+        ]
+        for got, expected in zip(session.choose(choices), choose(choices), strict=True):
+            assert got.token == expected.token
+            assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
+        logprobs, ranks = session.score(np.array(rows), [11, 12, 13])
+        expected = filters.score(rows, [11, 12, 13])
+        assert logprobs == pytest.approx(expected[0], abs=1e-5) and ranks == expected[1]

@@ -1,0 +1,382 @@
+"""Any number of threads ask one engine; what ends badly ends alone."""
+
+import copy
+import gc
+import os
+import random
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.infer.conftest import equal
+from tiedgpt.errors import UserError
+from tiedgpt.infer import ClosedError, Engine, QueueFullError
+from tiedgpt.infer.torch_session import TorchSession
+
+SHORT = {"max_new_tokens": 12, "seed": 5}
+
+
+class Broken(Exception):
+    """What only tests raise."""
+
+
+@pytest.fixture
+def endless(engine):
+    """Options of a text that goes on."""
+    bias = {engine.tokenizer.eos_token_id: -float("inf")}
+    return {"max_new_tokens": 10**9, "context_end": "slide", "logit_bias": bias}
+
+
+def failing_after(n):
+    """A processor that fails at the text's n-th token."""
+
+    def process(ids, n_prompt, logits):
+        if len(ids) - n_prompt >= n:
+            raise Broken(f"after {n}")
+        return logits
+
+    return process
+
+
+def within_a_minute(condition):
+    """Wait until it is so."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "tiedgpt-engine"]
+
+
+def test_a_processor_that_raises_ends_its_request_alone(backend):
+    expected = backend.generate(["the cat", "dog"], **SHORT)
+    failed = backend.submit("the cat", processors=[failing_after(3)], **SHORT)
+    others = [backend.submit(prompt, **SHORT) for prompt in ("the cat", "dog")]
+    with pytest.raises(Broken, match="after 3"):
+        failed.result()
+    results = [other.result() for other in others]
+    equal(results, expected, exact=backend.backend == "kernels")
+
+
+def test_in_a_list_the_error_is_told_and_of_one_prompt_it_is_raised(backend):
+    def broken_for_nine(ids, n_prompt, logits):
+        return failing_after(2)(ids, n_prompt, logits) if ids[0] == 9 else logits
+
+    expected = backend.generate([[5], [6]], **SHORT)
+    first, failed, last = backend.generate([[5], [9], [6]], processors=[broken_for_nine], **SHORT)
+    equal([first, last], expected, exact=backend.backend == "kernels")
+    assert failed.finish_reason == "error" and isinstance(failed.error, Broken)
+    assert len(failed.ids) == len(failed.logprobs) == 2
+    with pytest.raises(Broken):
+        backend.generate([9], processors=[broken_for_nine], **SHORT)
+    tokens = []
+    with pytest.raises(Broken):
+        for token in backend.stream([9], processors=[broken_for_nine], **SHORT):
+            tokens.append(token.id)
+    assert tokens == failed.ids
+
+
+def test_a_processor_that_asks_to_exit_ends_neither_the_thread_nor_the_program(engine):
+    def leave(ids, n_prompt, logits):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        engine.generate([5], processors=[leave])
+    assert engine.generate([5], **SHORT).ids
+
+
+def test_a_processor_that_returns_another_shape_ends_its_request_alone(engine):
+    good = engine.submit([5], **SHORT)
+    with pytest.raises(UserError, match=r"must return logits \(298,\), got \(1,\)"):
+        engine.generate([5], processors=[lambda *_: [1.0]])
+    equal([good.result()], [engine.generate([5], **SHORT)], exact=False)
+
+
+def test_a_read_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(
+    engine, monkeypatch, endless
+):
+    read = TorchSession.read
+    two = Engine(engine.model, slots=2, tokenizer=engine.tokenizer)
+    came = threading.Event()
+
+    def failing(session, slots, ids, **how):
+        if came.is_set() and len(slots) == 2:
+            came.clear()
+            raise MemoryError("none left")
+        return read(session, slots, ids, **how)
+
+    monkeypatch.setattr(TorchSession, "read", failing)
+    running = [two.stream([n], **endless) for n in (5, 6)]
+    for generation in running:
+        next(generation)
+    waiting = two.submit([7], **SHORT)
+    came.set()
+    for generation in running:
+        with pytest.raises(MemoryError, match="none left"):
+            generation.result()
+    equal([waiting.result()], [engine.generate([7], **SHORT)], exact=False)
+    assert two.stats()["running"] == two.stats()["waiting"] == 0
+
+
+def test_a_session_that_cannot_be_made_is_told_and_tried_again(engine, monkeypatch):
+    again = Engine(engine.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(again.runner, "session", lambda **_: (_ for _ in ()).throw(Broken("room")))
+        with pytest.raises(Broken, match="room"):
+            again.generate([5])
+        with pytest.raises(Broken, match="room"):
+            again.score([5, 6])
+    assert again.generate([5], **SHORT).ids
+
+
+def test_a_cancelled_request_gives_what_it_has(backend, endless):
+    generation = backend.stream("the cat", seed=5, **endless)
+    tokens = [next(generation) for _ in range(5)]
+    assert not generation.done
+    generation.cancel()
+    tokens += generation
+    completion = generation.result()
+    assert generation.done and completion.finish_reason == "cancelled"
+    assert [token.id for token in tokens] == completion.ids
+    assert "".join(token.text for token in tokens) == completion.text
+    generation.cancel()
+    assert generation.result() is completion and list(generation) == []
+
+
+def test_a_timeout_ends_the_text_as_it_is_also_where_it_waits(engine, endless):
+    one = Engine(engine.model, slots=1)
+    first = one.submit([5], timeout=0.2, **endless)
+    waiting = one.submit([6], timeout=0.01, **endless)
+    assert waiting.result().finish_reason == "timeout" and waiting.result().ids == []
+    assert first.result().finish_reason == "timeout" and first.result().ids
+    for options in ({"num_beams": 3}, {"guidance_scale": 1.5}):
+        completion = engine.generate([5], max_new_tokens=30, timeout=0.0, **options)
+        assert completion.finish_reason == "timeout"
+
+
+def test_a_result_that_takes_too_long_is_a_timeout_error_and_goes_on(engine, endless):
+    generation = engine.submit([5], **endless)
+    with pytest.raises(TimeoutError):
+        generation.result(timeout=0.01)
+    assert not generation.done
+    generation.cancel()
+    assert generation.result(timeout=60).ids
+
+
+def test_a_queue_that_is_full_refuses_and_calls_that_wait_wait(engine, endless):
+    small = Engine(engine.model, slots=1, queue_size=2, tokenizer=engine.tokenizer)
+    running = [small.submit([5], **endless) for _ in range(3)]
+    within_a_minute(lambda: small.stats()["waiting"] == 2)
+    with pytest.raises(QueueFullError, match=r"3 requests run or wait: .*queue_size"):
+        small.submit([5])
+    with ThreadPoolExecutor() as pool:
+        patient = pool.submit(small.generate, [[5], [6]], **SHORT)
+        for generation in running:
+            generation.cancel()
+        equal(patient.result(), engine.generate([[5], [6]], **SHORT), exact=False)
+    assert small.submit([5], **SHORT).result().ids
+
+
+def test_a_closed_engine_refuses_and_what_ran_is_cancelled(engine, endless):
+    with Engine(engine.model, slots=1, queue_size=1) as closing:
+        running, waiting = (closing.submit([n], **endless) for n in (5, 6))
+        pool = ThreadPoolExecutor(8)
+        blocked = [pool.submit(closing.generate, [7], **endless) for _ in range(8)]
+        within_a_minute(lambda: closing.stats()["waiting"] == 1)
+        thread = closing._worker._thread
+    assert running.result().finish_reason == waiting.result().finish_reason == "cancelled"
+    assert not thread.is_alive()
+    for future in blocked:
+        with pytest.raises(ClosedError, match="was closed"):
+            future.result(60)
+    for ask in (closing.generate, closing.stream, closing.submit):
+        with pytest.raises(ClosedError, match="was closed"):
+            ask([5])
+    with pytest.raises(ClosedError):
+        closing.score([5, 6])
+    closing.close()
+    never = Engine(engine.model)
+    never.close()
+    before = engine_threads()
+    with pytest.raises(ClosedError):
+        never.generate([5])
+    assert engine_threads() == before
+
+
+def test_an_engine_that_nobody_holds_ends_its_thread(make, endless):
+    gc.collect()
+    before = set(engine_threads())
+    left = make()
+    left.generate([5], **SHORT)
+    generation = left.submit([5], **endless)
+    (thread,) = set(engine_threads()) - before
+    held = weakref.ref(left)
+    del left
+    assert held() is not None  # while its text may be waited for
+    del generation
+    gc.collect()
+    assert held() is None
+    within_a_minute(lambda: not thread.is_alive())
+
+
+def test_a_generation_that_nobody_holds_is_cancelled(engine, endless):
+    generation = engine.submit([5], **endless)
+    within_a_minute(lambda: engine.stats()["running"] == 1)
+    del generation
+    gc.collect()
+    within_a_minute(lambda: engine.stats()["running"] == 0)
+
+
+def test_an_engine_sleeps_while_there_is_nothing_to_do(engine):
+    engine.generate([5], **SHORT)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.15
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_can_generate(backend, endless):
+    expected = backend.generate("the cat", **SHORT)
+    running = backend.submit("the cat", **endless)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = int(backend.generate("the cat", **SHORT).ids != expected.ids)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    running.cancel()
+    equal([backend.generate("the cat", **SHORT)], [expected], exact=backend.backend == "kernels")
+
+
+KINDS = [
+    {"seed": 5},
+    {"temperature": 0},
+    {"seed": 3, "top_k": 5, "frequency_penalty": 0.5, "top_logprobs": 2},
+    {"num_beams": 2},
+    {"guidance_scale": 1.5, "seed": 2},
+    {"temperature": 0, "speculate": "ngram"},
+    {"seed": 1, "prompt_logprobs": True},
+    {"seed": 1, "context_end": "slide", "max_new_tokens": 30},
+]
+PROMPTS = [[n % 50 for n in range(35)] + [n] for n in range(3)] + [[5], [7, 8, 9], [10] * 20]
+
+
+def test_many_threads_at_a_time_get_what_each_gets_alone(make):
+    """One in eight requests fails, is cancelled or has no time left, at any moment."""
+    crowded, solo = make(slots=6), make(slots=2)
+    exact = solo.backend == "kernels"
+    alone = {}
+    dice = random.Random(7)
+    asked = [(dice.randrange(len(PROMPTS)), dice.randrange(len(KINDS))) for _ in range(64)]
+    for prompt, kind in set(asked):
+        options = {"max_new_tokens": 10, **KINDS[kind]}
+        alone[prompt, kind] = solo.generate(PROMPTS[prompt], **options)
+    crowded.generate([5])
+    threads = threading.active_count()
+
+    def ask(number, ends, seconds):
+        prompt, kind = asked[number]
+        options = {"max_new_tokens": 10, **KINDS[kind]}
+        if ends == "fails":
+            options["processors"] = [failing_after(number % 7)]
+        if ends == "late":
+            options["timeout"] = seconds
+        generation = crowded.stream if "num_beams" not in options else crowded.submit
+        generation = generation(PROMPTS[prompt], **options)
+        if ends == "cancelled":
+            time.sleep(seconds)
+            generation.cancel()
+        try:
+            return generation.result(60)
+        except Broken:
+            return None
+
+    for _ in range(3):
+        ends = ["well"] * 56 + ["fails", "cancelled", "late", "fails"] * 2
+        dice.shuffle(ends)
+        with ThreadPoolExecutor(16) as pool:
+            futures = [
+                pool.submit(ask, number, end, 0.05 * dice.random())
+                for number, end in enumerate(ends)
+            ]
+            completions = [future.result() for future in futures]
+        for number, (end, completion) in enumerate(zip(ends, completions, strict=True)):
+            if end == "well" or (completion and completion.finish_reason in ("stop", "length")):
+                equal([completion], [alone[asked[number]]], exact=exact)
+            elif completion is not None:
+                expected = alone[asked[number]]
+                assert completion.finish_reason in ("cancelled", "timeout", "context")
+                assert completion.ids == expected.ids[: len(completion.ids)]
+        told = crowded.stats()
+        assert told["running"] == told["waiting"] == 0
+        assert threading.active_count() == threads
+        scheduler = crowded._worker._scheduler
+        assert scheduler is None or sorted(scheduler.pool.free) == list(range(6))
+        assert crowded._worker._room._value == crowded._worker._most
+
+
+def test_a_model_that_trains_meanwhile_is_not_disturbed(engine):
+    model = copy.deepcopy(engine.model).train()
+    model.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    with_dropout = Engine(model)
+    expected = engine.generate([5, 6], max_new_tokens=20, temperature=0)
+    ids = torch.tensor([[5, 6, 7]])
+    streams = [with_dropout.stream([5, 6], max_new_tokens=20, temperature=0) for _ in range(3)]
+    next(streams[0])
+    for _ in range(5):
+        assert not torch.equal(model(ids), model(ids)), "dropout is on"
+        model.loss(ids, ids).backward()
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(
+            lambda _: with_dropout.generate([5, 6], max_new_tokens=20, temperature=0), range(8)
+        )
+        assert [completion.ids for completion in found] == [expected.ids] * 8
+    assert [stream.result().ids for stream in streams] == [expected.ids] * 3
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    stop=st.lists(
+        st.sampled_from(["t", "the", " ca", "é", "語。", "�", "\n", "at. t"]), max_size=3
+    ),
+    prompt=st.sampled_from(["the cat", "naïve", "日", "mat. "]),
+    ends=st.sampled_from(["length", "cancelled"]),
+)
+def test_the_texts_of_tokens_add_up_at_their_offsets(engine, seed, stop, prompt, ends):
+    ids = engine.tokenizer.encode("é語本日ï—")
+    options = {"stop": stop, "seed": seed, "temperature": 1.5, "max_new_tokens": 25}
+    options["logit_bias"] = dict.fromkeys(ids, 3.0)  # characters of several tokens
+    generation = engine.stream(prompt, **options)
+    tokens = []
+    for token in generation:
+        tokens.append(token)
+        if ends == "cancelled" and len(tokens) == seed % 20:
+            generation.cancel()
+    completion = generation.result()
+    assert [token.id for token in tokens] == completion.ids
+    at = 0
+    for token in tokens:
+        assert token.offset == at
+        at += len(token.text)
+        assert completion.text[token.offset : at] == token.text
+    assert at == len(completion.text)
+    assert not any(text in completion.text for text in stop)
+    if completion.finish_reason == "length":
+        decoded = engine.tokenizer.stream(after=engine.tokenizer.encode(prompt)[-1])
+        whole = "".join(map(decoded.push, completion.ids)) + decoded.finish()
+        assert completion.text == whole

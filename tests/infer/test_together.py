@@ -1,0 +1,80 @@
+"""Requests beside others, in one slot or several, give what each gives alone."""
+
+import pytest
+
+from tests.infer.conftest import equal
+from tiedgpt.infer import Engine
+
+SEARCHES = {
+    "greedy": {"temperature": 0},
+    "drawn": {"seed": 4, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams that end early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0},
+    "best of three": {"best_of": 3, "seed": 4},
+    "guided": {"guidance_scale": 1.5, "seed": 4},
+    "guided away from much": {"guidance_scale": 2.0, "negative_prompt": [3] * 9, "seed": 4},
+    "guided, with drafts": {"guidance_scale": 1.5, "temperature": 0, "speculate": "ngram"},
+    "guided, with the prompt scored": {"guidance_scale": 1.5, "seed": 4, "prompt_logprobs": True},
+    "guided beams": {"guidance_scale": 1.5, "num_beams": 2},
+    "the best of guided ones": {"guidance_scale": 1.5, "best_of": 2, "seed": 4},
+    "one of several that slide": {"best_of": 2, "seed": 4, "context_end": "slide"},
+    "beams in a form": {"num_beams": 2, "regex": "(cat|dog|sat on ){2,9}"},
+}
+PROMPTS = ["the cat sat on the mat", "dog", [7] * 40, "dog", "the hat. the hat. the"]
+
+
+@pytest.fixture(scope="module", params=[4, 8, 13])
+def crowded(request, make):
+    """The same model with another number of slots."""
+    return make(slots=request.param)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_prompts_give_together_what_each_gives_alone(backend, crowded, search):
+    options = {"max_new_tokens": 12, **SEARCHES[search]}
+    exact = backend.backend == "kernels"
+    alone = [backend.generate(prompt, **options) for prompt in PROMPTS]
+    for _ in range(2):  # again, with slots that hold what was read before
+        together = crowded.generate(PROMPTS, **options)
+        again = together.pop(3)  # which draws anew for the prompt that came before
+        equal(together, alone[:3] + alone[4:], exact=exact)
+        if "seed" not in options:
+            equal([again], alone[3:4], exact=exact)
+
+
+def test_searches_of_every_kind_run_side_by_side(backend):
+    kinds = [options for options in SEARCHES.values() if "best_of" not in options]
+    asked = [
+        (prompt, {"max_new_tokens": 12, **options})
+        for options in kinds
+        for prompt in ("the cat", "dog, the")
+    ]
+    running = [backend.submit(prompt, **options) for prompt, options in asked]
+    together = [generation.result() for generation in running]
+    alone = [backend.generate(prompt, **options) for prompt, options in asked]
+    equal(together, alone, exact=backend.backend == "kernels")
+
+
+@pytest.mark.parametrize(("search", "width"), [("beams", 3), ("guided", 2)])
+def test_the_weights_are_read_once_a_step_for_all(engine, reads, search, width):
+    quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
+    options = {"max_new_tokens": 9, **SEARCHES[search], **quiet}
+    prompts = [[7, 8, 9], [4, 5, 6], [1, 2, 3], [3, 2, 1]]
+    wide = Engine(engine.model, slots=4 * width)
+    wide.generate(prompts[0], **options)
+    alone = len(reads)
+    reads.clear()
+    wide.generate(prompts, **options)
+    assert alone <= len(reads) <= alone + 3  # they may come some steps apart
+    assert max(map(len, reads)) == 4 * width
+
+
+def test_a_search_that_ends_leaves_its_slots_to_the_next(engine, reads):
+    quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
+    options = {"guidance_scale": 1.5, "stop": ["t", "e"], "seed": 1, "max_new_tokens": 20}
+    prompts = ["a", "b", "c", "d"]
+    lengths = [len(engine.generate(prompt, **options, **quiet).ids) for prompt in prompts]
+    assert len(set(lengths)) > 1
+    reads.clear()
+    Engine(engine.model, tokenizer=engine.tokenizer, slots=4).generate(prompts, **options, **quiet)
+    assert max(lengths) <= len(reads) < sum(sorted(lengths)[1:])
