@@ -68,27 +68,36 @@ its ids whose logits are changed. A `token` that is not negative is not chosen b
 """
 
 
+PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+OFF = {"top_k": 0, "min_p": 0, "top_p": 1, "typical_p": 1} | PENALTIES
+"""Options of a row, and the values that change nothing."""
+UNCHANGED: Any = np.zeros((), ROW)
+for _name, _off in ({"token": -1} | OFF).items():
+    UNCHANGED[_name] = _off
+
+
 def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserError]:
     """Choose a token for each; the error where none can be chosen."""
     configs = [choice.config for choice in choices]
     rows, alive = _rows([choice.logits for choice in choices])
     size = len(alive[0]) if alive else 0
-    rows["token"] = -1
     rows["n_tokens"] = [min(choice.n_tokens, size) for choice in choices]
     rows["uniform"] = [choice.uniform for choice in choices]
     rows["temperature"] = [0 if config.greedy else config.temperature for config in configs]
-    for name, off in (("top_k", 0), ("min_p", 0), ("top_p", 1), ("typical_p", 1)):
-        rows[name] = [getattr(config, name) or off for config in configs]
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        rows[name] = [getattr(config, name) for config in configs]
-    penalized = (rows["repetition_penalty"] != 1) | (rows["presence_penalty"] != 0)
-    penalized |= rows["frequency_penalty"] != 0
-    seen = [c.seen if some else () for c, some in zip(choices, penalized, strict=True)]
+    for name, off in OFF.items():
+        values = [getattr(config, name) or off for config in configs]
+        if any(value != off for value in values):
+            rows[name] = values
+    seen = [
+        choice.seen if any(getattr(choice.config, name) != PENALTIES[name] for name in PENALTIES)
+        else () for choice in choices
+    ]  # fmt: skip
     bias = [biases(choice.config, choice.seen) for choice in choices]
-    rows["seen"], rows["seen_end"] = _spans(seen)
-    rows["bias"], rows["bias_end"] = _spans(bias)
-    prompts = [choice.n_prompt for choice in choices]
-    rows["generated"] = np.minimum(rows["seen"] + prompts, rows["seen_end"])
+    if any(seen) or any(bias):
+        rows["seen"], rows["seen_end"] = _spans(seen)
+        rows["bias"], rows["bias_end"] = _spans(bias)
+        prompts = [choice.n_prompt for choice in choices]
+        rows["generated"] = np.minimum(rows["seen"] + prompts, rows["seen_end"])
     ids = np.array([token for each in (*seen, *bias) for token in each], np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
         raise UserError(f"an id of no row of {size} logits: {ids.min()} or {ids.max()}")
@@ -118,7 +127,7 @@ def score(
 def _rows(logits: Logits) -> tuple[NDArray[Any], list[NDArray[np.float32]]]:
     """Return a row for each row of logits, and the arrays that hold them."""
     arrays = [np.ascontiguousarray(row, np.float32) for row in logits]
-    rows = np.zeros(len(arrays), ROW)
+    rows = np.full(len(arrays), UNCHANGED)
     rows["address"] = [array.__array_interface__["data"][0] for array in arrays]
     return rows, arrays
 
