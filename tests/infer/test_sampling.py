@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiedgpt import GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import Choice, adjusted, choose, distribution, for_vocabulary
+from tiedgpt.infer.sampling import Choice, adjusted, choose, filtered, for_vocabulary
 from tiedgpt.infer.sequence import Sequence
 
 with warnings.catch_warnings():
@@ -34,6 +34,14 @@ def chosen(config, logits, seen=(), *, n_prompt=0, uniform=0.0):
 
 def random_logits(seed, size=60):
     return (3 * generator(seed).standard_normal(size)).astype(np.float32)
+
+
+def distribution(config, logits, seen):
+    """The logits (V,) that are drawn from, -inf for what is filtered out."""
+    kept, scores = filtered(config, adjusted(config, logits, seen))
+    whole = np.full(len(logits), -np.inf, np.float32)
+    whole[slice(None) if kept is None else kept] = scores
+    return whole
 
 
 def as_transformers(processors, seen, logits):

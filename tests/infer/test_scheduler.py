@@ -9,6 +9,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
 from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
+from tiedgpt.infer.scoring import score
 from tiedgpt.infer.sequence import Sequence
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 30, [11, 12, 13, 14, 15], [16]]
@@ -70,6 +71,42 @@ def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine)
         steps += 1
         assert len(short.text.new_ids) == 1 + steps
     assert steps == 4
+
+
+def test_a_long_text_that_is_scored_does_not_hold_up_a_completion(engine):
+    running = scheduler(engine)
+    scoring = Request(partial(score, ids=[n % 50 for n in range(2000)], n_context=1))
+    running.add(scoring)
+    short = add(running, engine, [1, 2], max_new_tokens=8, temperature=0)
+    steps = 0
+    while not short.has_ended:
+        running.step()
+        steps += 1
+    assert steps <= 10 and not scoring.has_ended
+
+
+def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goes_on(
+    engine, monkeypatch
+):
+    monkeypatch.setattr("tiedgpt.infer.scheduler.PREFILL_TOKENS", 30)
+    running = scheduler(engine)
+    first, second = (add(running, engine, [n] * 30, temperature=0) for n in (1, 2))
+    running.step()
+    running.step()
+    assert [len(added.text.new_ids) for added in (first, second)] == [1, 1]
+    running.step()
+    assert [len(added.text.new_ids) for added in (first, second)] == [2, 2]
+
+
+def test_of_a_prompt_in_chunks_only_the_last_logits_are_held(engine):
+    running = scheduler(engine)
+    add(running, engine, [1, 2], temperature=0)
+    running.step()
+    long = add(running, engine, [3] * 30, temperature=0)
+    for _ in range(4):
+        running._pace.chunk = 4
+        running.step()
+        assert not long.pending[0].parts
 
 
 def test_cancelling_frees_the_slot_at_once(engine):

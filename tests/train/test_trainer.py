@@ -11,7 +11,7 @@ from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import trainer as trainer_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Skipped, Started, Stepped
-from tiedgpt.train.rehearsal import repeatable_metrics
+from tiedgpt.train.resume_check import repeatable_metrics
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.safetensors_file import SafetensorsFile

@@ -19,7 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.train.card import command
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped, Untied
-from tiedgpt.train.optim import arranged, untie_in_training
+from tiedgpt.train.optim import groups_and_optimizers, untie_in_training
 from tiedgpt.train.plan import make_plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -60,7 +60,7 @@ def sums(run):
 def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, rule):
     plan = dataclasses.replace(untying, optimizer=rule)
     model = task.build().train()
-    _, rules = arranged(model, plan, 0)
+    _, rules = groups_and_optimizers(model, plan, 0)
     batch_of = task.batches(plan)
     for step in range(3):
         train_step(model, rules, batch_of(step), plan)

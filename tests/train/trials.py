@@ -23,7 +23,7 @@ import tiedgpt.train.plan
 import tiedgpt.train.sources
 from tests.train.conftest import train
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import rehearsal
+from tiedgpt.train import resume_check
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -185,10 +185,10 @@ def left(run: Path) -> dict[str, str]:
     files = [*(run / "model").glob("*.safetensors"), *(run / "data").iterdir()]
     files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
     sums = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
-    return rehearsal.left(run) | {
+    return resume_check.left(run) | {
         name: hashlib.sha256(data).hexdigest() for name, data in sums.items()
     }
 
 
 def metrics(run: Path) -> list[dict]:
-    return rehearsal.repeatable_metrics(run)
+    return resume_check.repeatable_metrics(run)

@@ -1,7 +1,9 @@
 """What real files bring, and what bad ones get."""
 
 import json
+import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.conftest import with_head
-from tiedgpt import GPT, GPTConfig
+from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.load import CheckpointWarning, load
@@ -397,3 +399,18 @@ def test_a_number_of_heads_that_does_not_divide_is_the_callers_fault(tiny, tmp_p
     torch.save(tiny.state_dict(), tmp_path / "model.pt")
     with pytest.raises(UserError, match="n_embd must be a multiple of n_head=5"):
         GPT.from_pretrained(tmp_path / "model.pt", n_head=5)
+
+
+def test_a_contradiction_in_a_config_names_its_directory(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for wrong in ({"hidden_size": 7}, {"model_type": "bloom"}, {"activation_function": "tanhh"}):
+        (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(TiedGPTError, match=re.escape(str(tmp_path))):
+            load(tmp_path)
+
+
+def test_a_pipe_holds_no_tokenizer_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "t.pt")
+    with pytest.raises(UserError, match=r"t\.pt"):
+        Tokenizer.from_pretrained(tmp_path / "t.pt")

@@ -39,8 +39,8 @@ class Arguments:
     """auto: the model's own if the format has it, else fp32; int8 for packed."""
     calibrate: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """For --to packed --precision int4: a UTF-8 text like those that the model will work on, some
-    150 kB. Weights are rounded for the least error on it. That takes minutes, and halves what int4
-    loses. samples: text that the model draws itself."""
+    150 kB. Weights are rounded for the least error on it. That takes minutes, and int4 loses about
+    half as much. samples: text that the model draws itself."""
     tokenizer: str | None = None
     """Directory, file or hub name of the tokenizer, if it is not with the model."""
     n_head: int | None = None

@@ -101,9 +101,9 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
 
     Nothing is left in `out` or beside it.
     """
-    from tiedgpt.train.rehearsal import rehearse
+    from tiedgpt.train.resume_check import check_resume
 
-    unbroken, resumed = rehearse(options, out, lambda line: print(line, file=sys.stderr))
+    unbroken, resumed = check_resume(options, out, lambda line: print(line, file=sys.stderr))
     unlike = [name for name, digest in unbroken.items() if resumed[name] != digest]
     for name, digest in unbroken.items():
         same = "!=" if name in unlike else "="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -109,10 +109,16 @@ class PackedSession:
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
         """Choose a token for each; see `Session.choose`."""
         chosen = sampling.choose(self._pool, choices)
-        for at, (choice, one) in enumerate(zip(choices, chosen, strict=True)):
-            if choice.own is not None and isinstance(one, Chosen):
-                logprobs, _ = sampling.score(self._pool, [choice.own], [one.token])
-                chosen[at] = Chosen(one.token, logprobs[0])
+        tokens = {
+            at: one.token
+            for at, (choice, one) in enumerate(zip(choices, chosen, strict=True))
+            if choice.own is not None and isinstance(one, Chosen)
+        }
+        if tokens:  # processors made other logits of the model's own
+            own = [cast("NDArray[np.float32]", choices[at].own) for at in tokens]
+            logprobs, _ = sampling.score(self._pool, own, list(tokens.values()))
+            for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
+                chosen[at] = Chosen(token, logprob)
         return chosen
 
     def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -192,7 +198,7 @@ class PackedSession:
         """Let `target` hold what `source` holds."""
         check_length(self, source, 0)
         check_length(self, target, 0)
-        self._pool.settle()  # what was cut short must not write to the target afterwards
+        self._pool.finish_step()  # what was cut short must not write to the target afterwards
         n = padded(self.lengths[source])
         c = self._cache
         c.keys[:, target, :, : n // BLOCK] = c.keys[:, source, :, : n // BLOCK]

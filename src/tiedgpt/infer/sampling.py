@@ -63,7 +63,7 @@ def _choose(choice: Choice) -> Chosen | UserError:
     if choice.config.greedy:
         token = int(scores.argmax())
     else:
-        kept, scores = _filtered(choice.config, scores)
+        kept, scores = filtered(choice.config, scores)
         at = filters.draw(scores, choice.uniform)
         token = at if kept is None else int(kept[at])
     own = choice.logits if choice.own is None else choice.own
@@ -123,19 +123,7 @@ def biases(config: GenerationConfig, seen: Sequence[int]) -> dict[int, float]:
     return bias
 
 
-def distribution(
-    config: GenerationConfig, logits: Array, seen: Sequence[int], n_prompt: int = 0
-) -> Array:
-    """Logits (V,) -> the logits (V,) that are drawn from, -inf for what is filtered out."""
-    kept, scores = _filtered(config, adjusted(config, logits, seen, n_prompt))
-    if kept is None:
-        return scores
-    whole = np.full(len(logits), -np.inf, np.float32)
-    whole[kept] = scores
-    return whole
-
-
-def _filtered(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
+def filtered(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
     """Return the ids that may be drawn (None: all) and their logits over the temperature."""
     if config.greedy:
         return None, scores

@@ -60,17 +60,16 @@ class _Pending:
 
     def add(self, n: int, logits: Logits) -> None:
         self.n_done += n
-        self.parts.append(logits)
+        if self.read.every or not self.n_left:
+            self.parts.append(logits)
 
     def keep(self) -> None:
-        """Copy logits, which hold only until the next read."""
-        self.parts = [part.copy() for part in self.parts]
+        """Copy the newest logits, which hold only until the next read."""
+        self.parts[-1:] = [part.copy() for part in self.parts[-1:]]
 
     @property
     def logits(self) -> Logits:
-        if not self.read.every or len(self.parts) == 1:
-            return self.parts[-1]
-        return np.concatenate(self.parts)
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class Request:
@@ -222,12 +221,13 @@ class Scheduler:
     def _within_budget(self) -> list[tuple[_Pending, Read]]:
         """Return what is read in this step: newest tokens first, then parts of prompts.
 
-        Prompts that came together are all read before the first of their texts goes on.
+        Prompts that came together are all read before the first of their texts goes on. Texts that
+        are scored, which may be long, hold up nobody.
         """
         pending = [p for request in self.running for p in request.pending if p.n_left]
         decoding = [p for p in pending if p.is_decode]
         prompts = [p for p in pending if not p.is_decode]
-        newest = max((p.request.created for p in prompts), default=math.inf)
+        newest = max((p.request.created for p in prompts if p.request.text), default=math.inf)
         if newest < min((p.request.began for p in decoding), default=math.inf):
             decoding = []
         room = self._pace.chunk if decoding else PREFILL_TOKENS
@@ -257,10 +257,9 @@ class Scheduler:
             for (pending, read), logits in zip(group, answers, strict=True):
                 self.pool.held[read.slot] += read.ids
                 pending.add(len(read.ids), logits if read.every else logits[-1:])
-        for request in {pending.request for pending, _ in reads}:
-            if any(pending.n_left for pending in request.pending):
-                for pending in request.pending:
-                    pending.keep()
+        for pending, _ in reads:
+            if any(other.n_left for other in pending.request.pending):
+                pending.keep()
         self._learn(reads, time.perf_counter() - began)
 
     def _learn(self, reads: list[tuple[_Pending, Read]], seconds: float) -> None:

@@ -27,7 +27,7 @@ Likeliest = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Token:
-    """A new token of a text, told once it is certain what it spells."""
+    """A new token of a text, emitted once it is certain what it spells."""
 
     id: int
     text: str
@@ -109,7 +109,7 @@ class Sequence:
         self._decoded = ""  # with what a stop string cuts off or may cut off
         self._n_certain = 0  # characters of it that belong to the text
         self._uncertain: deque[tuple[int, float, Likeliest, int, int]] = deque()
-        """Tokens not told yet: id, logprob, the likeliest, where its text begins and ends."""
+        """Tokens not emitted yet: id, logprob, the likeliest, where its text begins and ends."""
 
     @property
     def new_ids(self) -> list[int]:

@@ -155,7 +155,7 @@ class Worker:
         self._thread.start()
 
     def _run(self) -> None:
-        """Obey commands and step, until told to close; sleep while nothing is active."""
+        """Run commands and steps until the worker is closed; sleep while nothing is active."""
         while True:
             with suppress(Empty):
                 while (command := self._commands.get(block=not self._active)) is not None:

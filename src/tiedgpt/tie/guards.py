@@ -173,7 +173,7 @@ class Guard:
         self._remember()
         code = linecache.getline(file, line).strip()
         changes = _changes(before, self._slots, self.module)
-        events = [TieEvent(file, line, code, *told) for told in changes]
+        events = [TieEvent(file, line, code, *change) for change in changes]
         self.events += events
         if events and self.action == "raise" and may_raise:
             raise TieBrokenError("; ".join(map(str, events)))

@@ -187,8 +187,10 @@ def _training(found: History, tables: Mapping[str, Any]) -> dict[str, str]:
     }
     if found.skipped:
         rows["skipped"] = f"{found.skipped:,} steps, whose loss or gradient was not finite"
-    told = ("steps", "batch_size")
-    rows |= {name.replace("_", " "): str(value) for name, value in plan.items() if name not in told}
+    shown = ("steps", "batch_size")
+    rows |= {
+        name.replace("_", " "): str(value) for name, value in plan.items() if name not in shown
+    }
     if (peak := found.last("machine_memory_bytes")) is not None:
         rows["peak memory"] = f"{peak / 1e9:.2f} GB"
     rows["machine"] = ", ".join(f"{v} {k}" if k == "cores" else str(v) for k, v in machine.items())

@@ -97,8 +97,8 @@ def optimizers(groups: list[Group], *, lr: float) -> list[torch.optim.Optimizer]
     return made
 
 
-def arranged(model: Model, plan: Plan, step: int) -> tuple[list[Group], Optimizers]:
-    """Have the model be tied or not, as the plan says of the state after `step` steps.
+def groups_and_optimizers(model: Model, plan: Plan, step: int) -> tuple[list[Group], Optimizers]:
+    """Tie or untie the model, as the plan says of the state after `step` steps.
 
     Returns the groups and fresh optimizers over its parameters. Weights are copied where a head
     comes in, and W stays where one goes: the caller is about to load both.
@@ -124,7 +124,7 @@ def untie_in_training(
     """
     assert isinstance(model, GPT)
     held = {p: state for optimizer in before for p, state in optimizer.state.items()}
-    groups, made = arranged(model, plan, plan.steps)
+    groups, made = groups_and_optimizers(model, plan, plan.steps)
     assert isinstance(model.head, torch.nn.Linear)
     of_w = held.get(model.wte.weight, {})
     held[model.head.weight] = {name: value.clone() for name, value in of_w.items()}

@@ -19,7 +19,7 @@ from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserErr
 from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import parse_bytes, require_memory
-from tiedgpt.train.optim import arranged
+from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
@@ -256,7 +256,7 @@ def faster_dtype(config: GPTConfig, device: torch.device) -> str:
 def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
     """Turn minutes into steps by timing a few steps of a throw-away model, in all processes."""
     model = world.place(in_training(task.build().train(), plan))
-    rules = world.optimizers(arranged(model, replace(plan, lr=1e-5), 0)[1])
+    rules = world.optimizers(groups_and_optimizers(model, replace(plan, lr=1e-5), 0)[1])
     batch_of = task.batches(plan)
     times: list[float] = []
 

@@ -14,7 +14,7 @@ import torch
 
 from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.train.blocks import in_training
-from tiedgpt.train.optim import arranged
+from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
@@ -73,7 +73,7 @@ def _sweep(
 ) -> Sweep:
     model = in_training(task.build().train(), plan).to(device)
     task.begin(model)
-    _, rules = arranged(model, replace(plan, lr=LOWEST), 0)
+    _, rules = groups_and_optimizers(model, replace(plan, lr=LOWEST), 0)
     batch_of = task.batches(replace(plan, batch_warmup=0, length_warmup=0))
     found = Sweep([], [], [])
     total = weight = 0.0

@@ -31,7 +31,7 @@ from tiedgpt.train.checkpoint import (
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
 from tiedgpt.train.health import WORSE, Health, first_not_finite
 from tiedgpt.train.measures import Measures
-from tiedgpt.train.optim import Optimizers, arranged, untie_in_training
+from tiedgpt.train.optim import Optimizers, groups_and_optimizers, untie_in_training
 from tiedgpt.train.parallel import World, own_part
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
@@ -125,7 +125,7 @@ class Trainer:
 
     def _arrange(self, step: int) -> Optimizers:
         """Have the model, tied or not, and fresh optimizers as they are after `step` steps."""
-        self.groups, rules = arranged(self.model, self.plan, step)
+        self.groups, rules = groups_and_optimizers(self.model, self.plan, step)
         self.optimizers = self.world.optimizers(rules)
         return self.optimizers
 
@@ -233,7 +233,7 @@ class Trainer:
             return False
         try:
             verify(checkpoint_path(self.directory.checkpoints, best))
-            arranged(self.model, self.plan, best)
+            groups_and_optimizers(self.model, self.plan, best)
             load_weights(self.directory.checkpoints, best, self.model)
         except CorruptInputError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")

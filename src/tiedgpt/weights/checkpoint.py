@@ -110,7 +110,12 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     if name is None:
         shared = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
         name = next(shared, "huggingface")
-    gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
+    try:
+        gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
+    except (CorruptInputError, UserError) as error:
+        if str(checkpoint.source) in str(error):
+            raise
+        raise type(error)(f"{checkpoint.source}: {error}") from None
     return gpt
 
 

@@ -80,10 +80,10 @@ def _in_file(path: Path) -> Tokenizer | None:
 
 
 def _head(path: Path) -> bytes:
+    if not path.is_file():  # a pipe would be waited for
+        return b""
     try:
         with path.open("rb") as file:
             return file.read(32)
-    except (FileNotFoundError, IsADirectoryError):
-        return b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error

@@ -59,13 +59,13 @@ NONE = np.float32(-np.inf)
 @njit(error_model="numpy")
 def append(key, value, n, position, keys, values, key_scales, value_scales, scaled):
     """Write a key and a value (D/H,) at their position of the KV cache."""
-    block, lane = position // BLOCK, position % BLOCK
+    block, column = position // BLOCK, position % BLOCK
     key_inverse = value_inverse = np.float32(1.0)
     if scaled:
         key_inverse = _set_scale(key, n, position, key_scales)
         value_inverse = _set_scale(value, n, position, value_scales)
     for d in range(n):
-        keys[block, d, lane] = convert(key[d], key_inverse, keys)
+        keys[block, d, column] = convert(key[d], key_inverse, keys)
     for d in range(n):
         values[position, d] = convert(value[d], value_inverse, values)
 

@@ -54,7 +54,7 @@ class ThreadPool:
         Raises `MemoryError`; the step is then finished before the next, and its results must not
         be relied upon until then.
         """
-        self.settle()
+        self.finish_step()
         if kernel not in self._compiled:
             over = control_for(phases, self.threads)
             over.counters[0] = 1
@@ -69,7 +69,7 @@ class ThreadPool:
         kernel(control, *arguments)
         self._unfinished = None
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Finish a step that an error or Ctrl-C cut short, as helpers may still be at it."""
         if self._process != os.getpid():  # the first step; or forked: threads are not, nor chunks
             self._work[:], self._unfinished = _begun(self.threads - 1), None
@@ -81,7 +81,7 @@ class ThreadPool:
 
     def scratch(self, n: int, size: int) -> NDArray[np.float32]:
         """Return n arrays of at least `size` for each thread, kept for later steps, 0 at first."""
-        self.settle()
+        self.finish_step()
         _, old_n, old_size = self._scratch.shape
         if old_n < n or old_size < size:
             shape = (self.threads, max(n, old_n), max(size, old_size))

@@ -40,7 +40,7 @@ UNTIED_AT = 3
 """Before a checkpoint that is resumed from."""
 
 
-def rehearse(
+def check_resume(
     options: TrainOptions, out: Path, say: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Train, kill and resume, in a temporary directory beside `out` that is removed.
