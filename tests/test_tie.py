@@ -21,8 +21,8 @@ from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import prune, resize_vocab, tie, untie
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.task import Objective
 from tiedgpt.weights.load import CheckpointWarning
 
 N_TINY = 97 * 32 + 24 * 32 + 3 * (12 * 32 * 32 + 13 * 32) + 2 * 32

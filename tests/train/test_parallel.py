@@ -19,8 +19,8 @@ from tiedgpt.cli.train import run as train_command
 from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import task as task_module
 from tiedgpt.train.events import Ended, Stepped
+from tiedgpt.train.objective import Loss
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.parallel import Shards, World, joined, launched
 from tiedgpt.train.plan import Plan, recorded
@@ -85,6 +85,11 @@ def classifier():
     return model, (five_rows()[0], lengths, labels)
 
 
+def whole(tensor):
+    """Return a tensor that may lie in parts, in one."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def three_steps(world, make):
     """Return losses, norms, the first step's gradients and the weights after three steps."""
     torch.manual_seed(7)
@@ -95,9 +100,8 @@ def three_steps(world, make):
     for step in range(3):
         results.append(train_step(model, rules, batch, PLAN, world))
         if step == 0:
-            found = {name: p.grad.clone() for name, p in model.named_parameters()}
-            gradients = dict(world.gather(found))
-    weights = {n: p.detach() for n, p in world.gather(dict(model.named_parameters())).items()}
+            gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
     losses, norms = ([getattr(r, name) for r in results] for name in ("loss", "grad_norm"))
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
 
@@ -117,6 +121,13 @@ def exchanges(world):
     return len(count)
 
 
+class Poisoned(Loss):
+    """A loss that is never finite."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float("nan")
+
+
 def skipped(world):
     """Return whether weights stay where the loss is not finite in the last process alone."""
     torch.manual_seed(7)
@@ -124,16 +135,12 @@ def skipped(world):
     world.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    terms = task_module.loss_terms
-    if not world.leads:
-        task_module.loss_terms = lambda *a: tuple(t * float("nan") for t in terms(*a))
+    task = Poisoned() if not world.leads else Loss()
     try:
-        train_step(model, rules, batch, PLAN, world)
+        train_step(model, rules, batch, PLAN, world, task=task)
     except DivergedError:
         same = (bool((before[name] == p).all()) for name, p in model.named_parameters())
         return all([*same])
-    finally:
-        task_module.loss_terms = terms
     return False
 
 
@@ -150,8 +157,8 @@ def muon(world):
                 parameter.grad = parameter.detach() * 0.5 + 0.01
             for rule in rules:
                 rule.step()
-        found.append(dict(place.gather(dict(model.named_parameters()))))
-    return [{name: p.detach() for name, p in weights.items()} for weights in found]
+        found.append({name: whole(p.detach()) for name, p in model.named_parameters()})
+    return found
 
 
 def do_steps(path):

@@ -145,21 +145,19 @@ def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new
 
 def not_finite_at(monkeypatch, *steps):
     """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
-    from tiedgpt.train import task as task_module
-
-    of_batches, losses = LanguageModelling.batches, task_module.loss_terms
+    of_batches, of_model = LanguageModelling.batches, LanguageModelling.loss
     now = [0]
 
     def batches(task, plan):
         batch = of_batches(task, plan)
         return lambda step: (now.__setitem__(0, step + 1), batch(step))[1]
 
-    def poisoned(model, part):
-        (loss,) = losses(model, part)
-        return (loss * float("nan") if now[0] in steps and model.training else loss,)
+    def poisoned(task, model, part):
+        loss = of_model(task, model, part)
+        return loss * float("nan") if now[0] in steps and model.training else loss
 
     monkeypatch.setattr(LanguageModelling, "batches", batches)
-    monkeypatch.setattr(task_module, "loss_terms", poisoned)
+    monkeypatch.setattr(LanguageModelling, "loss", poisoned)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(new_run, config, plan, monkeypatch):
@@ -223,12 +221,12 @@ def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatc
     step = trainer_module.train_step
     calls = []
 
-    def poisoned(model, optimizers, batch, plan, world):
+    def poisoned(model, optimizers, batch, plan, world, task):
         calls.append(1)
         if len(calls) == 3:
             with torch.no_grad():
                 model.ln_f.weight[0] = float("nan")
-        return step(model, optimizers, batch, plan, world)
+        return step(model, optimizers, batch, plan, world, task=task)
 
     monkeypatch.setattr(trainer_module, "train_step", poisoned)
     with pytest.raises(
@@ -361,8 +359,8 @@ def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monk
     step = trainer_module.train_step
     calls = []
 
-    def breaking(model, optimizers, batch, plan, world):
-        result = step(model, optimizers, batch, plan, world)
+    def breaking(model, optimizers, batch, plan, world, task):
+        result = step(model, optimizers, batch, plan, world, task=task)
         calls.append(1)
         if len(calls) == 2:
             with torch.no_grad():

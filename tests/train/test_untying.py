@@ -60,7 +60,7 @@ def sums(run):
 def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, rule):
     plan = dataclasses.replace(untying, optimizer=rule)
     model = task.build().train()
-    _, rules = groups_and_optimizers(model, plan, 0)
+    _, rules = groups_and_optimizers(task, model, plan, 0)
     batch_of = task.batches(plan)
     for step in range(3):
         train_step(model, rules, batch_of(step), plan)
@@ -68,7 +68,7 @@ def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, 
     held = {name: p for name, p in model.named_parameters()}
     before = {n: dict(r.state[p]) for n, p in held.items() for r in rules if p in r.state}
     tied = model(ids)
-    groups, made = untie_in_training(model, rules, plan)
+    groups, made = untie_in_training(task, model, rules, plan)
     assert torch.equal(model(ids), tied)
     assert model.head.weight is not model.wte.weight and not model.config.tie_word_embeddings
     after = {n: r.state[p] for n, p in model.named_parameters() for r in made if p in r.state}

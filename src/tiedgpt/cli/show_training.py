@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from rich.text import Text
 
 from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.evaluate.perplexity import Score
 from tiedgpt.infer import Engine
 from tiedgpt.train.blocks import decide
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
@@ -26,7 +25,7 @@ from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.tasks.labelled import Labelled, LabelScore
+from tiedgpt.train.tasks.labelled import Labelled
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
@@ -82,11 +81,15 @@ class Display:
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
         examples = len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
         epochs = plan.growth(task.row_units).units_before(plan.steps) / max(1, examples)
+        source = ", ".join(options.data) or "the documentation inside this Python"
+        described = task.describe()
+        kind = next(iter(described))
         self.say(
-            f"{_data(options, task)}\n"
+            f"{kind:<9} {source}: {described[kind]}\n"
+            f"tokens    {described['tokens']}\n"
             f"model     {options.start or options.size}: {config.n_layer} blocks of width "
             f"{config.n_embd}, {config.n_head} heads, {config.n_positions} positions\n"
-            f"          {_parameters(config, task)}\n"
+            f"          {_parameters(config, described)}\n"
             f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
             f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
             f"peak rate {plan.lr:g} ({plan.schedule}), products in {plan.dtype} on {where}\n"
@@ -149,7 +152,7 @@ class Display:
                 self.say(f"step {event.step:>6,}  untied: a head begins as W's copy")
             case Evaluated():
                 self._validated = f"  val {event.score.nats:.3f}"
-                line = Text(f"step {event.step:>6,}  val {_scored(event.score)}")
+                line = Text(f"step {event.step:>6,}  val {_scored(event.metrics, 3)}")
                 line.append("  | " + " ".join(event.sample.split()))
                 line.truncate(self.err.width - 1)
                 self.err.print(line)
@@ -163,16 +166,11 @@ class Display:
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
         out = PatientConsole(highlight=False, soft_wrap=True)
-        config, score = task.config, _scored(ended.score)
+        config = task.config
         if isinstance(task, Labelled):
             theirs = task.head_class.class_in_transformers(config) is not None
             steps = _next_in_python(task, directory.model)
         else:
-            assert isinstance(ended.score, Score)
-            score = (
-                f"loss {ended.score.nats:.4f} nats a token, {ended.score.bits_per_byte:.4f} "
-                f"bits per byte ({ended.score.tokens:,} tokens)"
-            )
             prompt = "" if options.data else "Return a new"
             config = _show_samples(out, directory, prompt)
             theirs = model_type_of(config) is not TIEDGPT
@@ -185,48 +183,21 @@ class Display:
             )
         loads = ", which transformers loads too" if theirs else ""
         out.print(
-            f"validation {score}\n{_parameters(config, task)}\n"
+            f"validation {_scored(ended.metrics, 4)}\n"
+            f"{_parameters(config, task.describe(config))}\n"
             f"saved in {directory.model}{loads}\n\n{steps}",
             markup=False,
         )
 
 
-def _data(options: TrainOptions, task: LanguageModelling | Labelled) -> str:
-    """Return what is trained on, in two lines."""
-    source = ", ".join(options.data) or "the documentation inside this Python"
-    tokens = f"tokens    {task.tokenizer.kind} vocabulary of {len(task.tokenizer):,}"
-    if isinstance(task, Labelled):
-        labels = f"; {len(names)} labels" if (names := task.examples.labels) else ""
-        longest = max(len(ids) for _, row in task.train for ids in row.rows)
-        return (
-            f"examples  {source}: {len(task.train):,}; {len(task.held_out):,} more to validate "
-            f"on{labels}\n{tokens}, the longest row has {longest:,}"
-        )
-    train, val = task.encoded.train, task.encoded.val
-    return (
-        f"text      {source}: {train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
-        f"{train.tokens:,} tokens; {val.tokens:,} more to validate on\n"
-        f"{tokens}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a token"
-    )
-
-
-def _parameters(config: GPTConfig, task: LanguageModelling | Labelled) -> str:
+def _parameters(config: GPTConfig, described: Mapping[str, str]) -> str:
     """Return the parameter count and what predicts."""
-    shape = f"{config.vocab_size:,} x {config.n_embd}"
-    if isinstance(task, Labelled):
-        how = f"a {task.head_class.__name__} on the states of the body"
-    elif config.tie_word_embeddings:
-        how = f"one matrix of {shape} counted once: it reads and predicts"
-    else:
-        how = f"a matrix of {shape} reads and another predicts"
-    return f"{config.parameter_count():,} parameters; {how}"
+    return f"{config.parameter_count():,} parameters; {described['predicts']}"
 
 
-def _scored(score: object) -> str:
-    if isinstance(score, Score):
-        return f"{score.nats:.3f} nats, {score.bits_per_byte:.3f} bits/byte"
-    assert isinstance(score, LabelScore)
-    return f"{score.nats:.3f} nats, {score.measure} {100 * score.share:.1f} %"
+def _scored(metrics: Mapping[str, float], digits: int) -> str:
+    names = {key: key.removeprefix("val_").replace("_", " ") for key in metrics}
+    return ", ".join(f"{names[key]} {value:.{digits}f}" for key, value in metrics.items())
 
 
 def _next_in_python(task: Labelled, model: Path) -> str:

@@ -28,7 +28,7 @@ from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Block
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.memory import return_memory_at_once
-from tiedgpt.train.task import Arrays, Model, body_of, loss_terms, on_device
+from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
@@ -111,7 +111,7 @@ def missing(device: torch.device) -> str | None:
     return f"no C++ compiler is here ({given or ', '.join(COMPILERS)}): install one or set CXX"
 
 
-def compile_now(model: Model, batch: Arrays, plan: Plan) -> float:
+def compile_now(task: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
     """Compile by a loss and its gradient, which are thrown away; return the seconds it took.
 
     The random streams are left where they were.
@@ -122,7 +122,7 @@ def compile_now(model: Model, batch: Arrays, plan: Plan) -> float:
     part = tuple(tensor[: plan.micro_batch] for tensor in on_device(batch, device))
     with torch.random.fork_rng(devices), fast_training(model):
         with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-            sum(loss_terms(model, part), torch.zeros((), device=device)).backward()
+            Objective(model)(*part, task=task).backward()
     model.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -17,10 +17,11 @@ from huggingface_hub import ModelCardData
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing
+from tiedgpt.heads import Head
 from tiedgpt.train.history import History, history
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Model, body_of, predicts_tokens
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 from tiedgpt.weights.save import OUR_CARD
 
@@ -208,6 +209,7 @@ def _use(model: Model, config: GPTConfig) -> str:
             "Engine(directory).generate(prompt, max_new_tokens=n).text",
         ]
     else:
+        assert isinstance(model, Head)
         theirs = model.class_in_transformers(config)
         name = type(model).__name__
         lines = [

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.parallel import World, laid_out_like
+from tiedgpt.train.task import Task
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -34,6 +35,7 @@ NAME = re.compile(r"step-(\d{6,})")
 def save_checkpoint(
     directory: Path,
     step: int,
+    task: Task,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
@@ -48,16 +50,8 @@ def save_checkpoint(
     processes all must call this, and the first writes.
     """
     world = world or World(torch.device("cpu"))
-    parameters = dict(model.named_parameters())
-    moments = {
-        f"{name}/{key}": value
-        for name, parameter in parameters.items()
-        for optimizer in optimizers
-        if parameter in optimizer.state
-        for key, value in optimizer.state[parameter].items()
-    }
-    weights, gathered = world.gather(parameters), world.gather(moments)
-    held = {name: value if value.ndim else value.reshape(1) for name, value in gathered.items()}
+    weights, moments = world.state(task, model, optimizers)
+    held = {name: value if value.ndim else value.reshape(1) for name, value in moments.items()}
     held |= {f"random/{name}": value for name, value in _random_state(model).items()}
     path = checkpoint_path(directory, step)
 
@@ -103,6 +97,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 def load_newest(
     directory: Path,
+    task: Task,
     model: nn.Module,
     optimizers_at: Callable[[int], Sequence[torch.optim.Optimizer]],
 ) -> tuple[dict[str, Any] | None, list[str]]:
@@ -116,7 +111,7 @@ def load_newest(
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
-            state = _load(path, model, optimizers_at(step_of(path)))
+            state = _load(path, task, model, optimizers_at(step_of(path)))
         except (TiedGPTError, OSError) as error:
             damaged.append((path, error))
             continue
@@ -133,14 +128,14 @@ def load_newest(
     return None, []
 
 
-def load_weights(directory: Path, step: int, model: nn.Module) -> None:
+def load_weights(directory: Path, step: int, task: Task, model: nn.Module) -> None:
     """Put the weights of a step's checkpoint into the model.
 
     Raises `CorruptInputError`, before the model is touched, where it is damaged.
     """
     path = checkpoint_path(directory, step)
     verify(path)
-    _load_weights(path, model)
+    _load_weights(path, task, model)
 
 
 def verify(path: Path) -> None:
@@ -185,10 +180,10 @@ def _give(
 
 
 def _load(
-    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    path: Path, task: Task, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
     state, moments = read_json(path / "state.json"), _read_moments(path)
-    _load_weights(path, model)
+    _load_weights(path, task, model)
     random = moments.pop("random", {})
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
@@ -212,14 +207,15 @@ def _read_moments(path: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _load_weights(path: Path, model: nn.Module) -> None:
+def _load_weights(path: Path, task: Task, model: nn.Module) -> None:
     weights = SafetensorsFile.open(path / "model.safetensors")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    saved = task.state_to_save(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if shapes != {name: entry.shape for name, entry in weights.entries.items()}:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(laid_out_like(weights.read(name), parameter))
+        for name, tensor in saved.items():
+            tensor.copy_(laid_out_like(weights.read(name), tensor))
 
 
 def _point_to(path: Path) -> None:

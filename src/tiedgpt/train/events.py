@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Group
-from tiedgpt.train.task import Model, Score
+from tiedgpt.train.task import Score
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Evaluated:
 
     step: int
     score: Score
+    metrics: dict[str, float]
+    """The score as it stands in metrics.jsonl."""
     sample: str
 
 
@@ -74,6 +77,8 @@ class Ended:
     finished: bool
     score: Score | None
     """Of the weights in model/."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The score as it stands in metrics.jsonl."""
     notes: list[str] = field(default_factory=list)
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, DivergedError
+from tiedgpt.train.objective import Arrays, Loss, Model
+from tiedgpt.train.parallel import World, own_part
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
-from tiedgpt.train.task import Arrays, Model
 
 SKIPS_AMONG = 200
 """The limit of skipped steps is counted among so many."""
@@ -99,11 +100,21 @@ class Health:
         return f"losses before: {losses}; gradient norms before: {norms}"
 
 
-def first_not_finite(model: Model, batch: Arrays, plan: Plan) -> str:
+def require_finite(model: Model, world: World) -> None:
+    """Raise `DivergedError` in all processes where weights are not finite in any."""
+    parts = ((name, own_part(p)) for name, p in model.named_parameters())
+    name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+    if world.any(name is not None):
+        raise DivergedError(f"{name or 'a matrix'} is no longer finite")
+
+
+def first_not_finite(task: Loss, model: Model, batch: Arrays | None, plan: Plan) -> str:
     """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
     for name, parameter in model.named_parameters():
         if n := _not_finite(parameter):
-            return f"first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
+            return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
+    if batch is None:
+        return ""
     found: list[str] = []
 
     def look(what: str, tensor: Any) -> None:
@@ -124,12 +135,12 @@ def first_not_finite(model: Model, batch: Arrays, plan: Plan) -> str:
     handles += [watch_gradient(n, p) for n, p in model.named_parameters() if p.requires_grad]
     try:
         with contextlib.suppress(DivergedError):
-            train_step(model, [], batch, plan)
+            train_step(model, [], batch, plan, task=task)
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return f"first not finite: {found[0]}" if found else ""
+    return f"; first not finite: {found[0]}" if found else ""
 
 
 @torch.no_grad()

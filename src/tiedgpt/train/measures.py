@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.core.model import plain_matrix
-from tiedgpt.train.task import Model, Task, body_of, predicts_tokens
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
+    from tiedgpt.train.task import Task
 
 PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,

@@ -15,11 +15,12 @@ from torch import nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.tie.surgery import tie, untie
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.schedule import Rule
-from tiedgpt.train.task import Model, body_of, predicts_tokens
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
+    from tiedgpt.train.task import Task
 
 Optimizers = list[torch.optim.Optimizer]
 BETAS = (0.9, 0.95)
@@ -97,7 +98,9 @@ def optimizers(groups: list[Group], *, lr: float) -> list[torch.optim.Optimizer]
     return made
 
 
-def groups_and_optimizers(model: Model, plan: Plan, step: int) -> tuple[list[Group], Optimizers]:
+def groups_and_optimizers(
+    task: Task, model: Model, plan: Plan, step: int
+) -> tuple[list[Group], Optimizers]:
     """Tie or untie the model, as the plan says of the state after `step` steps.
 
     Returns the groups and fresh optimizers over its parameters. Weights are copied where a head
@@ -109,12 +112,12 @@ def groups_and_optimizers(model: Model, plan: Plan, step: int) -> tuple[list[Gro
             untie(model)
         elif not plan.untied(step) and model.head is not None:
             tie(model, keep="input")
-    groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
+    groups = task.parameter_groups(model, plan)
     return groups, optimizers(groups, lr=plan.lr)
 
 
 def untie_in_training(
-    model: Model, before: Sequence[torch.optim.Optimizer], plan: Plan
+    task: Task, model: Model, before: Sequence[torch.optim.Optimizer], plan: Plan
 ) -> tuple[list[Group], Optimizers]:
     """Give the model a head of its own (`--untie-at`); return the groups and the optimizers.
 
@@ -124,7 +127,7 @@ def untie_in_training(
     """
     assert isinstance(model, GPT)
     held = {p: state for optimizer in before for p, state in optimizer.state.items()}
-    groups, made = groups_and_optimizers(model, plan, plan.steps)
+    groups, made = groups_and_optimizers(task, model, plan, plan.steps)
     assert isinstance(model.head, torch.nn.Linear)
     of_w = held.get(model.wte.weight, {})
     held[model.head.weight] = {name: value.clone() for name, value in of_w.items()}

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
-from tiedgpt.train.task import Model, Objective, Task, body_of
+from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
+    from tiedgpt.train.task import Task
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
@@ -41,8 +42,8 @@ class Part:
     """Rows that a process computes at a time."""
 
     rows: tuple[Tensor, ...]
-    weight: float
-    """Of their loss in what gradients are taken of."""
+    shares: list[float]
+    """Of each term of their loss in what gradients are taken of."""
     last: bool
     """Whether the step's gradients are whole with it."""
 
@@ -106,21 +107,31 @@ class World:
         if not self.leads:
             torch.manual_seed(hash((seed, self.rank, step)))
 
-    def parts(self, batch: Sequence[Tensor], micro_batch: int) -> list[Part]:
+    def parts(self, task: Loss, batch: Arrays, micro_batch: int) -> list[Part]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
 
-        All processes have equally many parts, as their exchanges need it: one that has too few
-        rows computes another one's again, and counts it as nothing.
+        Rows without a target are left out. All processes have equally many parts, as their
+        exchanges need it: one that has too few computes a row again, and counts it as nothing.
         """
         n_rows = len(batch[0])
         start, end = (n_rows * rank // self.size for rank in (self.rank, self.rank + 1))
-        starts = range(start, end, micro_batch)
-        n_parts = -(-self.share(n_rows) // micro_batch)
-        own = [(slice(at, min(at + micro_batch, end)), float(self.size)) for at in starts]
-        own += [(slice(0, 1), 0.0)] * (n_parts - len(own))
+        whole, own = task.n_targets(batch), []
+        for at in range(start, end, micro_batch):
+            rows = slice(at, min(at + micro_batch, end))
+            counts = task.n_targets(tuple(array[rows] for array in batch))
+            if any(counts):
+                shares = zip(counts, whole, strict=True)
+                own.append((rows, [self.size * n / max(1, total) for n, total in shares]))
+        if self.size > 1:
+            singles = (slice(n, n + 1) for n in range(n_rows))
+            counted = (row for row in singles if all(task.n_targets(tuple(a[row] for a in batch))))
+            again = next(counted, slice(0, 1))
+            n_parts = -(-self.share(n_rows) // micro_batch)
+            own += [(again, [0.0] * len(whole))] * (n_parts - len(own))
+        tensors = on_device(batch, self.device)
         return [
-            Part(tuple(array[rows] for array in batch), weight, number == n_parts)
-            for number, (rows, weight) in enumerate(own, start=1)
+            Part(tuple(tensor[rows] for tensor in tensors), shares, number == len(own))
+            for number, (rows, shares) in enumerate(own, start=1)
         ]
 
     def share(self, n: int) -> int:
@@ -191,9 +202,21 @@ class World:
         """Return what `act` returned of the model with all its weights, in the first process."""
         return self.lead(lambda: act(model))
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return whole tensors, in the first process; the others have a part in it."""
-        return tensors
+    def state(
+        self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key.
+
+        All processes have a part in it, and the first gets them whole.
+        """
+        moments = {
+            f"{name}/{key}": value
+            for name, parameter in model.named_parameters()
+            for optimizer in optimizers
+            if parameter in optimizer.state
+            for key, value in optimizer.state[parameter].items()
+        }
+        return task.state_to_save(model), moments
 
     def part(self) -> None:
         """Let the first process have the last word: torchrun ends all when one has ended."""
@@ -257,7 +280,7 @@ class Shards(World):
 
     def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
         """Give it a copy with all weights."""
-        weights = self.gather(dict(model.named_parameters()))
+        weights, _ = _gathered(model)
 
         def act_on_copy() -> T:
             with torch.device("meta"):
@@ -267,14 +290,34 @@ class Shards(World):
 
         return self.lead(act_on_copy)
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gather them one after the other, on the CPU."""
-        whole = {}
-        for name, tensor in tensors.items():
-            full = _full(tensor.detach())
-            if self.leads:
-                whole[name] = full.cpu()
-        return whole
+    def state(
+        self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """Gather it, one tensor after the other, on the CPU."""
+        names = task.state_to_save(model).keys()
+        weights, moments = _gathered(model, optimizers)
+        return {name: value for name, value in weights.items() if name in names}, moments
+
+
+def _gathered(
+    model: Model, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return whole weights by name and moments by name/key, on the CPU; {} but in the first."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    options = dcp.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True
+    )
+    weights: Any = dcp.get_model_state_dict(model, options=options)
+    moments = {}
+    for optimizer in optimizers:
+        if optimizer.state:  # without any, it would be made to do a step
+            held: Any = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+            for key, value in held.items():
+                if key.startswith("state."):
+                    name, _, of = key.removeprefix("state.").rpartition(".")
+                    moments[f"{name}/{of}"] = value
+    return weights, moments
 
 
 class WholeMuon(torch.optim.Muon):

@@ -256,7 +256,7 @@ def faster_dtype(config: GPTConfig, device: torch.device) -> str:
 def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
     """Turn minutes into steps by timing a few steps of a throw-away model, in all processes."""
     model = world.place(in_training(task.build().train(), plan))
-    rules = world.optimizers(groups_and_optimizers(model, replace(plan, lr=1e-5), 0)[1])
+    rules = world.optimizers(groups_and_optimizers(task, model, replace(plan, lr=1e-5), 0)[1])
     batch_of = task.batches(plan)
     times: list[float] = []
 
@@ -267,7 +267,7 @@ def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
 
     while len(times) < 3 or (sum(times) < 4 and len(times) < 30):
         began = time.perf_counter()
-        train_step(model, rules, batch_of(len(times)), plan, world)
+        train_step(model, rules, batch_of(len(times)), plan, world, task=task)
         times.append(world.lead(seconds))
     step = statistics.median(times[1:])
     # A forward is a third of a step; evaluations, by one process, see a twentieth of it, the last

@@ -73,7 +73,7 @@ def _sweep(
 ) -> Sweep:
     model = in_training(task.build().train(), plan).to(device)
     task.begin(model)
-    _, rules = groups_and_optimizers(model, replace(plan, lr=LOWEST), 0)
+    _, rules = groups_and_optimizers(task, model, replace(plan, lr=LOWEST), 0)
     batch_of = task.batches(replace(plan, batch_warmup=0, length_warmup=0))
     found = Sweep([], [], [])
     total = weight = 0.0
@@ -82,7 +82,7 @@ def _sweep(
         for group in (group for rule in rules for group in rule.param_groups):
             group["lr"] = rate
         try:
-            loss = train_step(model, rules, batch_of(step), plan).loss
+            loss = train_step(model, rules, batch_of(step), plan, task=task).loss
         except DivergedError:
             break
         if not math.isfinite(loss):

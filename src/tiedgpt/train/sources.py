@@ -37,6 +37,7 @@ from tiedgpt.train.checkpoint import checkpoints, load_moments, load_weights, st
 from tiedgpt.train.options import FRESH_ONLY, SIZES, TrainOptions, flag
 from tiedgpt.train.plan import Plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.task import Task
 from tiedgpt.train.tasks import LABELLED
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -179,7 +180,7 @@ def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
 
 
 def begin_fork(
-    directory: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    directory: Path, task: Task, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[str]:
     """Put the newest good checkpoint of another run into the model and its optimizers; say so.
 
@@ -188,7 +189,7 @@ def begin_fork(
     damaged: list[str] = []
     for path in reversed(checkpoints(directory)):
         try:
-            load_weights(directory, step_of(path), model)
+            load_weights(directory, step_of(path), task, model)
             kept = load_moments(path, model, optimizers)
         except CorruptInputError as error:
             damaged.append(f"passed over a damaged checkpoint: {error}")

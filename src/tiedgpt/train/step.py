@@ -11,8 +11,8 @@ import torch
 
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.fast import fast_training
+from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.parallel import World
-from tiedgpt.train.task import Arrays, Model, body_of, on_device
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
@@ -34,25 +34,29 @@ def train_step(
     batch: Arrays,
     plan: Plan,
     world: World | None = None,
+    *,
+    task: Loss = OWN_LOSS,
 ) -> StepResult:
-    """Update the model on a batch; see `task.py` for what that is.
+    """Update the model on a batch, by the loss of a task or by the model's own.
 
-    Where the model was placed in a `world` of several processes, each computes its share.
+    Rows without a target are left out. Where the model was placed in a `world` of several
+    processes, each computes its share.
 
     Raises `DivergedError`, and leaves the weights as they were, where loss or gradient are not
-    finite.
+    finite, or the batch has no targets.
     """
     device = body_of(model).wte.weight.device
     world = world or World(device)
     objective = world.objective(model)
-    whole = on_device(batch, device)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
+    if not any(task.n_targets(batch)):
+        raise DivergedError("the batch has no targets")
     with fast_training(model):
-        for part in world.parts(whole, plan.micro_batch):
+        for part in world.parts(task, batch, plan.micro_batch):
             with world.summing(part):
                 with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-                    part_loss = objective(*part.rows, whole=whole) * part.weight
+                    part_loss = objective(*part.rows, task=task, shares=part.shares)
                 part_loss.backward()
             loss += part_loss.detach()
     loss = world.sum(loss) / world.size

@@ -1,79 +1,77 @@
 """What a run trains, and on what: everything in which one run differs from another.
 
-The trainer knows a `Task` and nothing of text, labels or heads. A batch is a tuple of
-int64 arrays, a row an example; the last ones are the answers, one for each term of the loss, in
-which -100 is not counted.
+The trainer knows a `Task` and nothing of text, labels or heads. A task of your own is a class in
+your own file: it must build a model, say the batch of each step, and score what is held out. All
+else has a default, which suits a GPT or a head on one.
+
+    class Mine(Task):
+        def build(self): return GPT(self.config)
+        def batches(self, plan): return lambda step: (ids, targets)    # a pure function of step
+        def evaluate(self, model, plan, n_batches=None): return MyScore(nats=...)
+
+    for event in Trainer(RunDirectory(path), Mine(config), plan, device).run(): ...
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.loss import IGNORED
-from tiedgpt.core.model import GPT
-from tiedgpt.heads import Head
 from tiedgpt.text import Tokenizer
+from tiedgpt.train import optim
+from tiedgpt.train.objective import Arrays, Loss, Model, body_of
 from tiedgpt.weights.save import save_tokenizer
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.sources import Pretrained
 
-Model = GPT | Head
-Arrays = tuple[NDArray[np.int64], ...]
-
 
 class Score(Protocol):
-    """How good a model is on what is held out."""
+    """How good a model is on what is held out; `str()` says it to people."""
 
     @property
     def nats(self) -> float:
         """The mean loss."""
 
 
-class Task(ABC):
-    """A model and its data. Batches are pure functions of (seed, step), so that a run resumes.
+class Task(Loss, ABC):
+    """A model, its loss and its data; `config` is the body's.
 
-    `config` is the body's; `start` is the trained GPT from which a run starts, if any.
+    `loss` and `n_targets` (see `Loss`) may be overridden, too.
     """
 
-    unit: str
+    unit = "examples"
     """What is counted: tokens, examples."""
-    row_units: int
+    row_units = 1
     """Units in a row of a batch."""
-    row_tokens: int
-    """Tokens in the longest row, by which a row's memory is judged."""
-    epoch_rows: int | None
+    epoch_rows: int | None = None
     """Rows of an epoch, where epochs are what one counts in."""
-    held_out_rows: float
+    held_out_rows = 0.0
     """Rows that the last evaluation takes."""
-    counted: dict[str, dict[str, Any]]
-    """Tables of run.toml that tell what the data hold."""
-    notes: list[str]
-    """What is worth telling of the data."""
 
     def __init__(
         self,
         config: GPTConfig,
-        tokenizer: Tokenizer,
-        context: int | None,
-        start: Pretrained | None,
+        tokenizer: Tokenizer | None = None,
+        context: int | None = None,
+        start: Pretrained | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.context = context or config.n_positions
         self.start = start
-        self.counted = {}
-        self.notes = []
+        self.row_tokens = self.context
+        """Tokens in the longest row, by which a row's memory is judged."""
+        self.counted: dict[str, dict[str, Any]] = {}
+        """Tables of run.toml that tell what the data hold."""
+        self.notes: list[str] = []
+        """What is worth telling of the data."""
 
     @abstractmethod
     def build(self) -> Model:
@@ -86,83 +84,47 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return the batch of each step, from 0."""
+        """Return the batch of each step, from 0: a pure function of the step and the seed."""
 
     @abstractmethod
-    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
+    def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Score:
         """Score what is held out: the first batches of it, or all, as `held_out_rows` says."""
 
-    @abstractmethod
+    def parameter_groups(self, model: Model, plan: Plan) -> list[optim.Group]:
+        """Return what is trained, and how: every parameter that requires a gradient, once."""
+        decay = plan.weight_decay
+        return optim.parameter_groups(model, matrices=plan.optimizer, weight_decay=decay)
+
+    def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
+        """Return the tensors by name that a checkpoint holds; resuming copies them back.
+
+        What is not among them `build` must make again, the same each time.
+        """
+        return dict(model.named_parameters())
+
     def metrics(self, score: Any) -> dict[str, float]:
-        """Return a score as it stands in metrics.jsonl."""
+        """Return a score as it stands in metrics.jsonl, under names that begin with `val_`."""
+        return {"val_loss": score.nats}
 
-    @abstractmethod
-    def sample(self, model: Model, plan: Plan, step: int) -> str:
+    def sample(self, model: Any, plan: Plan, step: int) -> str:
         """Return something that shows what the model does now; no random stream is touched."""
+        return ""
 
-    def publish(self, model: Model, directory: Path) -> None:
+    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
+        """Return what is trained on and what predicts, by short names, for people.
+
+        `config` is the trained model's, which differs from the first where the run unties it.
+        """
+        return {}
+
+    def vocabulary(self) -> str:
+        """Return in words what the tokens are."""
+        if self.tokenizer is None:
+            return f"a vocabulary of {self.config.vocab_size:,}"
+        return f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}"
+
+    def publish(self, model: Any, directory: Path) -> None:
         """Write the model as others load it, and the tokenizer."""
         model.save_pretrained(directory)
-        save_tokenizer(self.tokenizer, body_of(model).config, directory)
-
-
-def body_of(model: Model) -> GPT:
-    """Return the GPT, or the one under a head."""
-    return model if isinstance(model, GPT) else model.gpt
-
-
-def predicts_tokens(model: Model) -> bool:
-    """Whether tokens are scored, by W or by a head of its own."""
-    return isinstance(model, GPT) or model.predicts_tokens
-
-
-def on_device(batch: Arrays, device: torch.device) -> tuple[Tensor, ...]:
-    """Return a batch as tensors."""
-    return tuple(torch.from_numpy(array).to(device) for array in batch)
-
-
-def loss_terms(model: Model, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the means that add up to the loss, one for each array of answers."""
-    if isinstance(model, GPT):
-        ids, targets = batch
-        return (model.loss(ids, targets),)
-    return model.losses(*batch)
-
-
-def counts(terms: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-    """Return how many answers each term is the mean of."""
-    return [(answers != IGNORED).sum() for answers in batch[len(batch) - len(terms) :]]
-
-
-class Objective(nn.Module):
-    """The loss of a GPT or of a head as a module, so that it runs inside a forward.
-
-    DDP and FSDP2 hook into the forward of the module that they wrap: DDP arranges there that
-    gradients are averaged, FSDP2 gathers the sharded weights there. A loss called past it
-    (`ddp.module.loss`) would leave gradients unsynchronised without a word, and mix shards with
-    whole tensors.
-
-        objective = Objective(model)
-        for block in model.h: fully_shard(block)     # or: wrapped = DDP(objective)
-        fully_shard(objective)                       # W is gathered here, for both its uses
-        objective(ids, targets).backward()
-    """
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *batch: Tensor, whole: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the loss, (), in nats, of what `model.loss` takes: of a GPT ids and targets.
-
-        With `whole`, a batch of which this one is a part, it is what the part adds to the loss of
-        that: each mean times the part's share of its targets. Over several processes the mean of
-        their gradients is that of the whole batch if each loss is times their number.
-        """
-        if whole is None:
-            return self.model.loss(*batch)
-        terms = loss_terms(self.model, batch)
-        shares = (n / m for n, m in zip(counts(terms, batch), counts(terms, whole), strict=True))
-        loss = sum(mean * share for mean, share in zip(terms, shares, strict=True))
-        assert isinstance(loss, Tensor)
-        return loss
+        if self.tokenizer is not None:
+            save_tokenizer(self.tokenizer, body_of(model).config, directory)

@@ -29,15 +29,16 @@ from tiedgpt.train.checkpoint import (
     verify,
 )
 from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
-from tiedgpt.train.health import WORSE, Health, first_not_finite
+from tiedgpt.train.health import WORSE, Health, first_not_finite, require_finite
 from tiedgpt.train.measures import Measures
+from tiedgpt.train.objective import Arrays, Model
 from tiedgpt.train.optim import Optimizers, groups_and_optimizers, untie_in_training
-from tiedgpt.train.parallel import World, own_part
+from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import begin_fork
 from tiedgpt.train.step import StepResult, train_step
-from tiedgpt.train.task import Arrays, Model, Score, Task
+from tiedgpt.train.task import Score, Task
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class Trainer:
         self.world = world or World(device)
         self.step = self.saved_at = 0
         self.lr = plan.lr
+        self.batch: Arrays | None = None
         self.notes: list[str] = []
         self.growth = plan.growth(task.row_units)
 
@@ -80,12 +82,18 @@ class Trainer:
         many are, where the loss runs away, and where weights are not finite; the last checkpoint
         is kept.
         """
+        try:
+            yield from self._events()
+        except DivergedError as error:
+            raise self._diagnosed(error) from None
+
+    def _events(self) -> Iterator[Event]:
         yield self._begin()
         while not self._enough() and not self.world.any(self.stop_requested()):
             if self.step == self.plan.untie_at:
                 yield self._untie()
             yield self._next_step()
-            self._require_sound()
+            self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
             improved = False
             if self.step % self.plan.eval_every == 0 and self.step < self.plan.steps:
                 improved, evaluated = self._evaluate_part()
@@ -107,30 +115,32 @@ class Trainer:
         self.model: Model = world.place(in_training(model, plan))
         self._arrange(0)
         state, notes = world.after_first(
-            lambda: load_newest(run.checkpoints, self.model, self._arrange)
+            lambda: load_newest(run.checkpoints, self.task, self.model, self._arrange)
         )
         self.health = Health.of(state or {})
         if state is not None:
             self.step = self.saved_at = state["step"]
         elif self.fork is not None:
-            notes += begin_fork(self.fork, self.model, self.optimizers)
+            notes += begin_fork(self.fork, self.task, self.model, self.optimizers)
             self._write_checkpoint()
         world.lead(lambda: run.cut_metrics(self.step))
         self.batch_of = self.task.batches(plan)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
-            seconds = compile_now(self.model, self.batch_of(self.step), plan)
+            seconds = compile_now(self.task, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.task, plan, self.device)
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
         """Have the model, tied or not, and fresh optimizers as they are after `step` steps."""
-        self.groups, rules = groups_and_optimizers(self.model, self.plan, step)
+        self.groups, rules = groups_and_optimizers(self.task, self.model, self.plan, step)
         self.optimizers = self.world.optimizers(rules)
         return self.optimizers
 
     def _untie(self) -> Untied:
-        self.groups, self.optimizers = untie_in_training(self.model, self.optimizers, self.plan)
+        self.groups, self.optimizers = untie_in_training(
+            self.task, self.model, self.optimizers, self.plan
+        )
         untied = "a head of its own, W's copy, predicts from here"
         self._write({"step": self.step + 1, "untied": untied})
         return Untied(self.step, self.groups)
@@ -141,12 +151,14 @@ class Trainer:
         self.lr = self.plan.rate(self.step)
         for group in (group for rule in self.optimizers for group in rule.param_groups):
             group["lr"] = self.lr
-        self.batch: Arrays = self.batch_of(self.step)
+        self.batch = self.batch_of(self.step)
         world.reseed(self.plan.seed, self.step)
         self.step += 1
         try:
             with self.measures.watching(self.step) if world.size == 1 else nullcontext():
-                result = train_step(self.model, self.optimizers, self.batch, self.plan, world)
+                result = train_step(
+                    self.model, self.optimizers, self.batch, self.plan, world, task=self.task
+                )
         except DivergedError as error:
             return self._skipped(str(error))
         return self._stepped(result, time.perf_counter() - began)
@@ -176,15 +188,16 @@ class Trainer:
         """Score a part of what is held out; return whether it was never better, and the event."""
         score = self._evaluate(self.plan.eval_batches)
         sample = self._whole(lambda model: self.task.sample(model, self.plan, self.step))
-        self._write({"step": self.step, **self.task.metrics(score), "sample": sample})
+        metrics = self.task.metrics(score)
+        self._write({"step": self.step, **metrics, "sample": sample})
         improved = self.health.evaluated(self.step, score.nats)
-        return improved, Evaluated(self.step, score, sample)
+        return improved, Evaluated(self.step, score, metrics, sample)
 
     def _evaluate(self, n_batches: int | None = None) -> Score:
-        self._require_finite()
+        require_finite(self.model, self.world)
         score = self._whole(lambda model: self.task.evaluate(model, self.plan, n_batches))
         if not math.isfinite(score.nats):
-            raise self._diverged(f"the validation loss became {score.nats}")
+            raise DivergedError(f"the validation loss became {score.nats}")
         return score
 
     def _enough(self) -> bool:
@@ -214,7 +227,8 @@ class Trainer:
                 f"{self.directory.model}"
             )
         score = self._evaluate()
-        line |= self.task.metrics(score)
+        metrics = self.task.metrics(score)
+        line |= metrics
         self._publish(self.directory.model)
         self._write_card(line)
         if not patient and part.nats > WORSE * best_loss and self._load_best(best):
@@ -225,7 +239,7 @@ class Trainer:
                 "them the model"
             )
         self._write(line)  # the last thing that is written: with it the run is finished
-        return Ended(self.step, finished=True, score=score, notes=self.notes)
+        return Ended(self.step, True, score, metrics, self.notes)
 
     def _load_best(self, best: int | None) -> bool:
         """Put the best weights in place of the last, if they can still be read."""
@@ -233,8 +247,8 @@ class Trainer:
             return False
         try:
             verify(checkpoint_path(self.directory.checkpoints, best))
-            groups_and_optimizers(self.model, self.plan, best)
-            load_weights(self.directory.checkpoints, best, self.model)
+            groups_and_optimizers(self.task, self.model, self.plan, best)
+            load_weights(self.directory.checkpoints, best, self.task, self.model)
         except CorruptInputError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
             return False
@@ -243,7 +257,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
-            self._require_finite()
+            require_finite(self.model, self.world)
             self.world.lead(self.directory.sync_metrics)
             self._write_checkpoint(spared=self.health.best_step)
             self.saved_at = self.step
@@ -252,6 +266,7 @@ class Trainer:
         save_checkpoint(
             self.directory.checkpoints,
             self.step,
+            self.task,
             self.model,
             self.optimizers,
             self.health.state(),
@@ -275,26 +290,15 @@ class Trainer:
         """Return what `act` returned of the whole model, in the first process."""
         return self.world.with_whole(self.model, self.task, act)
 
-    def _require_sound(self) -> None:
-        try:
-            self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
-        except DivergedError as error:
-            where = self._whole(lambda model: first_not_finite(model, self.batch, self.plan))
-            raise self._diverged(str(error), f"; {where}" if where else "") from None
-
-    def _require_finite(self) -> None:
-        parts = ((name, own_part(p)) for name, p in self.model.named_parameters())
-        name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
-        if self.world.any(name is not None):
-            raise self._diverged(f"{name or 'a matrix'} is no longer finite")
-
-    def _diverged(self, what: str, where: str = "") -> DivergedError:
-        run = self.directory
+    def _diagnosed(self, error: DivergedError) -> DivergedError:
+        """Say with the error where it began, what was before it, and what to do."""
+        run, batch = self.directory, self.batch
+        where = self._whole(lambda model: first_not_finite(self.task, model, batch, self.plan))
         kept, advice = "nothing was saved yet", ""
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
             advice = f", or go on from there with --fork {run.path}"
         return DivergedError(
-            f"{what} at step {self.step}{where}; rate {self.lr:.3g}, {self.health}; {kept}: train "
+            f"{error} at step {self.step}{where}; rate {self.lr:.3g}, {self.health}; {kept}: train "
             f"again with a lower --lr in another --out{advice}"
         )

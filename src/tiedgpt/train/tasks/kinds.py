@@ -21,7 +21,7 @@ from tiedgpt.heads import (
     pad,
 )
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.task import Arrays, on_device
+from tiedgpt.train.objective import Arrays, on_device
 from tiedgpt.train.tasks.labelled import Example, Labelled, Malformed, Row
 
 OUTSIDE = "O"
@@ -181,6 +181,11 @@ class Choose(Labelled):
             right = int(row.answer)
             targets[at, right, : len(row.rows[right]) - 1] = row.rows[right][1:]
         return ids, lengths, targets, np.array([row.answer for row in rows], np.int64)
+
+    def n_targets(self, batch: Arrays) -> tuple[int, ...]:
+        """Return how many tokens and how many choices are asked for."""
+        *_, tokens, answers = batch
+        return int((tokens != IGNORED).sum()), len(answers)
 
     def show(self, head: MultipleChoice, example: Example, row: Row) -> str:
         """Return the choice that scores highest, after the text."""

@@ -27,8 +27,9 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.objective import Arrays, body_of
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.task import Arrays, Model, Task, body_of, counts, loss_terms
+from tiedgpt.train.task import Task
 
 if TYPE_CHECKING:
     from tiedgpt.train.sources import Pretrained
@@ -102,8 +103,8 @@ class LabelScore:
 class Labelled(Task):
     """Train a head, and the body under it; see `task.Task`."""
 
-    unit = "examples"
-    row_units = 1
+    tokenizer: Tokenizer
+    epoch_rows: int
     fields: ClassVar[str]
     """What a line looks like, for messages."""
     head_class: ClassVar[type[Head]]
@@ -204,22 +205,22 @@ class Labelled(Task):
 
         return batch
 
-    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> LabelScore:
+    def evaluate(self, model: Head, plan: Plan, n_batches: int | None = None) -> LabelScore:
         """Score the examples held out, by loss and by how many are right."""
-        assert isinstance(model, Head)
-        head, size = model, plan.micro_batch
+        size = plan.micro_batch
         rows = [row for _, row in self.held_out]
         rows = rows if n_batches is None else rows[: n_batches * size]
         batches = (self.collate(rows[at : at + size]) for at in range(0, len(rows), size))
 
         def measure(batch: tuple[Tensor, ...]) -> list[float]:
-            terms, right = loss_terms(head, batch), self.right(head, batch)
+            terms, right = model.losses(*batch), self.right(model, batch)
             found = [float(right.sum()), float(len(right))]
-            for mean, n in zip(terms, counts(terms, batch), strict=True):
-                found += [float(mean) * int(n), float(n)]
+            counts = self.n_targets(tuple(tensor.cpu().numpy() for tensor in batch))
+            for mean, n in zip(terms, counts, strict=True):
+                found += [float(mean) * n, float(n)]
             return found
 
-        right, asked, *sums = totals(head, batches, measure, autocast=plan.autocast)
+        right, asked, *sums = totals(model, batches, measure, autocast=plan.autocast)
         nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
         return LabelScore(nats, right / asked, self.measure, len(rows))
 
@@ -228,7 +229,7 @@ class Labelled(Task):
         return {"val_loss": score.nats, f"val_{score.measure.replace(' ', '_')}": score.share}
 
     @torch.no_grad()
-    def sample(self, model: Model, plan: Plan, step: int) -> str:
+    def sample(self, model: Head, plan: Plan, step: int) -> str:
         """Return an example held out, another at each step, beside what the head says of it."""
         training = model.training
         model.eval()
@@ -236,6 +237,16 @@ class Labelled(Task):
             return self.show(model, *self.held_out[step % len(self.held_out)])
         finally:
             model.train(training)
+
+    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
+        """Return how many examples there are, of what, and what scores them."""
+        longest = max(len(ids) for _, row in self.train for ids in row.rows)
+        labels = f"; {len(names)} labels" if (names := self.examples.labels) else ""
+        return {
+            "examples": f"{len(self.train):,}; {len(self.held_out):,} more to validate on{labels}",
+            "tokens": f"{self.vocabulary()}, the longest row has {longest:,}",
+            "predicts": f"a {self.head_class.__name__} on the states of the body",
+        }
 
     def ask(self, head: Head, row: Row) -> Tensor:
         """Return what the head says of one row of ids."""

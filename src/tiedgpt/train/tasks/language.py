@@ -16,9 +16,10 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.objective import Arrays
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Arrays, Model, Task, body_of
+from tiedgpt.train.task import Task
 
 if TYPE_CHECKING:
     from tiedgpt.train.sources import Pretrained
@@ -31,7 +32,7 @@ class LanguageModelling(Task):
     """Predict each next token of a text; see `task.Task`."""
 
     unit = "tokens"
-    epoch_rows = None
+    tokenizer: Tokenizer
 
     def __init__(
         self,
@@ -82,21 +83,36 @@ class LanguageModelling(Task):
 
         return batch
 
-    def evaluate(self, model: Model, plan: Plan, n_batches: int | None = None) -> Score:
+    def evaluate(self, model: GPT, plan: Plan, n_batches: int | None = None) -> Score:
         """Score validation text; all of it, up to two million tokens."""
         if n_batches is None:
             n_batches = max(1, FINAL_EVALUATION_TOKENS // self.context // plan.micro_batch)
         windows = in_order(self._held_out, batch_size=plan.micro_batch, n_positions=self.context)
         part = islice(windows, n_batches)
-        return score(body_of(model), part, self._byte_lengths, autocast=plan.autocast)
+        return score(model, part, self._byte_lengths, autocast=plan.autocast)
 
     def metrics(self, score: Score) -> dict[str, float]:
         """Return nats a token and bits per byte."""
         return {"val_loss": score.nats, "val_bits_per_byte": score.bits_per_byte}
 
-    def sample(self, model: Model, plan: Plan, step: int) -> str:
+    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
+        """Return how much text there is, in which tokens, and what predicts them."""
+        train, val = self.encoded.train, self.encoded.val
+        config = config or self.config
+        how = "a matrix of {} reads and another predicts"
+        if config.tie_word_embeddings:
+            how = "one matrix of {} counted once: it reads and predicts"
+        return {
+            "text": f"{train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
+            f"{train.tokens:,} tokens; {val.tokens:,} more to validate on",
+            "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
+            "token",
+            "predicts": how.format(f"{config.vocab_size:,} x {config.n_embd}"),
+        }
+
+    def sample(self, model: GPT, plan: Plan, step: int) -> str:
         """Return how the model begins a text."""
-        engine = Engine(body_of(model), tokenizer=self.tokenizer, slots=1)
+        engine = Engine(model, tokenizer=self.tokenizer, slots=1)
         start = [self.config.bos_token_id or 0]
         return engine.generate(
             start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed

@@ -1,0 +1,206 @@
+"""A task of one's own, in one's own file: preferences (DPO) learned by adapters on a frozen GPT."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from tests.train.conftest import CPU, train
+from tests.train.test_trainer import metrics
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import DivergedError
+from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import Ended, Evaluated, Started, Stepped
+from tiedgpt.train.objective import Loss
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.step import train_step
+from tiedgpt.train.task import Task
+from tiedgpt.weights.safetensors_file import SafetensorsFile
+
+CONFIG = GPTConfig(vocab_size=13, n_positions=12, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1)
+BETA = 0.5
+
+
+class Adapter(nn.Module):
+    """W + B A, of which A and B are trained."""
+
+    def __init__(self, weight, rank=2):
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(rank, weight.shape[1]) * 0.3)
+        self.B = nn.Parameter(torch.zeros(weight.shape[0], rank))
+
+    def forward(self, weight):
+        return weight + self.B @ self.A
+
+
+@dataclass
+class Margin:
+    nats: float
+    right: float
+
+
+def logprob(model, ids):
+    """Return the logprob of each row's tokens after the first, (B,)."""
+    logits = model(ids[:, :-1]).log_softmax(-1)
+    return logits.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
+
+
+class Preferences(Task):
+    """Prefer rows that count up to rows that do not (Rafailov et al. 2023, eq. 7)."""
+
+    unit = "pairs"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.reference = self.base().eval()
+
+    def base(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            return GPT(self.config)
+
+    def build(self):
+        model = self.base().requires_grad_(False)
+        for block in model.h:
+            for linear in (block.attn.c_attn, block.mlp.c_fc):
+                parametrize.register_parametrization(linear, "weight", Adapter(linear.weight))
+        return model
+
+    @torch.no_grad()
+    def pairs(self, seed, number, n):
+        drawn = np.random.default_rng((seed, number))
+        starts = drawn.integers(0, 13, (n, 1))
+        chosen = (starts + np.arange(8)) % 13
+        rejected = drawn.integers(0, 13, (n, 8))
+        known = [logprob(self.reference, torch.from_numpy(ids)) for ids in (chosen, rejected)]
+        return chosen, rejected, (known[0] - known[1]).numpy()
+
+    def batches(self, plan):
+        return lambda step: self.pairs(plan.seed, step, plan.batch_size)
+
+    def loss(self, model, batch):
+        chosen, rejected, reference = batch
+        assert reference.dtype == torch.float32
+        margin = logprob(model, chosen) - logprob(model, rejected) - reference
+        return -F.logsigmoid(BETA * margin).mean()
+
+    @torch.no_grad()
+    def evaluate(self, model, plan, n_batches=None):
+        training = model.training
+        batch = tuple(map(torch.from_numpy, self.pairs(10**6, 0, 64)))
+        nats = float(self.loss(model.eval(), batch))
+        right = (logprob(model, batch[0]) > logprob(model, batch[1])).float().mean()
+        model.train(training)
+        return Margin(nats, float(right))
+
+    def metrics(self, score):
+        return {"val_loss": score.nats, "val_right": score.right}
+
+    def state_to_save(self, model):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def publish(self, model, directory):
+        directory.mkdir(exist_ok=True)
+        state = {name: p.detach() for name, p in self.state_to_save(model).items()}
+        torch.save(state, directory / "adapter.pt")
+
+
+def run_all(path, plan, stop_after=None):
+    events, stop = [], [False]
+    run, task = RunDirectory(path), Preferences(CONFIG)
+    path.mkdir(exist_ok=True)
+    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
+        events.append(event)
+        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
+    return events
+
+
+@pytest.fixture
+def adapting(plan):
+    return dataclasses.replace(plan, steps=30, lr=3e-2, eval_every=10, save_every=10)
+
+
+def test_a_task_from_another_file_trains_saves_what_it_asks_for_and_resumes(tmp_path, adapting):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    events = run_all(whole, adapting)
+    assert isinstance(events[-1], Ended) and events[-1].finished
+    evaluated = [event for event in events if isinstance(event, Evaluated)]
+    assert evaluated[0].score.nats < np.log(2) and events[-1].score.right > 0.9
+    started = next(event for event in events if isinstance(event, Started))
+    base = Preferences(CONFIG).base().state_dict()
+    for name, parameter in started.model.named_parameters():
+        if "original" in name:  # of a parametrized matrix
+            name = name.replace("parametrizations.weight.original", "weight")
+        if name in base:
+            assert torch.equal(parameter, base[name]), f"{name} is frozen"
+    saved = SafetensorsFile.open(checkpoints(whole / "checkpoints")[-1] / "model.safetensors")
+    assert len(saved.entries) == 8 and all("parametrizations" in name for name in saved.entries)
+    assert len(torch.load(whole / "model" / "adapter.pt")) == 8
+    line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["final"] and line["val_right"] == events[-1].score.right
+
+    assert not run_all(parts, adapting, stop_after=13)[-1].finished
+    torch.manual_seed(99)
+    assert run_all(parts, adapting)[0].step == 13
+    assert metrics(RunDirectory(whole)) == metrics(RunDirectory(parts))
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        one, other = (checkpoints(run / "checkpoints")[-1] / name for run in (whole, parts))
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_rows_in_parts_step_as_the_whole_batch_does(adapting):
+    found = []
+    for micro_batch in (4, 3, 1):
+        torch.manual_seed(0)
+        task = Preferences(CONFIG)
+        model = task.build().eval()
+        plan = dataclasses.replace(adapting, micro_batch=micro_batch)
+        result = train_step(model, [], task.batches(plan)(0), plan, task=task)
+        found.append([result.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
+
+
+def masked(*rows):
+    """Return a batch of six rows of which some have no targets."""
+    ids = np.random.default_rng(0).integers(0, 97, (6, 8))
+    targets = ids.copy()
+    targets[list(rows)] = -100
+    return ids, targets
+
+
+@pytest.mark.parametrize("head", ["tied", "of its own, with a bias"])
+def test_a_part_without_targets_adds_nothing(tiny, plan, head):
+    if head != "tied":
+        tiny.head = nn.Linear(32, 97)
+    found = []
+    for micro_batch in (6, 2):
+        parts = dataclasses.replace(plan, micro_batch=micro_batch, grad_clip=1e9)
+        result = train_step(tiny, [], masked(2, 3), parts)
+        found.append([result.loss, result.grad_norm, *(p.grad for p in tiny.parameters())])
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_without_targets_changes_nothing_and_says_so(tiny, plan):
+    with pytest.raises(DivergedError, match="the batch has no targets"):
+        train_step(tiny, [], masked(*range(6)), plan)
+
+
+def test_of_several_processes_each_computes_as_many_parts_that_count():
+    from tiedgpt.train.parallel import World
+
+    shares = []
+    for rank in range(2):
+        world = World(CPU)
+        world.rank, world.size = rank, 2
+        parts = world.parts(Loss(), masked(0, 1, 2), 1)
+        assert len(parts) == 3 and [part.last for part in parts] == [False, False, True]
+        assert all((part.rows[1] != -100).all() for part in parts), "no mean of nothing"
+        shares += [part.shares[0] for part in parts]
+    assert shares == pytest.approx([0, 0, 0, 2 / 3, 2 / 3, 2 / 3])
