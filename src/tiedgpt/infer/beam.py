@@ -73,7 +73,7 @@ def beam_search(
     There is a slot for each beam; prompt and new tokens, less one, fit each.
     """
     end = slots.config.eos_token_id
-    (logits,) = yield from slots.read([Read(0, prompt[slots.lengths[0] :])])
+    (logits,) = yield from slots.read([Read(0, prompt[slots.length(0) :])])
     rows = [logits[-1]]
     beams = [_Beam([], [], 0.0, slot=0)]
     found: list[Hypothesis] = []

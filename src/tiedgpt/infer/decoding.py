@@ -20,15 +20,16 @@ def decode(slots: Slots, sequence: Sequence) -> Steps[Completion]:
         if len(sequence.ids) - sequence.start > capacity:
             sequence.start = len(sequence.ids) - max(1, capacity // 2)
             slots.truncate(0, 0)
-        at = sequence.start + slots.lengths[0]
+        n_held = slots.length(0)
+        at = sequence.start + n_held
         unread, draft = sequence.ids[at:], list[int]()
         is_scored = config.prompt_logprobs is not False and not sequence.start
         is_scored = is_scored and at < sequence.n_prompt
         if is_scored:
             unread = unread[:SCORED_AT_ONCE]
         elif len(unread) == 1:
-            draft = sequence.draft(slots.price.of, capacity - slots.lengths[0] - 1)
-        read = Read(0, [*unread, *draft], every=bool(draft) or is_scored, drafted=len(draft))
+            draft = sequence.draft(slots.price.of, capacity - n_held - 1)
+        read = Read(0, unread + draft, bool(draft) or is_scored, len(draft))
         (logits,) = yield from slots.read([read])
         if is_scored:
             sequence.add_prompt_logprobs(at, logits)

@@ -7,6 +7,7 @@ threads at a time. The worker sleeps while there is nothing to do. No torch is i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -217,7 +218,7 @@ class Engine:
 
     def _submit(self, prompt: Prompt, config: GenerationConfig, *, wait: bool) -> Generation:
         request = self._request(self._ids(prompt), config, self._matcher(config))
-        generation = self._worker.submit(request, wait=wait)
+        generation = self._worker.submit(request, wait=wait, emit=True)
         generation.engine = self
         return generation
 
@@ -244,7 +245,8 @@ class Engine:
         )
         begin = partial(_begin, text=text, guidance=guidance, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
-        deadline = None if config.timeout is None else time.monotonic() + config.timeout
+        timeout = math.inf if config.timeout is None else config.timeout
+        deadline = time.monotonic() + timeout
         return Request(
             begin, n_slots=config.n_slots, prompt=() if whole else ids, text=text, deadline=deadline
         )

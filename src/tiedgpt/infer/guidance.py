@@ -11,7 +11,7 @@ a twin that has read the negative prompt in the prompt's place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
@@ -60,10 +60,9 @@ class GuidedSlots:
         """The number of slots."""
         return len(self._inner) // 2
 
-    @property
-    def lengths(self) -> list[int]:
-        """Positions that are filled, by slot."""
-        return self._inner.lengths[: len(self)]
+    def length(self, slot: int) -> int:
+        """Return how many positions of a slot are filled."""
+        return self._inner.length(slot)
 
     def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
         """Append ids to slots; logits from the prompt's last token on are guided log P'.
@@ -73,14 +72,13 @@ class GuidedSlots:
         n_prompt, negative = self._guidance.n_prompt, self._guidance.negative
         twins: dict[int, Read] = {}  # what each slot's twin reads
         n_guided: dict[int, int] = {}  # for how many of the ids read there is guidance
-        lengths = self.lengths
         for read in reads:
-            slot, start = read.slot, lengths[read.slot]
+            slot, start = read.slot, self.length(read.slot)
             if start + len(read.ids) >= n_prompt:
                 after = list(read.ids[max(0, n_prompt - start) :])
                 begins = start < n_prompt
                 ids = [*negative, *after] if begins else after
-                twins[slot] = replace(read, slot=len(self) + slot, ids=ids)
+                twins[slot] = Read(len(self) + slot, ids, read.every, read.drafted)
                 n_guided[slot] = len(after) + begins if read.every else 1
         logits = yield from self._inner.read([*reads, *twins.values()])
         twin_logits = dict(zip(twins, logits[len(reads) :], strict=True))

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, cast
 
@@ -147,10 +148,28 @@ class GenerationConfig:
         """Whether an option has another value than its default."""
         return bool(getattr(self, name) != default_of(name))
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """What `kernels.sampling.ROW` holds of the options; a value that changes nothing for None.
+
+        temperature (0: greedy), top_k (0: all), top_p, min_p, typical_p, and the three penalties.
+        """
+        return (
+            0.0 if self.greedy else self.temperature, self.top_k or 0,
+            1.0 if self.top_p is None else self.top_p, self.min_p or 0.0,
+            1.0 if self.typical_p is None else self.typical_p, self.repetition_penalty,
+            self.presence_penalty, self.frequency_penalty,
+        )  # fmt: skip
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Whether the ids of prompt and text change logits."""
+        return self.numbers[-3:] != (1.0, 0.0, 0.0)
 
     @property
     def guided(self) -> bool:

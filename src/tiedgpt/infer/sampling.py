@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.text import Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Choice:
     """A token to be chosen: all that the choice depends on."""
 
@@ -42,8 +42,7 @@ class Choice:
     """(V,), the model's own, which the logprob is of, where processors made `logits` of them."""
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A token, and its logprob under the model itself: softmax over all V logits."""
 
     token: int

@@ -14,15 +14,12 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from tiedgpt.infer.sampling import Choice
 from tiedgpt.infer.sequence import FinishReason
 from tiedgpt.infer.sequence import Sequence as Text
-from tiedgpt.infer.session import Logits, Session
+from tiedgpt.infer.session import Session
 from tiedgpt.infer.slots import Read, SlotPool, Slots, SomeSlots, Steps, Wanted, common_prefix
 
 PREFILL_TOKENS = 512
@@ -33,43 +30,6 @@ SLOWDOWN = 2.0
 """How much longer a step may take that also reads part of a prompt."""
 MIN_SHARED = 32
 """A request waits for another to read a prefix that they share if it is longer by this."""
-
-
-@dataclass
-class _Pending:
-    """A read, and how far it has come."""
-
-    request: Request
-    read: Read
-    n_done: int = 0
-    parts: list[Logits] = field(default_factory=list)
-
-    @property
-    def n_left(self) -> int:
-        return len(self.read.ids) - self.n_done
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is one newest token, with or without a draft."""
-        return len(self.read.ids) - self.read.drafted == 1
-
-    def part(self, n: int) -> Read:
-        """Return the next n ids as a read of their own."""
-        ids = self.read.ids[self.n_done : self.n_done + n]
-        return Read(self.read.slot, ids, self.read.every, min(self.read.drafted, len(ids)))
-
-    def add(self, n: int, logits: Logits) -> None:
-        self.n_done += n
-        if self.read.every or not self.n_left:
-            self.parts.append(logits)
-
-    def keep(self) -> None:
-        """Copy the newest logits, which hold only until the next read."""
-        self.parts[-1:] = [part.copy() for part in self.parts[-1:]]
-
-    @property
-    def logits(self) -> Logits:
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
 class Request:
@@ -85,19 +45,25 @@ class Request:
         n_slots: int = 1,
         prompt: Sequence[int] = (),
         text: Text | None = None,
-        deadline: float | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self.n_slots, self.prompt, self.text, self.deadline = n_slots, prompt, text, deadline
         self.has_ended = False
         self.result: Any = None
         self.error: Exception | None = None
-        self.pending: list[_Pending] = []
+        self.reads: list[Read] = []
+        """What it wants to be read."""
         self.slots: list[int] = []
         self.created = time.monotonic()
         self.began = math.inf
         """When its prompt was read and its first token chosen; -inf once it goes on from there."""
         self._begin = begin
         self._steps: Steps[Any] | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it only wants newest tokens to be read."""
+        return all(read.is_decode for read in self.reads)
 
     def begin(self, slots: SomeSlots) -> list[Choice]:
         """Start in these slots; see `advance`."""
@@ -106,7 +72,7 @@ class Request:
         return self.advance(None)
 
     def advance(self, answer: list[Any] | None) -> list[Choice]:
-        """Go on to what is wanted next: reads become `pending`, choices are returned.
+        """Go on to what is wanted next: `reads` are kept here, choices are returned.
 
         Whatever it raises is this request's error and nobody else's.
         """
@@ -114,7 +80,7 @@ class Request:
         try:
             wanted: Wanted = self._steps.send(answer)  # type: ignore[arg-type]
         except StopIteration as end:
-            self.has_ended, self.result, self.pending = True, end.value, []
+            self.has_ended, self.result, self.reads = True, end.value, []
             return []
         except Exception as error:
             self.fail(error)
@@ -124,8 +90,8 @@ class Request:
             return []
         if isinstance(wanted[0], Choice):
             return wanted
-        self.pending = [_Pending(self, read) for read in wanted]
-        if self.began == math.inf and all(pending.is_decode for pending in self.pending):
+        self.reads = wanted
+        if self.began == math.inf and self.is_decode:
             self.began = time.monotonic()
         return []
 
@@ -139,12 +105,16 @@ class Request:
         """End now, with the text so far as the result."""
         if self.has_ended:
             return
-        self.has_ended, self.pending = True, []
+        self.has_ended, self.reads = True, []
         if self._steps is not None:
             self._steps.close()
         if self.text is not None:
             self.text.finish(reason)
             self.result = self.text.completion(self.error)
+
+
+Part = tuple[Request, Read, int]
+"""A request, what it wants to be read, and how many ids of that are read in this step."""
 
 
 class Scheduler:
@@ -181,15 +151,14 @@ class Scheduler:
         An exception of the computation ends the requests that took part in it.
         """
         now = time.monotonic()
-        for request in (*self.waiting, *self.running):
-            if request.deadline is not None and now > request.deadline:
-                self.cancel(request, "timeout")
+        for request in [r for r in (*self.waiting, *self.running) if r.deadline < now]:
+            self.cancel(request, "timeout")
         self._admit()
-        if reads := self._within_budget():
+        if parts := self._within_budget():
             try:
-                self._read(reads)
+                self._read(parts)
             except Exception as error:
-                for request in {pending.request: None for pending, _ in reads}:
+                for request in {request: None for request, _, _ in parts}:
                     request.fail(error)
                     for slot in request.slots:
                         self.pool.truncate(slot, 0)
@@ -197,12 +166,19 @@ class Scheduler:
         self._release_ended()
 
     def _admit(self) -> None:
-        """Give free slots to the requests that have waited longest."""
-        while self.waiting and self.waiting[0].n_slots <= len(self.pool.free):
-            request = self.waiting[0]
+        """Give free slots to the requests that have waited longest.
+
+        No request takes a slot that one before it waits for. A request whose prefix another is
+        reading waits for that, with its slots left free for it, and those behind it may pass.
+        """
+        free = len(self.pool.free)
+        for request in list(self.waiting):
+            free -= request.n_slots
+            if free < 0:
+                break
             if self._is_being_read(request.prompt):
-                return
-            self.waiting.popleft()
+                continue
+            self.waiting.remove(request)
             slots, shared = self.pool.take(request.n_slots, request.prompt)
             self.counts["prompt_tokens"] += len(request.prompt)
             self.counts["reused_tokens"] += shared
@@ -214,60 +190,66 @@ class Scheduler:
         """Whether a running request is reading more of this prompt than any slot holds yet."""
         shared = 0
         for request in self.running:
-            if request.prompt and not all(pending.is_decode for pending in request.pending):
+            if request.prompt and not request.is_decode:
                 shared = max(shared, common_prefix(request.prompt, prompt[:-1]))
         return shared >= MIN_SHARED and shared >= self.pool.longest_prefix(prompt)[1] + MIN_SHARED
 
-    def _within_budget(self) -> list[tuple[_Pending, Read]]:
+    def _within_budget(self) -> list[Part]:
         """Return what is read in this step: newest tokens first, then parts of prompts.
 
         Prompts that came together are all read before the first of their texts goes on. Texts that
         are scored, which may be long, hold up nobody.
         """
-        pending = [p for request in self.running for p in request.pending if p.n_left]
-        decoding = [p for p in pending if p.is_decode]
-        prompts = [p for p in pending if not p.is_decode]
-        newest = max((p.request.created for p in prompts if p.request.text), default=math.inf)
-        if newest < min((p.request.began for p in decoding), default=math.inf):
+        decoding, prompts = list[Part](), list[Part]()
+        for request in self.running:
+            for read in request.reads:
+                if read.n_left:
+                    (decoding if read.is_decode else prompts).append((request, read, read.n_left))
+        newest = max((r.created for r, _, _ in prompts if r.text), default=math.inf)
+        if prompts and newest < min((r.began for r, _, _ in decoding), default=math.inf):
             decoding = []
         room = self._pace.chunk if decoding else PREFILL_TOKENS
-        reads = [(p, p.read) for p in decoding]
-        for p in decoding:
-            p.request.began = -math.inf
-        for prompt in prompts:
-            if n := min(room, prompt.n_left):
-                reads.append((prompt, prompt.part(n)))
+        for request, _, _ in decoding:
+            request.began = -math.inf
+        for request, read, n_left in prompts:
+            if n := min(room, n_left):
+                decoding.append((request, read, n))
                 room -= n
-        return reads
+        return decoding
 
-    def _read(self, reads: list[tuple[_Pending, Read]]) -> None:
+    def _read(self, parts: list[Part]) -> None:
         """Read, in one call, or in two if only some want all logits; learn what it costs."""
         began = time.perf_counter()
-        few = 2 if any(read.every for _, read in reads) else 0  # a call costs more than few logits
-        groups: tuple[list[tuple[_Pending, Read]], ...] = ([], [])
-        for pending, read in reads:
-            groups[read.every or len(read.ids) <= few].append((pending, read))
-        for every, group in zip((False, True), groups, strict=True):
-            if not group:
-                continue
-            slots, ids = [read.slot for _, read in group], [read.ids for _, read in group]
-            answers = self.session.read(slots, ids, every=every)
-            if not every and groups[True]:
-                answers = [logits.copy() for logits in answers]
-            for (pending, read), logits in zip(group, answers, strict=True):
-                self.pool.held[read.slot] += read.ids
-                pending.add(len(read.ids), logits if read.every else logits[-1:])
-        for pending, _ in reads:
-            if any(other.n_left for other in pending.request.pending):
-                pending.keep()
-        self._learn(reads, time.perf_counter() - began)
+        few = 2 if any(read.every for _, read, _ in parts) else 0  # costs less than a call
+        groups: tuple[list[Part], list[Part]] = ([], [])
+        for part in parts:
+            groups[part[1].every or part[2] <= few].append(part)
+        for every, group in enumerate(groups):
+            if group:
+                self._read_together(group, every=bool(every), hold=not every and bool(groups[1]))
+        for request, read, _ in parts:
+            if read.logits is not None and any(other.n_left for other in request.reads):
+                read.logits = read.logits.copy()
+        self._learn(parts, time.perf_counter() - began)
 
-    def _learn(self, reads: list[tuple[_Pending, Read]], seconds: float) -> None:
+    def _read_together(self, parts: list[Part], *, every: bool, hold: bool) -> None:
+        """Read in one call; with `hold` the logits outlast the next."""
+        ids = []
+        for _, read, n in parts:
+            first = len(read.ids) - read.n_left
+            ids.append(read.ids[first : first + n])
+        answers = self.session.read([read.number for _, read, _ in parts], ids, every=every)
+        for (_, read, n), new, logits in zip(parts, ids, answers, strict=True):
+            self.pool.held[read.number] += new
+            logits = logits[-1:] if every and not read.every else logits
+            read.add(n, logits.copy() if hold else logits)
+
+    def _learn(self, parts: list[Part], seconds: float) -> None:
         """Note what a step took."""
-        n_decode = sum(pending.is_decode for pending, _ in reads)
-        drafts = [read.drafted for _, read in reads if read.drafted]
-        if n_decode < len(reads):
-            prompts = sum(len(read.ids) for pending, read in reads if not pending.is_decode)
+        n_decode = sum(read.is_decode for _, read, _ in parts)
+        drafts = [read.drafted for _, read, _ in parts if read.drafted]
+        if n_decode < len(parts):
+            prompts = sum(n for _, read, n in parts if not read.is_decode)
             self._pace.note_mixed(seconds, prompts, n_decode)
         elif drafts:
             self.pool.price.note_drafted(seconds, sequences=n_decode, drafts=drafts)
@@ -277,20 +259,22 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Send logits to the requests that have read all, and tokens until all want to read."""
-        ready = [r for r in self.running if r.pending and not any(p.n_left for p in r.pending)]
-        answers: dict[Request, list[Any]] = {r: [p.logits for p in r.pending] for r in ready}
+        answers: list[tuple[Request, list[Any]]] = [
+            (request, [read.logits for read in request.reads])
+            for request in self.running
+            if request.reads and not any(read.n_left for read in request.reads)
+        ]
         while answers:
-            choices = {r: wanted for r, answer in answers.items() if (wanted := r.advance(answer))}
-            answers = {}
-            if choices:
-                every = [choice for wanted in choices.values() for choice in wanted]
+            asked = [(r, wanted) for r, answer in answers if (wanted := r.advance(answer))]
+            answers = []
+            if asked:
                 try:
-                    chosen = iter(self.session.choose(every))
+                    chosen = iter(self.session.choose([c for _, wanted in asked for c in wanted]))
                 except Exception as error:
-                    for request in choices:
+                    for request, _ in asked:
                         request.fail(error)
                     break
-                answers = {r: [next(chosen) for _ in wanted] for r, wanted in choices.items()}
+                answers = [(r, [next(chosen) for _ in wanted]) for r, wanted in asked]
 
     def _release_ended(self) -> None:
         """Free the slots of requests that have ended."""

@@ -52,7 +52,7 @@ def score(slots: Slots, ids: Sequence[int], n_context: int) -> Steps[Scored]:
     start = 0 if n_known <= window else n_known - window // 2
     while True:
         end = min(start + window, len(ids) - 1)  # the last token is not read
-        at = start + slots.lengths[0]
+        at = start + slots.length(0)
         if at < n_known - 1:
             yield from slots.read([Read(0, ids[at : n_known - 1])])
         for first in range(n_known - 1, end, SCORED_AT_ONCE):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -92,8 +91,8 @@ class Sequence:
         """The first token that the model sees."""
         self.n_tokens = model.vocab_size if tokenizer is None else len(tokenizer)
         self.finish_reason: FinishReason | None = None
-        self.fresh: deque[Token] = deque()
-        """New tokens whose text is certain; whoever reads them takes them out."""
+        self.emit: Callable[[Token], None] | None = None
+        """Is told each new token once its text is certain."""
         self.n_drafted = self.n_accepted = 0
         self.logprobs: list[float] = []
         self.top_logprobs: list[Likeliest] = []
@@ -108,8 +107,8 @@ class Sequence:
         self._generator = np.random.Generator(np.random.PCG64(seeds))
         self._decoded = ""  # with what a stop string cuts off or may cut off
         self._n_certain = 0  # characters of it that belong to the text
-        self._uncertain: deque[tuple[int, float, Likeliest, int, int]] = deque()
-        """Tokens not emitted yet: id, logprob, the likeliest, where its text begins and ends."""
+        self._text_ends = list[int]()  # of each token that is decoded
+        self._n_emitted = 0
 
     @property
     def new_ids(self) -> list[int]:
@@ -136,7 +135,8 @@ class Sequence:
     def choice(self, logits: Array) -> Choice:
         """Return how the next token is to be chosen by its logits (V,)."""
         own = logits if self._processors else None
-        logits = self._processed(self.ids, logits)
+        if self._processors:
+            logits = self._processed(self.ids, logits)
         uniform = 0.0 if self.config.greedy else self._generator.random()
         return Choice(self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own)
 
@@ -153,43 +153,49 @@ class Sequence:
         """Append the token that was chosen by its logits (V,); `full`: it is the context's last."""
         if isinstance(chosen, UserError):
             raise chosen
-        token, logprob = chosen.token, chosen.logprob
-        top = []
-        if self.config.top_logprobs:
-            top = filters.likeliest(logits, self.config.top_logprobs, self.n_tokens)
-            self.top_logprobs.append(top)
+        token, logprob = chosen
+        if n := self.config.top_logprobs:
+            self.top_logprobs.append(filters.likeliest(logits, n, self.n_tokens))
         self.ids.append(token)
         self.logprobs.append(logprob)
-        began = len(self._decoded)
-        if token not in self._ends and self._decoder is not None:
-            self._decode(self._decoder.push(token))
-        self._uncertain.append((token, logprob, top, began, len(self._decoded)))
+        if self.config.stop or self.emit is not None:
+            self._decode()
         if token in self._ends or self._stops.stopped:
             self.finish("stop")
         elif self.n_left <= 0:
             self.finish("length")
         elif full:
             self.finish("context")
-        else:
-            self._release()
+        elif self.emit is not None:
+            self._emit()
 
-    def _decode(self, text: str) -> None:
+    def _decode(self) -> None:
+        """Decode the tokens that are not decoded yet."""
+        for token in self.ids[self.n_prompt + len(self._text_ends) :]:
+            if token not in self._ends and self._decoder is not None:
+                self._take(self._decoder.push(token))
+            self._text_ends.append(len(self._decoded))
+
+    def _take(self, text: str) -> None:
         self._decoded += text
         self._n_certain += len(self._stops.push(text))
 
-    def _release(self) -> None:
+    def _emit(self) -> None:
         """Tell of the tokens whose text is certain; the newest may spell part of a character."""
-        while self._uncertain:
-            token, logprob, top, begin, end = self._uncertain[0]
-            last = len(self._uncertain) == 1
+        while self.emit is not None and self._n_emitted < len(self._text_ends):
+            at = self._n_emitted
+            last = at == len(self._text_ends) - 1
+            begin, end = self._text_ends[at - 1] if at else 0, self._text_ends[at]
             unfinished = last and end == begin and self._decoder is not None
             if self.finish_reason is None and (end > self._n_certain or unfinished):
                 return
-            self._uncertain.popleft()
+            self._n_emitted += 1
+            top = self.top_logprobs[at] if self.config.top_logprobs else []
             text = self._decoded[begin : min(end, self._n_certain)]
-            offset = min(begin, self._n_certain)
             reason = self.finish_reason if last else None
-            self.fresh.append(Token(token, text, logprob, top, offset, reason))
+            offset = min(begin, self._n_certain)
+            token, logprob = self.ids[self.n_prompt + at], self.logprobs[at]
+            self.emit(Token(token, text, logprob, top, offset, reason))
 
     def add_prompt_logprobs(self, at: int, logits: Array) -> None:
         """Score tokens of the prompt: logits (n, V) are those after its ids from `at` on."""
@@ -204,12 +210,13 @@ class Sequence:
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
+        self._decode()
         self._n_certain += len(self._stops.finish())
-        if self._decoder is not None and self._uncertain:
-            self._decode(self._decoder.finish())
+        if self._decoder is not None and self._n_emitted < len(self._text_ends):
+            self._take(self._decoder.finish())
             self._n_certain += len(self._stops.finish())
-            self._uncertain[-1] = (*self._uncertain[-1][:4], len(self._decoded))
-        self._release()
+            self._text_ends[-1] = len(self._decoded)
+        self._emit()
 
     def completion(self, error: Exception | None = None) -> Completion:
         """Return the text so far; all of it, once `finish_reason` is not None."""

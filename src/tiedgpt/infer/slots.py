@@ -11,6 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
+
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.sampling import Choice, Chosen
@@ -18,9 +20,9 @@ from tiedgpt.infer.session import Logits, Session
 from tiedgpt.infer.speculation import Price
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Read:
-    """Ids to be appended to a slot; see `Session.read`."""
+    """Ids to be appended to a slot, and how far that has come; see `Session.read`."""
 
     slot: int
     ids: Sequence[int]
@@ -28,6 +30,27 @@ class Read:
     """Whether the logits after every id are wanted, not only after the last."""
     drafted: int = 0
     """How many of the ids, the last ones, are a guess."""
+    number: int = -1
+    """The slot's number in the session."""
+    n_left: int = 0
+    """Ids that have not been read."""
+    logits: Logits | None = None
+
+    def __post_init__(self) -> None:
+        self.n_left = len(self.ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one newest token, with or without a draft."""
+        return len(self.ids) - self.drafted == 1
+
+    def add(self, n: int, logits: Logits) -> None:
+        """Note that n more ids were read, and the logits after each or after the last."""
+        self.n_left -= n
+        if self.every and self.logits is not None:
+            self.logits = np.concatenate([self.logits, logits])
+        elif self.every or not self.n_left:
+            self.logits = logits
 
 
 T = TypeVar("T")
@@ -47,9 +70,8 @@ class Slots(Protocol):
     def __len__(self) -> int:
         """The number of slots."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Positions that are filled, by slot."""
+    def length(self, slot: int) -> int:
+        """Return how many positions of a slot are filled."""
 
     def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
         """Append ids to slots; return the logits of each: `logits = yield from slots.read(..)`.
@@ -93,7 +115,10 @@ class SlotPool:
         The last id of the prompt is always left to be read: its logits are wanted.
         """
         best, shared = self.longest_prefix(prompt)
-        first = best if best in self.free and shared else self.free[0]
+        first = self.free[0]
+        lost = len(self.held[best]) - shared
+        if shared and best in self.free and lost <= len(self.held[first]):
+            first = best  # else a copy costs less of what is held
         self.free.remove(first)
         slots = [first, *self.free[: n - 1]]
         del self.free[: n - 1]
@@ -147,16 +172,15 @@ class SomeSlots:
         """The number of slots."""
         return len(self.numbers)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Positions that are filled, by slot."""
-        lengths = self._pool.session.lengths
-        return [lengths[slot] for slot in self.numbers]
+    def length(self, slot: int) -> int:
+        """Return how many positions of a slot are filled."""
+        return self._pool.session.lengths[self.numbers[slot]]
 
     def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
         """Append ids to slots; see `Slots.read`."""
-        own = [Read(self.numbers[r.slot], r.ids, r.every, r.drafted) for r in reads]
-        return cast("list[Logits]", (yield own))
+        for read in reads:
+            read.number = self.numbers[read.slot]
+        return cast("list[Logits]", (yield list(reads)))
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""

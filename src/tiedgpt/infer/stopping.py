@@ -22,6 +22,8 @@ class StopWatch:
         """Take a piece of text; return what may be shown now. After a stop nothing is shown."""
         if self.stopped:
             return ""
+        if not self.stops:
+            return piece
         text = self._held + piece
         found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
         if found:

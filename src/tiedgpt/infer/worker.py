@@ -90,8 +90,11 @@ class Worker:
         self._closed = False
         self._counts: Counter[str] = Counter()
 
-    def submit(self, request: Request, *, wait: bool) -> Generation:
-        """Send a request to the thread; where too many wait, wait as well or raise."""
+    def submit(self, request: Request, *, wait: bool, emit: bool = False) -> Generation:
+        """Send a request to the thread; where too many wait, wait as well or raise.
+
+        With `emit` the generation can be iterated over.
+        """
         with self._lock:
             self._require_open()
             if threading.current_thread() is self._thread:
@@ -104,6 +107,8 @@ class Worker:
                 f"{self._most} requests run or wait: try again later, or Engine(..., queue_size=)"
             )
         generation = Generation(self, request)
+        if emit and request.text is not None:
+            request.text.emit = generation.tokens.put
         with self._lock:
             if self._closed:
                 room.release()  # for others that wait
@@ -173,7 +178,7 @@ class Worker:
                     for request in self._active:
                         request.fail(error)
                 self._counts["nanoseconds"] += time.perf_counter_ns() - began
-            for request in list(self._active):
+            for request in [request for request in self._active if request.has_ended]:
                 self._deliver(request)
             if not self._active and not self._is_fixed:
                 self._scheduler = None
@@ -196,16 +201,12 @@ class Worker:
         if request in self._active:
             if self._scheduler is not None:
                 self._scheduler.cancel(request)
+            request.end("cancelled")
             self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
-        """Hand over new tokens, and the result of a request that has ended."""
-        future, tokens = self._active[request]
-        while request.text is not None and request.text.fresh:
-            tokens.put(request.text.fresh.popleft())
-        if not request.has_ended:
-            return
-        del self._active[request]
+        """Hand over the result of a request that has ended."""
+        future, tokens = self._active.pop(request)
         self._room.release()
         if request.error is not None:
             future.set_exception(request.error)

@@ -38,6 +38,7 @@ from tiedgpt.infer.kernels.vectors import (
     total16,
 )  # fmt: skip
 from tiedgpt.infer.kernels.work_stealing import claimed, end, is_over
+from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.infer.sampling import Choice, Chosen, biases, no_choice
 
 BLOCK = 256
@@ -53,94 +54,95 @@ Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 
 ROW = np.dtype(
     [
-        *((name, np.int64) for name in ("address", "n_tokens", "top_k")),
-        *((name, np.float64) for name in ("temperature", "top_p", "min_p", "typical_p", "uniform")),
-        *((f"{name}_penalty", np.float64) for name in ("repetition", "presence", "frequency")),
+        *((name, np.int64) for name in ("address", "n_tokens", "token")),
+        *((name, np.float64) for name in ("uniform", "temperature", "top_k", "top_p", "min_p")),
+        *((name, np.float64) for name in ("typical_p", "repetition", "presence", "frequency")),
         *((name, np.int64) for name in ("seen", "generated", "seen_end", "bias", "bias_end")),
-        *((name, np.int64) for name in ("token", "rank")),
-        *((name, np.float64) for name in ("logprob", "highest")),
+        ("rank", np.int64), ("logprob", np.float64), ("highest", np.float64),
     ]
-)
+)  # fmt: skip
 """A row of logits, how its token is chosen, and what comes of it.
 
-`seen` to `seen_end` are its ids of prompt and text among those of all rows, `bias` to `bias_end`
-its ids whose logits are changed. A `token` that is not negative is not chosen but ranked.
+From `temperature` to `frequency` they are `GenerationConfig.numbers`. `seen` to `seen_end` are its
+ids of prompt and text among those of all rows, `bias` to `bias_end` its ids whose logits are
+changed. A `token` that is not negative is not chosen but ranked.
 """
-
-
-PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-OFF = {"top_k": 0, "min_p": 0, "top_p": 1, "typical_p": 1} | PENALTIES
-"""Options of a row, and the values that change nothing."""
-UNCHANGED: Any = np.zeros((), ROW)
-for _name, _off in ({"token": -1} | OFF).items():
-    UNCHANGED[_name] = _off
+NOT_KNOWN = (0, 0.0, 0.0)
+"""Rank, logprob and highest logit, before."""
 
 
 def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserError]:
     """Choose a token for each; the error where none can be chosen."""
-    configs = [choice.config for choice in choices]
-    rows, alive = _rows([choice.logits for choice in choices])
-    size = len(alive[0]) if alive else 0
-    rows["n_tokens"] = [min(choice.n_tokens, size) for choice in choices]
-    rows["uniform"] = [choice.uniform for choice in choices]
-    rows["temperature"] = [0 if config.greedy else config.temperature for config in configs]
-    for name, off in OFF.items():
-        values = [getattr(config, name) or off for config in configs]
-        if any(value != off for value in values):
-            rows[name] = values
-    seen = [
-        choice.seen if any(getattr(choice.config, name) != PENALTIES[name] for name in PENALTIES)
-        else () for choice in choices
-    ]  # fmt: skip
-    bias = [biases(choice.config, choice.seen) for choice in choices]
-    if any(seen) or any(bias):
-        rows["seen"], rows["seen_end"] = _spans(seen)
-        rows["bias"], rows["bias_end"] = _spans(bias)
-        prompts = [choice.n_prompt for choice in choices]
-        rows["generated"] = np.minimum(rows["seen"] + prompts, rows["seen_end"])
-    ids = np.array([token for each in (*seen, *bias) for token in each], np.int64)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-        raise UserError(f"an id of no row of {size} logits: {ids.min()} or {ids.max()}")
-    added = np.array([value for each in bias for value in each.values()], np.float32)
-    n_seen = len(ids) - len(added)
-    _run(pool, rows, size, alive, ids[:n_seen], ids[n_seen:], added)
+    arrays = _contiguous([choice.logits for choice in choices])
+    size = len(arrays[0]) if arrays else 0
+    rows = list[tuple[float, ...]]()
+    seen, biased, added = list[int](), list[int](), list[float]()  # of all rows
+    for choice, array in zip(choices, arrays, strict=True):
+        config, first_seen, first_biased = choice.config, len(seen), len(biased)
+        if config.penalizes:
+            seen += choice.seen
+        if config.logit_bias or config.bad_words:
+            bias = biases(config, choice.seen)
+            biased += bias
+            added += bias.values()
+        generated = min(first_seen + choice.n_prompt, len(seen))
+        rows.append((
+            _address(array), min(choice.n_tokens, size), -1, choice.uniform, *config.numbers,
+            first_seen, generated, len(seen), first_biased, len(biased), *NOT_KNOWN,
+        ))  # fmt: skip
+    for ids in filter(None, (seen, biased)):
+        if not 0 <= min(ids) <= max(ids) < size:
+            raise UserError(f"an id of no row of {size} logits: {min(ids)} or {max(ids)}")
+    table = _run(pool, rows, size, arrays, seen, biased, added)
     return [
         no_choice(highest) or Chosen(token, logprob)
-        for token, logprob, highest in rows[["token", "logprob", "highest"]].tolist()
+        for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
     ]
 
 
 def score(
-    pool: ThreadPool, logits: Logits, targets: Sequence[int]
+    pool: ThreadPool, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
 ) -> tuple[list[float], list[int]]:
     """Return each row's logprob of its target, and the target's rank, 0 for the likeliest.
 
-    The rank counts ids with a higher logit, and lower ids with the same.
+    The rank counts ids with a higher logit, and lower ids with the same, up to `n_tokens`.
     """
-    rows, alive = _rows(logits)
-    rows["token"] = targets
-    none = np.zeros(0, np.int64)
-    _run(pool, rows, len(alive[0]) if alive else 0, alive, none, none, none.astype(np.float32))
-    return rows["logprob"].tolist(), rows["rank"].tolist()
+    arrays = _contiguous(logits)
+    size = len(arrays[0]) if arrays else 0
+    n_tokens = size if n_tokens is None else n_tokens
+    plain = (*GenerationConfig().numbers, 0, 0, 0, 0, 0, *NOT_KNOWN)
+    rows = [
+        (_address(array), n_tokens, target, 0.0, *plain)
+        for array, target in zip(arrays, targets, strict=True)
+    ]
+    table = _run(pool, rows, size, arrays, [], [], [])
+    return table["logprob"].tolist(), table["rank"].tolist()
 
 
-def _rows(logits: Logits) -> tuple[NDArray[Any], list[NDArray[np.float32]]]:
-    """Return a row for each row of logits, and the arrays that hold them."""
-    arrays = [np.ascontiguousarray(row, np.float32) for row in logits]
-    rows = np.full(len(arrays), UNCHANGED)
-    rows["address"] = [array.__array_interface__["data"][0] for array in arrays]
-    return rows, arrays
+def _contiguous(logits: Logits) -> list[NDArray[np.float32]]:
+    return [np.ascontiguousarray(row, np.float32) for row in logits]
 
 
-def _spans(lists: Sequence[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each list begins and ends when they are joined."""
-    ends = np.cumsum([0, *map(len, lists)])
-    return ends[:-1], ends[1:]
+def _address(array: NDArray[np.float32]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def _run(pool: ThreadPool, rows: NDArray[Any], size: int, alive: Any, *lists: NDArray[Any]) -> None:
+def _run(
+    pool: ThreadPool,
+    rows: list[tuple[float, ...]],
+    size: int,
+    alive: list[NDArray[np.float32]],
+    seen: list[int],
+    biased: list[int],
+    added: list[float],
+) -> NDArray[Any]:
+    """Return the rows as kernels filled them."""
+    table = np.array(rows, ROW)
+    ids = np.array(seen, np.int64), np.array(biased, np.int64), np.array(added, np.float32)
     scratch = pool.scratch(7, (size // LANES + 3) * LANES)  # vectors are written beyond the last
-    pool.run(fill_rows, 1, rows, size, *lists, scratch, chunks=len(rows), alive=alive)
+    pool.run(fill_rows, 1, table, size, *ids, scratch, chunks=len(table), alive=alive)
+    return table
 
 
 @njit(error_model="numpy")
@@ -358,7 +360,7 @@ def _adjust(row, scores, counts, seen, bias_ids, bias):
     """Apply bias and penalties to a row's scores; `counts` are 0 before and after."""
     for at in range(row.bias, row.bias_end):
         scores[bias_ids[at]] += bias[at]
-    penalty = np.float32(row.repetition_penalty)
+    penalty = np.float32(row.repetition)
     for token in seen[row.seen : row.seen_end]:
         if not counts[token]:
             score = scores[token]
@@ -371,7 +373,7 @@ def _adjust(row, scores, counts, seen, bias_ids, bias):
         counts[token] += 1
     for token in generated:
         if counts[token]:
-            penalties = row.presence_penalty + row.frequency_penalty * counts[token]
+            penalties = row.presence + row.frequency * counts[token]
             scores[token] -= np.float32(penalties)
             counts[token] = 0
 
@@ -407,7 +409,7 @@ def _fill(row, size, seen, bias_ids, bias, own):
     top = _copy(logits, scores)
     log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), weights))
     if row.token >= 0:
-        row.rank = _rank(scores, size, row.token)
+        row.rank = _rank(scores, n, row.token)
     else:
         changed = n < size or row.bias < row.bias_end or row.seen < row.seen_end
         if changed:
