@@ -125,6 +125,13 @@ def test_evaluation_sees_every_target_once_in_order(shape):
     assert 1 <= len(found[-1][0]) <= batch_size
 
 
+def test_a_sample_of_windows_is_spread_evenly_and_always_the_same():
+    found = in_order(Stream(1001), batch_size=3, n_positions=10, at_most=4)
+    assert [ids[:, 0].tolist() for ids, _ in found] == [[0, 250, 500], [750]]
+    whole = in_order(Stream(41), batch_size=4, n_positions=10, at_most=9)
+    assert [ids[:, 0].tolist() for ids, _ in whole] == [[0, 10, 20, 30]]
+
+
 def test_evaluation_takes_a_text_shorter_than_the_context():
     ((ids, targets),) = in_order(Stream(3), batch_size=2, n_positions=100)
     assert (ids.tolist(), targets.tolist()) == ([[0, 1]], [[1, 2]])

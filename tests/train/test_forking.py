@@ -41,7 +41,9 @@ def test_a_fork_begins_with_weights_and_optimizer_and_anew_with_the_steps(one, m
 
     train_step = trainer.train_step
     with monkeypatch.context() as patch:  # killed before its first step
-        patch.setattr(trainer, "train_step", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            trainer, "train_step", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         assert main([*command, "--dtype", "fp32"]) == 75
     assert trainer.train_step is train_step
     begun, there = checkpoint("two", 0), checkpoint("one", -1)

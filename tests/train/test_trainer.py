@@ -10,7 +10,8 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import trainer as trainer_module
 from tiedgpt.train.checkpoint import checkpoints, verify
-from tiedgpt.train.events import Ended, Evaluated, Skipped, Started, Stepped
+from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
+from tiedgpt.train.plan import record, recorded
 from tiedgpt.train.resume_check import repeatable_metrics
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -285,21 +286,94 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(
     assert all(torch.equal(weights(run)[name], weights(again)[name]) for name in weights(run))
 
 
-def test_without_patience_better_weights_than_the_last_are_kept_beside_them(
-    new_run, config, plan, monkeypatch
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_the_best_weights_are_published_unless_the_last_are_asked_for(
+    new_run, config, plan, monkeypatch, keep
 ):
     run, tokenizer = new_run()
     scores_of(monkeypatch, [2.0, 2.1, 2.2])
-    plan = dataclasses.replace(plan, eval_every=2)
-    ended = run_all(run, config, plan, tokenizer)[-1]
-    assert (
-        "validation was better after step 2 (2.0000) than after the last (2.2000)"
-        in (ended.notes[0])
+    ended = run_all(run, config, dataclasses.replace(plan, eval_every=2, keep=keep), tokenizer)[-1]
+    step = {"best": 2, "last": 6}[keep]
+    kept = SafetensorsFile.open(run.checkpoints / f"step-{step:06d}" / "model.safetensors")
+    assert torch.equal(weights(run)["wte.weight"], kept.read("wte.weight"))
+    assert ended.sample_nats == {"best": 2.0, "last": 2.2}[keep]
+    says = {
+        "best": "the best validation was after step 2 (2.0000, and 2.2000 after the last, 6)",
+        "last": "better after step 2 (2.0000) than after the last (2.2000): --keep best",
+    }
+    assert says[keep] in ended.notes[0]
+
+
+def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(
+    new_run, config, plan, monkeypatch
+):
+    plan = dataclasses.replace(plan, steps=12, eval_every=1, save_every=3)
+    turned = [3.0, 2.0, 2.015, 2.01, 2.015, 2.03]  # more than 1 % above the best, at the last
+    for number, (keep, scores, steps) in enumerate(
+        [("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)]
+    ):
+        run, tokenizer = new_run(str(number))
+        scores_of(monkeypatch, scores)
+        ended = run_all(run, config, dataclasses.replace(plan, keep=keep), tokenizer)[-1]
+        assert ended.finished and ended.step == steps
+
+
+class FakeClock:
+    """Seconds that pass at each step, as the trainer's clock tells them."""
+
+    def __init__(self, monkeypatch, a_step):
+        self.now, self.a_step = 1000.0, a_step
+        monkeypatch.setattr(trainer_module.time, "perf_counter", self)
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+    def train(self, run, config, plan, tokenizer, stop_after=None):
+        """Return the events of a training in which each step takes `a_step`."""
+        stop, events = [False], []
+        task = LanguageModelling(run, config, tokenizer)
+        trainer = train(run, task, plan, CPU, stop_requested=lambda: stop[0])
+        for event in trainer:
+            events.append(event)
+            self.now += self.a_step if isinstance(event, Stepped) else 0
+            stop[0] |= isinstance(event, Stepped) and event.step == stop_after
+        return events
+
+
+@pytest.mark.parametrize(("a_step", "replanned_at", "steps"), [(2.0, 8, 22), (0.5, 10, 112)])
+def test_a_run_is_planned_again_after_a_quarter_of_the_time_or_of_the_steps(
+    new_run, config, plan, options, monkeypatch, a_step, replanned_at, steps
+):
+    plan = dataclasses.replace(
+        plan, steps=40, minutes=1.0, eval_every=5, save_every=7, dtype="fp32"
     )
-    best, last = GPT.from_pretrained(run.best), GPT.from_pretrained(run.model)
-    assert not torch.equal(best.wte.weight, last.wte.weight)
-    kept = SafetensorsFile.open(run.checkpoints / "step-000002" / "model.safetensors")
-    assert torch.equal(best.wte.weight, kept.read("wte.weight"))
+    run, tokenizer = new_run()
+    run.write_record(record(options, config, plan, {}))
+    clock = FakeClock(monkeypatch, a_step)
+    events = clock.train(run, config, plan, tokenizer)
+    (event,) = [e for e in events if isinstance(e, Replanned)]
+    assert event.step == replanned_at
+    assert event.plan.steps == events[-1].step == pytest.approx(steps, abs=1)
+    assert f"{event.plan.steps} steps instead of 40" in event.notes[0]
+    lrs = [e.lr for e in events if isinstance(e, Stepped)]
+    assert lrs[:replanned_at] == [plan.rate(step) for step in range(replanned_at)]
+    assert lrs[-1] == event.plan.rate(event.plan.steps - 1) < 0.05 * plan.lr
+
+    _, made = recorded(run.read_record())
+    assert made == event.plan and made.before == plan and made.since == replanned_at
+    again, _ = new_run("again")  # by the recorded plan, stopped before and after it came in
+    for stop in (3, replanned_at + 4, None):
+        clock.train(again, config, made, tokenizer, stop_after=stop)
+    assert metrics(again) == metrics(run)
+    assert all(torch.equal(weights(run)[name], weights(again)[name]) for name in weights(run))
+
+
+def test_a_plan_whose_pace_was_right_stays_as_it_is(new_run, config, plan, monkeypatch):
+    run, tokenizer = new_run()
+    plan = dataclasses.replace(plan, steps=40, minutes=1.0, eval_every=40)
+    events = FakeClock(monkeypatch, 1.25).train(run, config, plan, tokenizer)
+    assert events[-1].step == 40 and not any(isinstance(e, Replanned) for e in events)
 
 
 def test_the_end_survives_the_loss_of_the_best_weights(new_run, config, plan, monkeypatch):
@@ -311,7 +385,7 @@ def test_the_end_survives_the_loss_of_the_best_weights(new_run, config, plan, mo
         if isinstance(event, Stepped) and event.step == 6:
             (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"gone")
     assert "of step 2, are lost" in event.notes[0]
-    assert run.finished() and not run.best.exists()
+    assert run.finished()
 
 
 def test_two_trainings_cannot_share_a_directory(new_run):

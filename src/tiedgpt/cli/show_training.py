@@ -19,7 +19,16 @@ from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.infer import Engine
 from tiedgpt.train.blocks import decide
-from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
+from tiedgpt.train.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Replanned,
+    Skipped,
+    Started,
+    Stepped,
+    Untied,
+)
 from tiedgpt.train.memory import memory_line
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
@@ -134,6 +143,8 @@ class Display:
                 if event.step:
                     self.say(f"going on after step {event.step:,}")
                 self._progress.reset(self._task, completed=event.step)
+            case Replanned():
+                self._progress.update(self._task, total=event.plan.steps)
             case Stepped():
                 before = event.loss if self._smooth is None else self._smooth
                 self._smooth = SMOOTHING * before + (1 - SMOOTHING) * event.loss

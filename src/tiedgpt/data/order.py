@@ -59,10 +59,13 @@ def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
 
 
-def in_order(tokens: Shards, *, batch_size: int, n_positions: int) -> Iterator[Batch]:
+def in_order(
+    tokens: Shards, *, batch_size: int, n_positions: int, at_most: int | None = None
+) -> Iterator[Batch]:
     """Yield every window once, from the first, for evaluation: int64 (B, T), the last (<= B, T).
 
-    A text shorter than the context makes one window of its own length.
+    With `at_most`, yield so many windows, spread evenly over the text: always the same ones. A text
+    shorter than the context makes one window of its own length.
 
     Raises:
         UserError: there are fewer than two tokens, so there is nothing to predict.
@@ -72,9 +75,10 @@ def in_order(tokens: Shards, *, batch_size: int, n_positions: int) -> Iterator[B
         raise UserError(f"a text of {len(tokens)} tokens has nothing to predict: give more text")
     n_positions = min(n_positions, len(tokens) - 1)
     n_windows = _count_windows(len(tokens), n_positions)
-    for first in range(0, n_windows, batch_size):
-        windows = range(first, min(first + batch_size, n_windows))
-        yield _read(tokens, windows, n_positions)
+    count = n_windows if at_most is None else min(at_most, n_windows)
+    chosen = [index * n_windows // count for index in range(count)]
+    for first in range(0, count, batch_size):
+        yield _read(tokens, chosen[first : first + batch_size], n_positions)
 
 
 def _read(tokens: Shards, windows: Sequence[int], n_positions: int) -> Batch:

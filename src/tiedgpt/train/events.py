@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 
 from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Group
+from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Score
 
 
@@ -59,6 +61,15 @@ class Untied:
 
 
 @dataclass(frozen=True)
+class Replanned:
+    """The steps that are left were planned again, by the pace so far."""
+
+    step: int
+    plan: Plan
+    notes: list[str]
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The model was scored on what is held out, and showed what it does."""
 
@@ -79,7 +90,9 @@ class Ended:
     """Of the weights in model/."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The score as it stands in metrics.jsonl."""
+    sample_nats: float = math.nan
+    """The loss of these weights on the fixed sample that was scored between steps."""
     notes: list[str] = field(default_factory=list)
 
 
-Event = Started | Stepped | Skipped | Untied | Evaluated | Ended
+Event = Started | Stepped | Skipped | Untied | Replanned | Evaluated | Ended

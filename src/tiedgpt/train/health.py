@@ -26,7 +26,9 @@ RECENT = 100
 """Losses and gradient norms that are remembered."""
 SHOWN = 5
 WORSE = 1.01
-"""The last validation is worth a word where it is worse than the best by this factor."""
+"""A validation is worse than the best, and not just unlucky, where it is by this factor."""
+TURNED = 3
+"""Evaluations since the best after which validation has turned, if the newest is `WORSE`."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Health:
     best_loss: float = math.inf
     stale: int = 0
     """Evaluations since the best."""
+    newest_loss: float = math.inf
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Health:
@@ -70,11 +73,19 @@ class Health:
 
     def evaluated(self, step: int, loss: float) -> bool:
         """Remember a validation loss; return whether none was better."""
+        self.newest_loss = loss
         if loss < self.best_loss:
             self.best_step, self.best_loss, self.stale = step, loss, 0
             return True
         self.stale += 1
         return False
+
+    def ends(self, plan: Plan) -> bool:
+        """Whether validation ends the run: out of patience, or it has turned."""
+        if plan.patience is not None:
+            return self.stale >= plan.patience
+        worse = self.newest_loss > WORSE * self.best_loss
+        return plan.keep == "best" and self.stale >= TURNED and worse
 
     def require_sound(self, step: int, *, skip_limit: int) -> None:
         """Raise `DivergedError` where too many steps were skipped or the loss has run away."""

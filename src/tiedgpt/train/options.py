@@ -26,6 +26,7 @@ START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start or --fork from has its own."""
+Keep = Literal["best", "last"]
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
 
 
@@ -138,7 +139,9 @@ class TrainOptions:
     skip_limit: int = 10
     """Stop when so many of the last 200 steps were skipped, their gradient not being finite."""
     patience: int | None = None
-    """Stop after so many evaluations without improvement, and keep the best weights."""
+    """Stop after so many evaluations without improvement; else once validation has turned."""
+    keep: Keep = "best"
+    """best: publish the weights that validated best; last: the last ones, after all steps."""
     dropout: float | None = None
     """On embeddings, attention and what blocks add."""
     window: int | None = None

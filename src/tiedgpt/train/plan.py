@@ -20,7 +20,7 @@ from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import parse_bytes, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
-from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
+from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, Keep, TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
 from tiedgpt.train.step import train_step
@@ -28,6 +28,12 @@ from tiedgpt.train.task import Task
 
 MICRO_BATCH_TOKENS = 8192
 EVALUATIONS = 10
+SAMPLE_SHARE = 0.1
+"""Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
+FIRST_PART = 0.25
+"""Of the time: then the steps that are left are planned again, by the pace so far."""
+SAME_PACE = 0.05
+"""A plan stays as it is where its steps would change by less."""
 MANY = 1000
 """Steps, of which shares are whole numbers."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,6 +66,8 @@ class Plan:
     """Steps that are not finite, of the last 200, that end the run."""
     patience: int | None = None
     """Evaluations without improvement that end the run."""
+    keep: Keep = "best"
+    """Which weights are published; with "best" the run ends when validation has turned."""
     schedule: Schedule = "linear"
     cooldown: int = 0
     """Last steps, in which the rate of wsd falls."""
@@ -75,10 +83,18 @@ class Plan:
     """Whether "blocks" are computed again in backward; the same bits."""
     compile: str = "off"
     """Whether blocks are compiled, "on" or "off"."""
+    minutes: float | None = None
+    """The time from which the steps were measured; None where it does not decide."""
+    reason: str = ""
+    """Why this size was chosen, where it was."""
+    since: int = 0
+    """Steps after which this plan came into force."""
+    before: Plan | None = None
+    """The plan of the steps until then."""
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every")
-        from_0 = ("warmup", "seed", "cooldown", "batch_warmup", "length_warmup")
+        from_0 = ("warmup", "seed", "cooldown", "batch_warmup", "length_warmup", "since")
         optional = {"patience": 1, "memory": 1, "untie_at": 0}
         least = dict.fromkeys((*counts, "skip_limit"), 1) | dict.fromkeys(from_0, 0)
         least |= {name: n for name, n in optional.items() if getattr(self, name) is not None}
@@ -87,6 +103,7 @@ class Plan:
             and all(getattr(self, name) >= n for name, n in least.items())
             and all(type(x) in (int, float) for x in (self.lr, self.weight_decay, self.grad_clip))
             and self.schedule in get_args(Schedule)
+            and self.keep in get_args(Keep)
             and self.dtype in DTYPES
             and self.optimizer in get_args(Rule)
             and self.recompute in ("off", "blocks")
@@ -95,15 +112,20 @@ class Plan:
         if not sound:
             raise CorruptInputError(f"no training goes by this plan: {self}")
 
+    def at(self, step: int) -> Plan:
+        """Return the plan that is in force for a step, from 0."""
+        return self if self.before is None or step >= self.since else self.before
+
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""
+        plan = self.at(step)
         return learning_rate(
             step,
-            peak=self.lr,
-            warmup=self.warmup,
-            steps=self.steps,
-            schedule=self.schedule,
-            cooldown=self.cooldown,
+            peak=plan.lr,
+            warmup=plan.warmup,
+            steps=plan.steps,
+            schedule=plan.schedule,
+            cooldown=plan.cooldown,
         )
 
     def growth(self, row_units: int) -> Growth:
@@ -142,20 +164,60 @@ def make_plan(
     world = world or World(device)
     draft = world.lead(lambda: drafted(options, task, world))
     world.lead(lambda: world.require_work(draft))
-    steps, batch_size = options.steps, draft.batch_size
+    steps, batch_size, minutes = options.steps, draft.batch_size, None
     if steps is None and options.minutes is None and task.epoch_rows is not None:
         steps = math.ceil(DEFAULT_EPOCHS * task.epoch_rows / batch_size)
     if steps is None:
-        steps = measured_steps(options.minutes or DEFAULT_MINUTES, task, draft, world)
+        minutes = options.minutes or DEFAULT_MINUTES
+        steps = measured_steps(minutes, task, draft, world)
         steps = round(steps / growing_share(options, draft, task.row_units))
-    eval_every = max(1, min(steps // EVALUATIONS, 1000))
+    rows = SAMPLE_SHARE * paused(steps)["eval_every"] * batch_size
     return replace(
         draft,
         steps=steps,
+        minutes=minutes,
         **scheduled(options, steps),
-        eval_every=eval_every,
-        eval_batches=max(4, eval_every // 20),
-        save_every=max(1, min(steps // 4, 1000)),
+        **paused(steps),
+        eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
+    )
+
+
+def paused(steps: int) -> dict[str, Any]:
+    """Return the fields of a plan of so many steps that say when it pauses."""
+    return {
+        "eval_every": max(1, min(steps // EVALUATIONS, 1000)),
+        "save_every": max(1, min(steps // 4, 1000)),
+    }
+
+
+def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
+    """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
+
+    A pause is part of the pace. The rate goes on where the new number of steps has it; what has
+    begun to grow does so as before. None where the steps would change by less than `SAME_PACE`.
+    """
+    assert plan.minutes is not None
+    growth = plan.growth(task.row_units)
+    a_unit = seconds / growth.units_before(step)
+    last = a_unit / 3 * task.held_out_rows * task.row_units
+    units = (plan.minutes * 60 - last) / a_unit
+    grown = max(step, plan.batch_warmup, plan.length_warmup)
+    rest = (units - growth.units_before(grown)) / (plan.batch_size * task.row_units)
+    steps = max(step + 1, grown + int(rest))
+    if abs(steps / plan.steps - 1) < SAME_PACE:
+        return None
+    scale = steps / plan.steps
+    untie_at = plan.untie_at
+    if untie_at is not None and untie_at > step:
+        untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
+    return replace(
+        plan,
+        steps=steps,
+        cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
+        untie_at=untie_at,
+        **paused(steps),
+        since=step,
+        before=plan,
     )
 
 
@@ -183,6 +245,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         save_every=1,
         skip_limit=options.skip_limit,
         patience=options.patience,
+        keep=options.keep,
         schedule=options.schedule,
         untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
@@ -293,7 +356,7 @@ def record(
     return {
         "options": asdict(options),
         "model": asdict(config),
-        "training": asdict(plan),
+        **plan_tables(plan),
         "text": {"sha256": text_digest},
         **counted,
         **processes,
@@ -307,9 +370,17 @@ def record(
     }
 
 
+def plan_tables(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the tables of run.toml that hold a plan and, if there was one, the plan before it."""
+    tables = {"training": plan, "training_before": plan.before}
+    return {name: asdict(replace(each, before=None)) for name, each in tables.items() if each}
+
+
 def recorded(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
     """Return the config and the plan that `record` wrote."""
     try:
-        return GPTConfig(**tables["model"]), Plan(**tables["training"])
+        before = tables.get("training_before")
+        plan = Plan(**tables["training"], before=None if before is None else Plan(**before))
+        return GPTConfig(**tables["model"]), plan
     except (KeyError, TypeError, TiedGPTError) as error:
         raise CorruptInputError(f"run.toml is damaged: {error}; give another --out") from None

@@ -1,7 +1,6 @@
 """A run's directory: one process at a time in it, its record in run.toml, its metrics a line each.
 
 model/            the trained model, a Hugging Face directory with its tokenizer
-best/             the same with the weights that validated best, where the last are worse
 tokenizer/        the tokenizer, made before the first step
 data/             token shards
 checkpoints/      step-NNNNNN/ and `latest`
@@ -34,7 +33,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model = path / "model"
-        self.best = path / "best"
         self.tokenizer = path / "tokenizer"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
@@ -78,7 +76,7 @@ class RunDirectory:
                 lock.write(str(os.getpid()))
                 lock.flush()
             self._clear_unless_planned()
-            for directory in (self.path, self.checkpoints, self.model, self.best, self.tokenizer):
+            for directory in (self.path, self.checkpoints, self.model, self.tokenizer):
                 remove_leftovers(directory)
             try:
                 yield

@@ -28,13 +28,22 @@ from tiedgpt.train.checkpoint import (
     save_checkpoint,
     verify,
 )
-from tiedgpt.train.events import Ended, Evaluated, Event, Skipped, Started, Stepped, Untied
+from tiedgpt.train.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Replanned,
+    Skipped,
+    Started,
+    Stepped,
+    Untied,
+)
 from tiedgpt.train.health import WORSE, Health, first_not_finite, require_finite
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.objective import Arrays, Model
 from tiedgpt.train.optim import Optimizers, groups_and_optimizers, untie_in_training
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.plan import FIRST_PART, Plan, plan_tables, replanned
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import begin_fork
 from tiedgpt.train.step import StepResult, train_step
@@ -72,6 +81,8 @@ class Trainer:
         self.step = self.saved_at = 0
         self.lr = plan.lr
         self.batch: Arrays | None = None
+        self.clock: float | None = None
+        """When the first step was begun, as far as the steps are to be planned again."""
         self.notes: list[str] = []
         self.growth = plan.growth(task.row_units)
 
@@ -90,15 +101,18 @@ class Trainer:
     def _events(self) -> Iterator[Event]:
         yield self._begin()
         while not self._enough() and not self.world.any(self.stop_requested()):
+            if self.clock is not None and (replanned := self._replan(self.clock)) is not None:
+                yield replanned
             if self.step == self.plan.untie_at:
                 yield self._untie()
             yield self._next_step()
             self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
             improved = False
-            if self.step % self.plan.eval_every == 0 and self.step < self.plan.steps:
+            plan = self.plan.at(self.step - 1)
+            if self.step % plan.eval_every == 0 and self.step < plan.steps:
                 improved, evaluated = self._evaluate_part()
                 yield evaluated
-            due = improved or self.step % self.plan.save_every == 0
+            due = improved or self.step % plan.save_every == 0
             if due and self.step < self.plan.steps:
                 self._save()
         self._save()
@@ -129,6 +143,9 @@ class Trainer:
             seconds = compile_now(self.task, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.task, plan, self.device)
+        if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
+            done = self.growth.units_before(self.step) / self.growth.units_before(plan.steps)
+            self.clock = time.perf_counter() - 60 * plan.minutes * done
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
@@ -144,6 +161,29 @@ class Trainer:
         untied = "a head of its own, W's copy, predicts from here"
         self._write({"step": self.step + 1, "untied": untied})
         return Untied(self.step, self.groups)
+
+    def _replan(self, began: float) -> Replanned | None:
+        """Plan the steps that are left anew, once, by the pace of the first part of the time."""
+        seconds = self.world.lead(lambda: time.perf_counter() - began)
+        before, minutes = self.plan, self.plan.minutes
+        assert minutes is not None
+        if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
+            return None
+        self.clock = None
+        if (plan := replanned(before, self.task, self.step, seconds)) is None:
+            return None
+        self.plan = plan
+        self.world.lead(lambda: self._record(plan))
+        note = (
+            f"planned again after {seconds:,.0f} s of {60 * minutes:,.0f}: {plan.steps:,} steps "
+            f"instead of {before.steps:,}, by the pace so far"
+        )
+        return Replanned(self.step, plan, [note])
+
+    def _record(self, plan: Plan) -> None:
+        """Write a new plan in place of the one in run.toml, if that is there."""
+        if tables := self.directory.read_record():
+            self.directory.write_record(tables | plan_tables(plan))
 
     def _next_step(self) -> Stepped | Skipped:
         """Do a step, or skip it where its loss or gradient is not finite."""
@@ -201,9 +241,7 @@ class Trainer:
         return score
 
     def _enough(self) -> bool:
-        patience = self.plan.patience
-        out_of_patience = patience is not None and self.health.stale >= patience
-        return self.step >= self.plan.steps or out_of_patience
+        return self.step >= self.plan.steps or self.health.ends(self.plan)
 
     def _stop(self) -> Ended:
         """Publish the weights as they are, of a run that was asked to stop."""
@@ -213,33 +251,31 @@ class Trainer:
         return Ended(self.step, finished=False, score=None)
 
     def _finish(self) -> Ended:
-        """Score and publish the last weights, or the best where the plan asks for them."""
+        """Score and publish the best weights, or the last where the plan asks for them."""
         line: dict[str, Any] = {"step": self.step, "final": True}
         best, best_loss = self.health.best_step, self.health.best_loss
-        patient = self.plan.patience is not None
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
         line |= {f"part_{name}": value for name, value in self.task.metrics(part).items()}
-        if patient and best_loss <= part.nats and self._load_best(best):
+        nats = part.nats
+        if self.plan.keep == "last" and nats > WORSE * best_loss:
+            self.notes.append(
+                f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
+                f"({nats:.4f}): --keep best publishes those weights"
+            )
+        elif self.plan.keep == "best" and best_loss < nats and self._load_best(best):
             line["best_step"] = best
             self.notes.append(
-                f"the best validation was after step {best:,} ({best_loss:.4f}, and "
-                f"{part.nats:.4f} after the last, {self.step:,}): those weights are in "
-                f"{self.directory.model}"
+                f"the best validation was after step {best:,} ({best_loss:.4f}, and {nats:.4f} "
+                f"after the last, {self.step:,}): those weights are in {self.directory.model}"
             )
+            nats = best_loss
         score = self._evaluate()
         metrics = self.task.metrics(score)
         line |= metrics
         self._publish(self.directory.model)
         self._write_card(line)
-        if not patient and part.nats > WORSE * best_loss and self._load_best(best):
-            self._publish(self.directory.best)
-            self.notes.append(
-                f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
-                f"({part.nats:.4f}): those weights are in {self.directory.best}; --patience makes "
-                "them the model"
-            )
         self._write(line)  # the last thing that is written: with it the run is finished
-        return Ended(self.step, True, score, metrics, self.notes)
+        return Ended(self.step, True, score, metrics, nats, self.notes)
 
     def _load_best(self, best: int | None) -> bool:
         """Put the best weights in place of the last, if they can still be read."""
