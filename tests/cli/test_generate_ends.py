@@ -10,6 +10,8 @@ import torch
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
+from tiedgpt.infer import packed_session
+from tiedgpt.infer.kernels import compile_cache
 from tiedgpt.weights.packed_write import pack_gpt, save_packed
 
 
@@ -69,6 +71,8 @@ def test_a_prompt_is_read_from_standard_input(packed, monkeypatch, capsys, stdin
 
 def test_kernels_that_may_not_be_compiled_are_told_of(packed, monkeypatch, capsys):
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    monkeypatch.setattr(packed_session.forward, "functions", {})
+    monkeypatch.setattr(compile_cache, "_load", lambda file: None)
     assert main(["generate", packed, "--prompt", "the"]) == 1
     assert "NUMBA_DISABLE_JIT is set" in capsys.readouterr().err
     monkeypatch.undo()

@@ -194,10 +194,9 @@ def _telling_of_compilation(engine: Engine) -> Iterator[None]:
     if engine.backend != "kernels":
         yield
         return
-    from tiedgpt.infer.compiling import telling_of_compilation, where_kept
+    from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
-    kept = "they are kept" if where_kept() else "set NUMBA_CACHE_DIR to have them kept"
-    text = f"(compiling kernels for this CPU, which takes some ten seconds; {kept})"
+    text = "(compiling kernels for this CPU, which takes some ten seconds, once)"
     with (
         warnings.catch_warnings(),
         telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True)),

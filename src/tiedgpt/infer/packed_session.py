@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.kernels import sampling
-from tiedgpt.infer.kernels.attention import BLOCK
-from tiedgpt.infer.kernels.forward import (
+from tiedgpt.infer.kernels.arguments import (
+    ACTIVATIONS,
+    BLOCK,
+    QUERIES,
+    VECTORS,
     Batch,
     Buffers,
     Cache,
     Matrix,
     Weights,
-    forward,
     phases_of,
 )
-from tiedgpt.infer.kernels.norms import ACTIVATIONS
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.packed import PackedModel
-from tiedgpt.weights.packed_panels import padded
+from tiedgpt.weights.packed_panels import PANEL, padded
 
 AT_ONCE = 512
 """Tokens read in one batch; longer prompts go in several."""
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """What activations and the KV cache are kept in."""
+
+forward = Kernel("forward", "forward")
 
 
 class PackedRunner:
@@ -42,11 +45,6 @@ class PackedRunner:
 
     def __init__(self, model: PackedModel, *, threads: int | None = None) -> None:
         self.threads = default_threads() if threads is None else check_threads(threads)
-        if getattr(numba.config, "DISABLE_JIT", 0):
-            raise UserError(
-                "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
-                "compute with torch (backend='torch', --backend torch)"
-            )
         self.packed = model
         self.config = model.config
         self._weights = _weights(model)
@@ -173,7 +171,7 @@ class PackedSession:
         config, dtype = self.config, self._dtype
         k, inner = padded(config.n_embd), padded(config.inner_dim)
         f32 = np.float32
-        n = tokens
+        n, threads = tokens, self._pool.threads
         self._buffers = Buffers(
             h=np.zeros((n, k), f32),
             x=np.zeros((n, k), dtype),
@@ -186,6 +184,10 @@ class PackedSession:
             mlp_sums=np.zeros((n, inner // 32), np.int32),
             states=np.zeros((outputs, k), f32),
             logits=np.zeros((outputs, padded(config.vocab_size)), f32),
+            normed=np.zeros((threads, k), f32),
+            sums=np.zeros((threads, VECTORS, PANEL), f32),
+            p=np.zeros((threads, QUERIES, padded(self.capacity)), f32),
+            mixed=np.zeros((threads, QUERIES, padded(config.head_dim)), f32),
         )
         return self._buffers
 
@@ -227,17 +229,10 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
         raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
 
 
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
 def _weights(model: PackedModel) -> Weights:
-    """Return a model's arrays as kernels take them, read-only: one type, and one compilation."""
-    config = model.config
-    a = {name: _read_only(array) for name, array in model.arrays.items()}
-    none = _read_only(np.zeros(padded(config.vocab_size), np.float32))
+    """Return a model's arrays as kernels take them."""
+    config, a = model.config, model.arrays
+    none = np.zeros(padded(config.vocab_size), np.float32)
     wte = Matrix(a["wte.weights"], a["wte.scales"], none)
     tied = config.tie_word_embeddings
     head = wte if tied else Matrix(a["head.weights"], a["head.scales"], a["head.bias"])

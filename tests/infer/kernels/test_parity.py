@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.infer.kernels.conftest import ARCHITECTURES, made, stood_for
-from tiedgpt.infer.kernels.forward import forward
-from tiedgpt.infer.packed_session import PackedRunner
+from tiedgpt.infer.packed_session import PackedRunner, forward
 from tiedgpt.weights.packed_panels import PRECISIONS
 from tiedgpt.weights.packed_write import pack_gpt
 
@@ -37,4 +36,4 @@ def test_a_form_is_compiled_once_for_all_models():
         for name in ("GPT-2", "untied", "GPT-1"):
             packed = pack_gpt(made(**ARCHITECTURES[name]), form)
             PackedRunner(packed).session(slots=1, capacity=8).read([0], [[1]])
-    assert len(forward.compiled.signatures) == len(PRECISIONS)
+    assert len(forward.functions) == len(PRECISIONS)

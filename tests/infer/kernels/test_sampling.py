@@ -13,6 +13,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig, filters
 from tiedgpt.infer.filters import log_normalizer
 from tiedgpt.infer.kernels import sampling
+from tiedgpt.infer.kernels.compile_cache import Step
 from tiedgpt.infer.kernels.sampling import score
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.packed_session import PackedRunner
@@ -272,7 +273,7 @@ def test_sampling_that_was_cut_short_leaves_the_pool_usable(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling.fill_rows, "compiled", interrupted)
+        patch.setattr(Step, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sampling.choose(several, rows)
     assert sampling.choose(several, rows) == expected

@@ -1,18 +1,16 @@
 """Threads that share a step: late, missing and failing ones, and steps that were cut short."""
 
-import errno
 import os
 import threading
 
 import numpy as np
 import pytest
-from numba.core.caching import Cache, IndexDataCacheFile
 
 from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError
-from tiedgpt.infer.kernels import thread_pool
-from tiedgpt.infer.kernels.compile_cache import Kernel
-from tiedgpt.infer.kernels.forward import forward
+from tiedgpt.infer import packed_session
+from tiedgpt.infer.kernels import compile_cache, thread_pool
+from tiedgpt.infer.kernels.compile_cache import Step
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.weights.packed_write import pack_gpt
 
@@ -37,14 +35,14 @@ def steps(runner):
 def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, monkeypatch):
     done = []
 
-    def noted(*work):
-        compiled(*work)
-        done.append(work)
+    def noted(step, me):
+        compiled(step, me)
+        done.append((step, me))
 
-    compiled = forward.compiled
+    compiled = Step.__call__
     session = runner.session(slots=1, capacity=24)
     session.read([0], [IDS[:1]])
-    monkeypatch.setattr(forward, "compiled", noted)
+    monkeypatch.setattr(Step, "__call__", noted)
     for at, token in enumerate(IDS[1:], 1):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
@@ -55,7 +53,7 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
 def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
     runner, expected, monkeypatch, when
 ):
-    session, compiled = runner.session(slots=1, capacity=24), forward.compiled
+    session, compiled = runner.session(slots=1, capacity=24), Step.__call__
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
@@ -67,7 +65,7 @@ def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "compiled", interrupted)
+        patch.setattr(Step, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
@@ -86,7 +84,7 @@ def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "compiled", interrupted)
+        patch.setattr(Step, "__call__", interrupted)
         patch.setattr(session._pool, "_work", [])
         with pytest.raises(KeyboardInterrupt):
             session.read([1], [[91, 92, 93]])
@@ -96,17 +94,16 @@ def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
 
 
 def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch):
-    compiled, main = forward.compiled, threading.current_thread()
+    compiled, main = Step.__call__, threading.current_thread()
     failed, served = threading.Event(), threading.Event()
     names = set()
 
-    def failing(*work):
-        if work[3] is not session._cache:  # a late helper of another session's
-            return compiled(*work)
+    def failing(step, me):
+        if step.arguments[2] is not session._cache:  # a late helper of another session's
+            return compiled(step, me)
         if threading.current_thread() is main:
             waited = failed if not failed.is_set() else served
-            if not work[0].counters[0]:
-                assert waited.wait(20)
+            assert waited.wait(20)
         elif not failed.is_set():
             names.add(threading.current_thread().name)
             if len(names) == 2:
@@ -114,10 +111,10 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
             raise MemoryError("Allocation failed (probably too large).")
         elif threading.current_thread().name in names:
             served.set()
-        return compiled(*work)
+        return compiled(step, me)
 
     session = runner.session(slots=1, capacity=24)
-    monkeypatch.setattr(forward, "compiled", failing)
+    monkeypatch.setattr(Step, "__call__", failing)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
@@ -126,7 +123,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, monkeypatch, error):
-    session, compiled = runner.session(slots=1, capacity=24), forward.compiled
+    session, compiled = runner.session(slots=1, capacity=24), Step.__call__
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
@@ -136,7 +133,7 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
         compiled(*work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "compiled", failing)
+        patch.setattr(Step, "__call__", failing)
         with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
@@ -145,40 +142,18 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
 
 
 def test_kernels_are_compiled_by_the_caller_before_helpers_get_work(runner, monkeypatch):
-    compiled, seen = forward.compiled, []
+    seen = []
+
+    def load(file):
+        seen.append((threading.current_thread(), [queue.qsize() for queue in session._pool._work]))
+        return original(file)
+
+    original = compile_cache._load
     session = runner.session(slots=1, capacity=24)
-
-    def noted(*work):
-        if work[3] is session._cache:
-            seen.append((threading.current_thread(), bool(work[0].counters[0])))
-        compiled(*work)
-
-    monkeypatch.setattr(forward, "compiled", noted)
+    monkeypatch.setattr(compile_cache, "_load", load)
+    monkeypatch.setattr(packed_session.forward, "functions", {})
     session.read([0], [IDS])
-    assert seen[0] == (threading.current_thread(), True)
-
-
-def full(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def damaged(*_):
-    raise EOFError("Ran out of input")
-
-
-@pytest.mark.parametrize(
-    ("method", "fails"),
-    [((IndexDataCacheFile, "_save_data"), full), ((Cache, "_load_overload"), damaged)],
-)
-def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said_once(
-    monkeypatch, method, fails
-):
-    kernel = Kernel(lambda control, x: None)
-    monkeypatch.setattr(*method, fails)
-    with pytest.warns(RuntimeWarning, match="or kept in .*NUMBA_CACHE_DIR"):
-        kernel.compile(np.ones(1, np.int64), 1)
-    kernel.compile(np.ones(1, np.int64), 1.5)
-    assert len(kernel.compiled.signatures) == 2 and kernel.cache_path is None
+    assert seen == [(threading.current_thread(), [0, 0])]
 
 
 def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expected, monkeypatch):

@@ -17,11 +17,11 @@ import numpy as np
 from numba import njit, types
 from numba.core import cgutils
 
+from tiedgpt.infer.kernels.arguments import BLOCK, LANES, QUERIES
 from tiedgpt.infer.kernels.microkernels import PANEL, PARTS, cleared, loaded
 from tiedgpt.infer.kernels.quantize import convert
 from tiedgpt.infer.kernels.simd import (
     ARRAY,
-    LANES,
     f32,
     fma,
     i64,
@@ -47,10 +47,6 @@ from tiedgpt.infer.kernels.vectors import (
     total16,
 )  # fmt: skip
 
-BLOCK = 64
-"""Positions whose scores are computed together; room for positions is a multiple of it."""
-QUERIES = 4
-"""Queries of one sequence that read keys and values together."""
 LINE = 64
 """Bytes of a cache line."""
 NONE = np.float32(-np.inf)

@@ -1,72 +1,204 @@
-"""Functions that Numba compiles at their first call and caches on disk."""
+"""Kernels that Numba compiles once; later processes load their machine code, without Numba.
+
+A kernel's file is named by a digest of all that it depends on: the kernels' sources, the types of
+the arguments, the CPU, and the Numba that is installed. It is a shared library where a C compiler
+was there to link it, which loads in a millisecond; else an object file, which LLVM loads (llvmlite:
+40 ms and 40 MB). A file that is damaged or cannot be loaded is as good as none.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import warnings
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache, partial
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+import numpy as np
 
-_njit = partial(njit, nogil=True, error_model="numpy")
+from tiedgpt.errors import TiedGPTError
+from tiedgpt.files import replacing
+from tiedgpt.infer.kernels.arguments import control_for
+
+SYMBOL = "tiedgpt_kernel"
+"""The function that a file exports."""
+FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+"""Its type: of the address of a record of arguments, and the number of the thread."""
+CPU_LINES = ("model name", "flags", "CPU ", "Features")
+"""Lines of /proc/cpuinfo that tell what a CPU is and can."""
+
+Kinds = tuple[Any, ...]
+"""Types of arguments: of each array its dtype and number of dimensions, of scalars the class."""
+Function = Callable[[int, int], None]
+
+_alive: list[Any] = []
+"""Owners of machine code."""
+_tell: list[Callable[[], None]] = [lambda: None]
 
 
 class Kernel:
-    """A compiled function of (control, ...), which every thread of a pool calls for one step.
+    """The function `name` of (control, ...) in a module beside this one, which Numba compiles."""
 
-    It returns when the step is done, or at once if it already is.
-    """
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+        self.functions: dict[Kinds, Function] = {}
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-        function.__qualname__ = f"{function.__name__}_{_digest():x}"  # names the cached file
-        try:
-            self.compiled: Any = _njit(cache=True)(function)
-        except RuntimeError:  # neither this directory nor the user's cache can be written
-            self.compiled = _njit(function)
+    def function(self, kinds: Kinds, arguments: tuple[Any, ...]) -> Function:
+        """Return the machine code for arguments of these types: loaded, or else compiled.
 
-    def __call__(self, *arguments: Any) -> None:
-        """Take part in a step."""
-        self.compiled(*arguments)
-
-    @property
-    def cache_path(self) -> str | None:
-        """The directory of the cache; None without one."""
-        path: str | None = self.compiled.stats.cache_path
-        return path
-
-    def compile(self, *arguments: Any) -> None:
-        """Compile for these arguments, or load from disk; their step must be over.
-
-        If the cache cannot be read or written (a full disk, a damaged file), the function is
-        compiled for this process alone, with a `RuntimeWarning`.
+        If it cannot be kept (a full disk), there is a `RuntimeWarning`.
         """
+        if kinds not in self.functions:
+            types = zlib.crc32(repr(kinds).encode())
+            file = f"{self.name}-{types:08x}-{_digest():08x}"
+            self.functions[kinds] = _load(file) or self._compile(file, arguments)
+        return self.functions[kinds]
+
+    def _compile(self, file: str, arguments: tuple[Any, ...]) -> Function:
+        _tell[-1]()
+        from tiedgpt.infer.kernels import compilation
+
+        module = import_module(f"tiedgpt.infer.kernels.{self.module}")
+        compiled = compilation.compiled(getattr(module, self.name), arguments)
+        _alive.append(compiled)
         try:
-            self.compiled(*arguments)
-        except Exception as error:
-            where = self.cache_path
-            if where is None:
-                raise
-            if not isinstance(error, OSError):
-                with suppress(OSError):
-                    self.compiled.recompile()  # of no signatures yet: this empties the cache
-            self.compiled = _njit(self.function)
-            self.compiled(*arguments)
+            _keep(file, *compilation.machine_code(compiled, SYMBOL))
+        except (OSError, TiedGPTError) as error:
             warnings.warn(
-                f"kernels cannot be read from or kept in {where} ({error}): they were compiled "
-                "for this process alone; if the next says so too, free room there or set "
-                "NUMBA_CACHE_DIR",
+                f"kernels were compiled for this process alone, as they could not be kept: {error} "
+                "(free room there, or set NUMBA_CACHE_DIR)",
                 RuntimeWarning,
                 stacklevel=1,
             )
+        return FUNCTION(compiled.address)
+
+
+class Step:
+    """A step of a kernel: each thread calls it with its number and returns when all is done.
+
+    A thread that comes when it is over returns at once.
+    """
+
+    def __init__(
+        self, kernel: Kernel, phases: int, threads: int, arguments: tuple[Any, ...]
+    ) -> None:
+        self.control, self.arguments = control_for(phases, threads), arguments
+        words, kinds = list[int](), list[Any]()
+        _flatten((self.control.counters, threads, *arguments), words, kinds)
+        self._function = kernel.function(tuple(kinds), arguments)
+        self._record = array("q", words)
+        self._address = self._record.buffer_info()[0]
+
+    def __call__(self, me: int) -> None:
+        """Take part as thread `me`; the GIL is released."""
+        self._function(self._address, me)
+
+
+@contextmanager
+def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` once if, inside the block, kernels begin to be compiled."""
+    _tell.append(cache(tell))
+    try:
+        yield
+    finally:
+        _tell.pop()
+
+
+def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> None:
+    """Append a record's words, as `compilation.py` reads them, and the arguments' types.
+
+    An array is its address and its shape.
+    """
+    for value in values:
+        if isinstance(value, np.ndarray):
+            if not value.flags.c_contiguous:
+                raise ValueError(
+                    f"kernels take contiguous arrays only, got strides {value.strides}"
+                )
+            words.append(value.__array_interface__["data"][0])
+            words += value.shape
+            kinds += (value.dtype, value.ndim)
+        elif isinstance(value, tuple):
+            _flatten(value, words, kinds)
+        else:
+            words.append(int(value.view(np.int32) if isinstance(value, np.float32) else value))
+            kinds.append(type(value))
+
+
+def _places() -> list[Path]:
+    """Return the directories where files are looked for, and kept in the first that can be."""
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
+        return [Path(named)]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [Path(__file__).parent / "__pycache__", Path(home) / "tiedgpt"]
+
+
+def _load(file: str) -> Function | None:
+    """Return the function in a kept file, if there is one that is whole and can be loaded."""
+    for path in (path for place in _places() for path in place.glob(f"{file}-*")):
+        with suppress(OSError, RuntimeError, ValueError):
+            data = path.read_bytes()
+            if zlib.crc32(data) != int(path.stem[-8:], 16):
+                continue
+            if path.suffix == ".so":
+                return FUNCTION((SYMBOL, ctypes.CDLL(str(path))))
+            return FUNCTION(_address_in(data))
+    return None
+
+
+def _address_in(data: bytes) -> int:
+    """Return the address of the function in an object file, once LLVM has loaded it."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    jit = llvm.create_lljit_compiler(machine, suppress_errors=True)
+    library = llvm.JITLibraryBuilder().add_object_img(data).add_current_process()
+    loaded = library.export_symbol(SYMBOL).link(jit, SYMBOL)
+    _alive.append((jit, loaded))
+    return int(loaded[SYMBOL])
+
+
+def _keep(file: str, data: bytes, suffix: str) -> None:
+    """Write machine code to the first place that takes it, or raise what the last one raised."""
+    *places, last = _places()
+    for place in places:
+        with suppress(OSError, TiedGPTError):
+            return _write(place, file, data, suffix)
+    _write(last, file, data, suffix)
+
+
+def _write(place: Path, file: str, data: bytes, suffix: str) -> None:
+    with replacing(place / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
+        temporary.write_bytes(data)
 
 
 @cache
 def _digest() -> int:
-    """Return a digest of all kernels' sources; Numba checks only the file of the function."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return zlib.crc32(b"".join(file.read_bytes() for file in files))
+    """Return a digest of all that machine code depends on, but for the types of arguments."""
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    numba = [(name, os.stat(found.origin).st_mtime_ns) for name in ("numba", "llvmlite")
+             if (found := find_spec(name)) and found.origin]  # fmt: skip
+    settings = {name: said for name, said in os.environ.items() if name.startswith("NUMBA_")}
+    settings.pop("NUMBA_CACHE_DIR", None)
+    about = (sys.platform, _cpu(), numba, sorted(settings.items()))
+    return zlib.crc32(b"".join(sources) + repr(about).encode())
+
+
+def _cpu() -> str:
+    """Return what tells this CPU from others, as the system or else LLVM says it."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        first, _, _ = file.read(1 << 14).partition("\n\n")
+        return "\n".join(line for line in first.split("\n") if line.startswith(CPU_LINES))
+    import llvmlite.binding as llvm
+
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"

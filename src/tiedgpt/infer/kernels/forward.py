@@ -8,94 +8,18 @@ is the residual stream, as in `core/model.py`, of which this is the transcriptio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
 from numba import njit
 
-from tiedgpt.infer.kernels.attention import QUERIES, append, attend
-from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.arguments import QUERIES
+from tiedgpt.infer.kernels.attention import append, attend
 from tiedgpt.infer.kernels.gemm import activated_gemm, gemm
 from tiedgpt.infer.kernels.microkernels import PANEL, number_at
 from tiedgpt.infer.kernels.norms import layer_norm
 from tiedgpt.infer.kernels.quantize import quantize
 from tiedgpt.infer.kernels.work_stealing import claimed, end, is_over
 
-PHASES_A_LAYER, PHASES_BESIDE = 8, 3
 PLAIN, NORM, REPLACE = range(3)
 """What is read: h, norm(h), or norm(h) that takes the place of h."""
-
-
-class Matrix(NamedTuple):
-    """A packed matrix and the biases of its rows, padded as they are; layers stacked in front."""
-
-    weights: Any
-    scales: Any
-    bias: Any
-
-
-class Weights(NamedTuple):
-    """All of a model."""
-
-    wte: Matrix
-    wpe: Any
-    """(C, K), float32."""
-    head: Matrix
-    """Of a tied model: the same arrays as `wte`."""
-    c_attn: Matrix
-    attn_proj: Matrix
-    c_fc: Matrix
-    mlp_proj: Matrix
-    norms: Any
-    """(L, 2, 2, D): of each layer ln_1 and ln_2, of each weight and bias."""
-    ln_f: Any
-    """(2, D)."""
-    windows: Any
-    """(L,): positions that a layer sees back; 0: all."""
-    epsilon: Any
-    n_embd: int
-    n_head: int
-    post: bool
-    activation: int
-
-
-class Buffers(NamedTuple):
-    """Room for the activations of as many tokens as a batch may bring."""
-
-    h: Any
-    x: Any
-    x_scales: Any
-    x_sums: Any
-    qkv: Any
-    attention: Any
-    mlp: Any
-    mlp_scales: Any
-    mlp_sums: Any
-    states: Any
-    """(tokens, K): after the last norm, of the tokens whose logits are asked for."""
-    logits: Any
-    """(tokens, rows of the head)."""
-
-
-class Cache(NamedTuple):
-    """Keys (L, S, H, C/64, D/H, 64) and values (L, S, H, C, D/H), with scales where int8."""
-
-    keys: Any
-    values: Any
-    key_scales: Any
-    value_scales: Any
-
-
-class Batch(NamedTuple):
-    """What one step reads: tokens of several sequences, one after the other."""
-
-    ids: Any
-    slots: Any
-    positions: Any
-    sequences: Any
-    """(n, 2): first and last + 1 token of each sequence."""
-    outputs: Any
-    """Tokens whose logits are asked for."""
 
 
 @njit(error_model="numpy")
@@ -125,7 +49,7 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     w = model.c_attn
     phase = gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        False, buffers.qkv,
+        False, buffers.sums[control.me], buffers.qkv,
     )  # fmt: skip
     phase = _attention(control, phase, layer, model, buffers, cache, batch)
     for token in claimed(control, phase, n):
@@ -134,7 +58,7 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     w = model.attn_proj
     phase = gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        True, buffers.h,
+        True, buffers.sums[control.me], buffers.h,
     )  # fmt: skip
     if post:
         phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(REPLACE))
@@ -143,12 +67,14 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     w = model.c_fc
     phase = activated_gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        model.activation, buffers.mlp, buffers.mlp_scales, buffers.mlp_sums,
+        model.activation, buffers.sums[control.me], buffers.mlp, buffers.mlp_scales,
+        buffers.mlp_sums,
     )  # fmt: skip
     w = model.mlp_proj
     return gemm(
         control, phase, w.weights[layer], w.scales[layer], w.bias[layer], buffers.mlp,
-        buffers.mlp_scales, buffers.mlp_sums, n, buffers.mlp.shape[1], True, buffers.h,
+        buffers.mlp_scales, buffers.mlp_sums, n, buffers.mlp.shape[1], True,
+        buffers.sums[control.me], buffers.h,
     )  # fmt: skip
 
 
@@ -156,7 +82,7 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
 def _normed(control, phase, model, buffers, norm, n, doing):
     """Write norm(h) to x as GEMMs read it; with REPLACE to h as well (post-LN)."""
     padded = buffers.h.shape[1]
-    out = np.zeros(padded, np.float32)
+    out = buffers.normed[control.me]
     for m in claimed(control, phase, n):
         h = buffers.h[m]
         if doing > PLAIN:
@@ -178,8 +104,7 @@ def _attention(control, phase, layer, model, buffers, cache, batch):
     size, window = width // heads, model.windows[layer]
     chunks = batch.sequences.shape[0] * heads
     scaled = cache.key_scales.shape[3] > 0
-    p = np.empty((QUERIES, cache.values.shape[3]), np.float32)
-    mixed = np.empty((QUERIES, cache.values.shape[4]), np.float32)
+    p, mixed = buffers.p[control.me], buffers.mixed[control.me]
     for chunk in claimed(control, phase, chunks):
         sequence, head = chunk // heads, chunk % heads
         begin, end = batch.sequences[sequence, 0], batch.sequences[sequence, 1]
@@ -220,16 +145,11 @@ def _logits(control, phase, model, buffers, batch):
     w = model.head
     return gemm(
         control, phase, w.weights, w.scales, w.bias, buffers.x, buffers.x_scales, buffers.x_sums, n,
-        padded, False, buffers.logits,
+        padded, False, buffers.sums[control.me], buffers.logits,
     )  # fmt: skip
 
 
-def phases_of(n_layer: int) -> int:
-    """Return how many phases a step has."""
-    return PHASES_A_LAYER * n_layer + PHASES_BESIDE
-
-
-@Kernel
+@njit(error_model="numpy")
 def forward(control, model, buffers, cache, batch):
     """Do a step. A thread that comes when all chunks are claimed writes only to its own control."""
     if not is_over(control):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import njit
 from numba.extending import overload
 
@@ -72,11 +71,13 @@ def panels_at_once(weights):
 
 
 @njit(error_model="numpy")
-def gemm(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, out):
-    """Write W x + bias of n vectors to out (n, rows), or add it to what is there."""
+def gemm(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, added, sums, out):
+    """Write W x + bias of n vectors to out (n, rows), or add it to what is there.
+
+    `sums` (6, 64) is scratch.
+    """
     panels, step = weights.shape[0], panels_at_once(weights)
     chunks = -(-panels // step)
-    sums = np.empty((6, PANEL), np.float32)
     for chunk in claimed(control, phase, chunks):
         for panel in range(chunk * step, min((chunk + 1) * step, panels)):
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
@@ -97,13 +98,12 @@ def gemm(control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, a
 
 @njit(error_model="numpy")
 def activated_gemm(
-    control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, kind, out, out_scales,
-    out_sums,
+    control, phase, weights, scales, bias, x, x_scales, x_sums, n, width, kind, sums, out,
+    out_scales, out_sums,
 ):  # fmt: skip
     """Write activation(W x + bias) of n vectors in the dtype that the next GEMM reads."""
     panels, step = weights.shape[0], panels_at_once(weights)
     chunks = -(-panels // step)
-    sums = np.empty((6, PANEL), np.float32)
     for chunk in claimed(control, phase, chunks):
         for panel in range(chunk * step, min((chunk + 1) * step, panels)):
             at = panel * PANEL

@@ -15,10 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import overload
 
+from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.quantize import GROUP
 from tiedgpt.infer.kernels.simd import (
     ARRAY,
-    LANES,
     constant,
     dot8,
     dot16,

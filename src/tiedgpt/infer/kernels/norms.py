@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import njit
 
-from tiedgpt.infer.kernels.simd import LANES
+from tiedgpt.infer.kernels.arguments import GELU, GELU_NEW, LANES, RELU
 from tiedgpt.infer.kernels.vectors import (
     add16,
     filled16,
@@ -18,8 +18,6 @@ from tiedgpt.infer.kernels.vectors import (
     total16,
 )  # fmt: skip
 
-GELU_NEW, GELU, RELU, SILU = range(4)
-ACTIVATIONS = {"gelu_new": GELU_NEW, "gelu": GELU, "relu": RELU, "silu": SILU}
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)

@@ -13,9 +13,9 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.simd import (
     ARRAY,
-    LANES,
     call,
     f32,
     folded,

@@ -17,17 +17,18 @@ from numba import types
 from numba.core import codegen, config
 from numba.extending import intrinsic
 
-LANES = 16
+from tiedgpt.infer.kernels.arguments import LANES
 
 
-def _features() -> set[str]:
+def _feature_list() -> str:
     """Return what Numba compiles for: the CPU's features, or those that NUMBA_CPU_FEATURES says."""
     said: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
-    listed = codegen.get_host_cpu_features() if said is None else said
-    return {name[1:] for name in listed.split(",") if name.startswith("+")}
+    listed: str = codegen.get_host_cpu_features() if said is None else said
+    return listed
 
 
-FEATURES = _features()
+FEATURE_LIST = _feature_list()
+FEATURES = {name[1:] for name in FEATURE_LIST.split(",") if name.startswith("+")}
 HAS_DOT8 = {"avx512vnni", "avx512vl"} <= FEATURES
 """Whether an instruction adds 4 products of bytes to each lane (vpdpbusd on 512 bits)."""
 HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES

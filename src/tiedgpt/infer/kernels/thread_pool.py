@@ -1,8 +1,7 @@
 """The threads that take part in a step: the caller's own, and helpers that sleep between steps.
 
-What can fail, fails before a thread claims a chunk: kernels are compiled on the caller's thread
-before helpers are given anything, and each phase allocates what it needs before it claims chunks. A
-thread that fails thus leaves a step that the others can finish, and is there for the next.
+What can fail, fails before a thread claims a chunk: kernels are compiled or loaded on the caller's
+thread before helpers are given anything, and they allocate nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.infer.kernels.compile_cache import Kernel
-from tiedgpt.infer.kernels.work_stealing import control_for
+from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
 BEHIND = 8
 """Steps that may wait for a helper that does not come."""
@@ -34,8 +32,7 @@ class ThreadPool:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._process: int | None = None
-        self._compiled: set[Kernel] = set()
-        self._unfinished: tuple[Any, ...] | None = None
+        self._unfinished: tuple[Step, Any] | None = None
         self._scratch: NDArray[np.float32] = np.zeros((threads, 0, 0), np.float32)
         self._work: list[SimpleQueue[Any]] = []
         weakref.finalize(self, _dismiss, self._work)
@@ -55,18 +52,13 @@ class ThreadPool:
         be relied upon until then.
         """
         self.finish_step()
-        if kernel not in self._compiled:
-            over = control_for(phases, self.threads)
-            over.counters[0] = 1
-            kernel.compile(over, *arguments)
-            self._compiled.add(kernel)
-        control = control_for(phases, self.threads)
-        self._unfinished = (kernel, (control, *arguments), alive)
+        step = Step(kernel, phases, self.threads, arguments)
+        self._unfinished = (step, alive)
         helpers = self._work if chunks is None else self._work[: max(0, chunks - 1)]
         for number, queue in enumerate(helpers, 1):
             if queue.qsize() < BEHIND:
-                queue.put((kernel, control._replace(me=number), *arguments))
-        kernel(control, *arguments)
+                queue.put((step, number))
+        step(0)
         self._unfinished = None
 
     def finish_step(self) -> None:
@@ -75,8 +67,8 @@ class ThreadPool:
             self._work[:], self._unfinished = _begun(self.threads - 1), None
             self._process = os.getpid()
         if self._unfinished is not None:
-            kernel, arguments, _ = self._unfinished
-            kernel(*arguments)
+            step, _ = self._unfinished
+            step(0)
             self._unfinished = None
 
     def scratch(self, n: int, size: int) -> NDArray[np.float32]:
@@ -102,10 +94,10 @@ def _begun(n: int) -> list[SimpleQueue[Any]]:
 
 def _help(queue: SimpleQueue[Any]) -> None:
     while (work := queue.get()) is not None:
-        kernel, *arguments = work
+        step, number = work
         with suppress(Exception):  # no chunk was claimed: the others claim them
-            kernel(*arguments)
-        del work, arguments
+            step(number)
+        del work, step
 
 
 def _dismiss(queues: list[SimpleQueue[Any]]) -> None:

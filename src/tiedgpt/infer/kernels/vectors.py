@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import models, register_model
 
+from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.simd import (
     ARRAY,
-    LANES,
     call,
     exponential,
     f32,

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numpy.typing import NDArray
 
+from tiedgpt.infer.kernels.arguments import LINE
 from tiedgpt.infer.kernels.simd import ARRAY, call, i32, instructions
 
-LINE = 8
-"""Counters lie as many int64 apart: a cache line."""
 SPINS = 4000
 """Looks at a counter before the thread offers its core to others."""
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
@@ -56,24 +52,6 @@ def pause(builder):
 def give_way(builder):
     """Offer the core to other threads."""
     call(builder, "SwitchToThread" if os.name == "nt" else "sched_yield", i32, [])
-
-
-class Control(NamedTuple):
-    """What the threads share a step by, as one of them sees it."""
-
-    counters: Any
-    """A line for the step, then for each phase one of chunks done, and one of each share's claimed.
-    """
-    threads: Any
-    me: Any
-    """Which of them this one is."""
-
-
-def control_for(phases: int, threads: int) -> Control:
-    """Return what threads share a step of so many phases by; each step takes a new one."""
-    lines = 1 + phases * (1 + threads)
-    counters: NDArray[np.int64] = np.zeros(lines * LINE, np.int64)
-    return Control(counters, threads, 0)
 
 
 @njit(inline="always", error_model="numpy")

@@ -1,0 +1,135 @@
+"""A kernel's function -> machine code that needs neither Numba nor Python.
+
+Kernels allocate nothing and raise nothing, so that they need no more than the C library. Numba
+compiles what nevertheless handles errors; where that calls Numba or Python, it traps here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tiedgpt.errors import UserError
+from tiedgpt.infer.kernels.arguments import Control
+from tiedgpt.infer.kernels.simd import FEATURE_LIST, f32, i32, i64
+
+LINKER = "cc"
+"""What links shared libraries, where it is installed."""
+FOREIGN = re.compile("numba_|NRT_|_?Py")
+"""Functions and variables of Numba and Python."""
+OF_ERRORS = re.compile(
+    "numba_gil_|numba_unpickle|numba_do_raise|numba_runtime_build_excinfo|NRT_Free|"
+    "NRT_MemInfo_call_dtor|_?Py"
+)
+"""Those that only the handling of errors, and the freeing of memory, call."""
+
+
+def compiled(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Return the C callback (record, number of the thread) of a kernel of (control, ...)."""
+    if getattr(numba.config, "DISABLE_JIT", 0):
+        raise UserError(
+            "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
+            "compute with torch (backend='torch', --backend torch)"
+        )
+    counters = types.Array(types.int64, 1, "C")
+    kinds = [numba.typeof(_blank(argument)) for argument in arguments]
+    read = _reader(types.Tuple([counters, types.int64, *kinds]))
+
+    @cfunc(types.void(types.CPointer(types.int64), types.int64), error_model="numpy")
+    def entry(record, me):
+        given = read(record)
+        function(Control(given[0], given[1], me), *given[2:])
+
+    return entry
+
+
+def machine_code(compiled: Any, symbol: str) -> tuple[bytes, str]:
+    """Return a shared library (".so") or an object file (".o") that exports a C callback.
+
+    Raises `UserError` for one that needs Numba, as to allocate memory.
+    """
+    module = llvm.parse_assembly(compiled.inspect_llvm())
+    stubs = ["declare void @llvm.trap()"]
+    for each in module.functions:
+        if not each.is_declaration:
+            each.linkage = "internal"
+        elif FOREIGN.match(each.name):
+            if not OF_ERRORS.match(each.name):
+                raise UserError(f"kernels cannot do without Numba what {each.name} does")
+            body = "{ call void @llvm.trap() unreachable }"
+            stubs.append(f"define hidden void @{each.name}() {body}")
+    for each in module.global_variables:
+        if each.is_declaration and FOREIGN.match(each.name):
+            stubs.append(f"@{each.name} = hidden global ptr null")
+    module.link_in(llvm.parse_assembly("\n".join(stubs)))
+    entry = module.get_function(compiled.native_name)
+    entry.name, entry.linkage = symbol, "external"
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=getattr(numba.config, "CPU_NAME", None) or llvm.get_host_cpu_name(),
+        features=FEATURE_LIST, opt=3, reloc="pic", codemodel="default",
+    )  # fmt: skip
+    data = machine.emit_object(module)
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as place:
+        file, library = Path(place) / "kernel.o", Path(place) / "kernel.so"
+        file.write_bytes(data)
+        command = [LINKER, "-shared", "-o", str(library), str(file), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        return library.read_bytes(), ".so"
+    return data, ".o"
+
+
+def _blank(value: Any) -> Any:
+    """Return an argument whose type is that of all that a kernel is compiled for together."""
+    if isinstance(value, np.ndarray):
+        return np.empty((0,) * value.ndim, value.dtype)
+    return type(value)(*map(_blank, value)) if isinstance(value, tuple) else value
+
+
+def _reader(kind: Any) -> Any:
+    """Make what reads a value of this type from a record of int64: see `compile_cache._flatten`."""
+
+    @intrinsic
+    def read(typing, record):
+        def emit(context, builder, signature, arguments):
+            words = (builder.load(builder.gep(arguments[0], [i64(n)])) for n in range(1 << 16))
+            return _value(context, builder, kind, words)
+
+        return kind(record), emit
+
+    return read
+
+
+def _value(context, builder, kind, words):
+    """Return the value of a type whose words come next."""
+    if isinstance(kind, types.BaseTuple):
+        values = [_value(context, builder, each, words) for each in kind.types]
+        return context.make_tuple(builder, kind, values)
+    word = next(words)
+    if not isinstance(kind, types.Array):
+        if kind == types.float32:
+            return builder.bitcast(builder.trunc(word, i32), f32)
+        return context.cast(builder, word, types.int64, kind)
+    element = context.get_data_type(kind.dtype)
+    size = step = i64(context.get_abi_sizeof(element))
+    shape, strides = [next(words) for _ in range(kind.ndim)], []
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step = builder.mul(step, n)
+    array = cgutils.create_struct_proxy(kind)(context, builder)
+    array.data = builder.inttoptr(word, element.as_pointer())
+    array.shape = cgutils.pack_array(builder, shape)
+    array.strides = cgutils.pack_array(builder, strides)
+    array.itemsize, array.nitems = size, builder.sdiv(step, size)
+    return array._getvalue()

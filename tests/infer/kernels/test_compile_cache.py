@@ -1,0 +1,130 @@
+"""Kernels are compiled once, kept as machine code, and loaded without Numba."""
+
+import errno
+import os
+import subprocess
+import sys
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numba import njit
+
+from tiedgpt.errors import UserError
+from tiedgpt.infer.kernels import compilation, compile_cache, rows
+from tiedgpt.infer.kernels.compile_cache import Kernel, Step, telling_of_compilation
+
+
+class Line(NamedTuple):
+    slope: Any
+    start: Any
+
+
+@njit(error_model="numpy")
+def _weigh(control, line, array, is_less):
+    """Multiply a row for each thread; a thread's result is at its number."""
+    for k in range(array.shape[1]):
+        x = array[control.me, k] * line.slope + line.start
+        array[control.me, k] = -x if is_less else x
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(rows, "weigh", _weigh, raising=False)
+    return lambda: Kernel("rows", "weigh")
+
+
+def weigh(kernel, dtype=np.float64):
+    """Run the kernel as threads 1 and 0 would; return what it wrote."""
+    array = np.arange(6, dtype=dtype).reshape(2, 3)
+    step = Step(kernel, 1, 2, (Line(np.float32(1.5), 2), array, True))
+    step(1)
+    step(0)
+    return array.tolist()
+
+
+EXPECTED = [[-2, -3.5, -5], [-6.5, -8, -9.5]]
+
+
+def never(*_):
+    raise AssertionError("it was compiled again")
+
+
+@pytest.mark.parametrize("linker", ["cc", "no such compiler"])
+def test_machine_code_is_kept_and_loaded_with_and_without_a_linker(
+    kernel, monkeypatch, tmp_path, linker
+):
+    monkeypatch.setattr(compilation, "LINKER", linker)
+    told = []
+    with telling_of_compilation(lambda: told.append("now")):
+        assert weigh(kernel()) == EXPECTED
+        assert weigh(kernel(), np.float32) == EXPECTED
+    assert told == ["now"]
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(Kernel, "_compile", never)
+    assert weigh(kernel()) == weigh(kernel(), np.float32) == EXPECTED
+
+
+def test_a_damaged_file_is_compiled_again(kernel, tmp_path):
+    weigh(kernel())
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    for damaged in (data[:100], b"", data[:-1] + b"?"):
+        file.write_bytes(damaged)
+        assert weigh(kernel()) == EXPECTED
+        assert file.read_bytes() == data or len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("suffix", [".so", ".o"])
+def test_a_file_that_cannot_be_loaded_is_passed_over(kernel, tmp_path, suffix):
+    weigh(kernel())
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    data = b"no machine code"
+    other = file.name[: -len(f"{0:08x}{file.suffix}")] + f"{zlib.crc32(data):08x}{suffix}"
+    (tmp_path / other).write_bytes(data)
+    assert weigh(kernel()) == EXPECTED
+
+
+def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said(
+    kernel, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="for this process alone.*NUMBA_CACHE_DIR"):
+        assert weigh(kernel()) == EXPECTED
+
+
+def test_what_machine_code_depends_on_names_the_file(monkeypatch):
+    digests = set()
+    for name, value in [("NUMBA_CPU_NAME", ""), ("NUMBA_CPU_NAME", "generic"), ("X", "y")]:
+        monkeypatch.setenv(name, value)
+        digests.add(compile_cache._digest.__wrapped__())
+    monkeypatch.setattr(compile_cache, "_cpu", lambda: "another")
+    digests.add(compile_cache._digest.__wrapped__())
+    assert len(digests) == 3
+
+
+def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
+    with pytest.raises(ValueError, match="contiguous"):
+        Step(kernel(), 1, 1, (np.zeros((4, 4))[:, ::2],))
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(UserError, match="NUMBA_DISABLE_JIT is set"):
+        weigh(kernel())
+
+
+def test_kept_kernels_are_run_without_numba():
+    program = (
+        "import sys, numpy as np\n"
+        "from tiedgpt.infer.kernels.sampling import score\n"
+        "from tiedgpt.infer.kernels.thread_pool import ThreadPool\n"
+        "print(score(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])\n"
+        "print('numba' in sys.modules)"
+    )
+    for _ in range(2):  # the first may have to compile
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "[0, 0, 1]\nFalse\n", ran.stderr
