@@ -6,7 +6,7 @@ characters (`characters.py`). Special tokens and decoding are the same for all, 
 
 import operator
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Tokenizer:
         self._codec = codec(rust)
         self.kind = self._codec.kind
         self._size = _checked_size(rust, where)
+        self._token_bytes = cache(self._find_bytes)  # few are asked for: not a table of all
         self.bos_token_id = special_id(rust, self._settings, "bos_token", where)
         self.eos_token_id = special_id(rust, self._settings, "eos_token", where)
 
@@ -162,7 +163,7 @@ class Tokenizer:
         A token that ends a word in GPT-1's vocabulary includes the blank that follows. Raises
         UserError for an id outside the vocabulary.
         """
-        token = self._bytes[id] if 0 <= id < self._size else None
+        token = self._token_bytes(id) if 0 <= id < self._size else None
         if token is None:
             raise UserError(
                 f"id {id} is outside the vocabulary of {self._size} tokens; "
@@ -176,7 +177,8 @@ class Tokenizer:
         Their sum is a text's length in bytes. With GPT-1's vocabulary that is the decoded text,
         with a blank after the last word, too, and without what became `<unk>`.
         """
-        lengths = np.array([len(token or b"") for token in self._bytes], dtype=np.int64)
+        tokens = map(self._token_bytes, range(self._size))
+        lengths = np.array([len(token or b"") for token in tokens], dtype=np.int64)
         lengths[list(self._special_ids.values())] = 0
         return lengths
 
@@ -208,31 +210,31 @@ class Tokenizer:
             temporary.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
         write_json(Path(directory) / CONFIG, config)
 
+    def _find_bytes(self, id: int) -> bytes | None:
+        """The bytes of an id; None where it is not taken."""
+        if id in self._added:
+            return self._added[id].content.encode()
+        token = self._rust.id_to_token(id)
+        return None if token is None else self._codec.token_bytes(token)
+
     @cached_property
-    def _bytes(self) -> list[bytes | None]:
-        """The bytes of every id; None where an id is not taken."""
-        table: list[bytes | None] = [None] * self._size
-        for token, id in self._rust.get_vocab(with_added_tokens=False).items():
-            table[id] = self._codec.token_bytes(token)
-        for id, added in self._rust.get_added_tokens_decoder().items():
-            table[id] = added.content.encode()
-        return table
+    def _added(self) -> dict[int, Any]:
+        added: dict[int, Any] = self._rust.get_added_tokens_decoder()
+        return added
 
     @cached_property
     def _word_ends(self) -> set[int]:
-        return self._codec.word_ends() - self._rust.get_added_tokens_decoder().keys()
+        return self._codec.word_ends() - self._added.keys()
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
-        added = self._rust.get_added_tokens_decoder()
-        return {token.content: id for id, token in added.items() if token.special}
+        return {token.content: id for id, token in self._added.items() if token.special}
 
     @cached_property
     def _special_splitter(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """Splits a text at special tokens; its number of each special token -> its id here."""
         splitter = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
-        added = self._rust.get_added_tokens_decoder()
-        splitter.add_special_tokens([added[id] for id in self._special_ids.values()])
+        splitter.add_special_tokens([self._added[id] for id in self._special_ids.values()])
         numbers = splitter.get_vocab()
         return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
 
