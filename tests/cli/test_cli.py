@@ -60,7 +60,7 @@ def test_train_then_generate_then_train_again(text, capfd):
 
 
 def test_generate_takes_the_newest_run_and_reads_a_pipe(text):
-    assert tiedgpt("train", "cats.txt", *QUICK, "--tokenizer", "char").returncode == 0
+    assert main(["train", "cats.txt", *QUICK, "--tokenizer", "char"]) == 0
     done = tiedgpt("generate", "--prompt", "-", "--max-new-tokens", "5", input="7 cats")
     assert done.returncode == 0 and done.stdout.startswith("7 cats")
 
@@ -79,7 +79,7 @@ def test_data_may_come_through_a_pipe(text):
     assert Path("runs/stdin-tiny/model/model.safetensors").exists()
 
 
-def test_an_interrupt_saves_and_the_printed_command_goes_on(text):
+def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
     long = ["train", "cats.txt", *QUICK[2:], "--steps", "100000", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tiedgpt", *long], stderr=subprocess.PIPE, text=True
@@ -88,8 +88,8 @@ def test_an_interrupt_saves_and_the_printed_command_goes_on(text):
     metrics = Path("run/metrics.jsonl")
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 500):
         time.sleep(0.05)
-    rival = tiedgpt(*long)
-    assert rival.returncode == 1 and f"process {process.pid}" in rival.stderr
+    assert main(long) == 1
+    assert f"process {process.pid}" in capfd.readouterr().err
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 75, err
@@ -164,8 +164,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
 
 
 def test_a_reader_that_goes_away_is_no_error(text):
-    done = tiedgpt("train", "cats.txt", *QUICK, "--out", "run", "--tokenizer", "char")
-    assert done.returncode == 0
+    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--tokenizer", "char"]) == 0
     command = f"{sys.executable} -m tiedgpt generate run --max-new-tokens 200 | head -c 1"
     piped = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
     assert "Traceback" not in piped.stderr

@@ -22,14 +22,14 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def options(text_file) -> TrainOptions:
     return TrainOptions(
         data=(str(text_file),), size="tiny", steps=6, tokenizer="char", context=16, batch_size=4
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(options, text_file):
     tokenizer = Tokenizer.characters([TEXT])
     values = vars(
@@ -40,7 +40,7 @@ def config(options, text_file):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def plan() -> Plan:
     return Plan(
         steps=6, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1,
@@ -62,10 +62,10 @@ def new_run(tmp_path, text_file):
     return make
 
 
-@pytest.fixture
-def ready(tmp_path, text_file, options, config, plan) -> Path:
-    """A run that is planned and not begun, with dropout, six steps and three checkpoints."""
-    run = RunDirectory(tmp_path / "ready")
+@pytest.fixture(scope="session")
+def ready_once(tmp_path_factory, text_file, options, config, plan) -> Path:
+    """What `ready` copies."""
+    run = RunDirectory(tmp_path_factory.mktemp("runs") / "ready")
     tokenizer = Tokenizer.characters([text_file.read_text()])
     tokenizer.save_pretrained(run.tokenizer)
     encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
@@ -75,11 +75,17 @@ def ready(tmp_path, text_file, options, config, plan) -> Path:
 
 
 @pytest.fixture
-def whole(ready) -> Path:
-    """The same, trained without a stop, its operations listed beside it."""
+def ready(tmp_path, ready_once) -> Path:
+    """A run that is planned and not begun, with dropout, six steps and three checkpoints."""
+    return shutil.copytree(ready_once, tmp_path / "ready")
+
+
+@pytest.fixture(scope="session")
+def whole(ready_once) -> Path:
+    """The same, trained without a stop, its operations listed beside it; only to be read."""
     from tests.train.trials import Command, Fault
 
-    run = shutil.copytree(ready, ready.with_name("whole"))
+    run = shutil.copytree(ready_once, ready_once.with_name("whole"))
     assert Command(run, fault=Fault(None)).wait() == 0
     return run
 

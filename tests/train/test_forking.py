@@ -1,4 +1,5 @@
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -21,11 +22,20 @@ def tensor(path: Path, name: str, file: str = "model"):
     return SafetensorsFile.open(path / f"{file}.safetensors").read(name)
 
 
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory) -> Path:
+    """A run of six steps, to be copied."""
+    out = tmp_path_factory.mktemp("forked") / "one"
+    command = ["train", str(text_file), *SHAPE, *QUICK, "--batch-size", "2", "--out", str(out)]
+    assert main(command) == 0
+    return out
+
+
 @pytest.fixture
-def one(text_file, tmp_path, monkeypatch) -> str:
-    """A run of six steps."""
+def one(text_file, trained, tmp_path, monkeypatch) -> str:
+    """A run of six steps is in `one`; return its text."""
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(text_file), *SHAPE, *QUICK, "--batch-size", "2", "--out", "one"]) == 0
+    shutil.copytree(trained, "one")
     return str(text_file)
 
 

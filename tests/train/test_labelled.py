@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import tomllib
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,38 @@ def record(task, n):
     return {"question": "what?", "context": text, "answer": noun}
 
 
+def make_run(directory, task, name="run", *, n=240, **sizes):
+    """Make a run of a task, and the task."""
+    file = directory / f"{task}.jsonl"
+    file.write_text("".join(json.dumps(record(task, k)) + "\n" for k in range(n)))
+    examples = read_examples(LABELLED[task], [str(file)])
+    texts = [text for each in examples.train + examples.held_out for text in each.texts]
+    tokenizer = Tokenizer.characters(texts)
+    shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
+    config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
+    run = RunDirectory(directory / name)
+    run.path.mkdir(exist_ok=True)
+    return run, LABELLED[task](examples, config, tokenizer)
+
+
 @pytest.fixture
 def make(tmp_path):
-    """Make a run of a task, its task and its plan."""
+    return partial(make_run, tmp_path)
 
-    def made(task, plan, name="run", *, n=240, **sizes):
-        file = tmp_path / f"{task}.jsonl"
-        file.write_text("".join(json.dumps(record(task, k)) + "\n" for k in range(n)))
-        examples = read_examples(LABELLED[task], [str(file)])
-        texts = [text for each in examples.train + examples.held_out for text in each.texts]
-        tokenizer = Tokenizer.characters(texts)
-        shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
-        config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
-        run = RunDirectory(tmp_path / name)
-        run.path.mkdir(exist_ok=True)
-        return run, LABELLED[task](examples, config, tokenizer)
 
-    return made
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory, plan):
+    """The run and the events of a training of a task that learned what there is to learn."""
+
+    @cache
+    def of(task):
+        steps = 240 if task == "choose" else 120  # which word of two fits: neither tells it alone
+        sizes = {"batch_size": 16, "micro_batch": 16}
+        long = dataclasses.replace(plan, steps=steps, eval_every=100, **sizes)
+        run, labelled = make_run(tmp_path_factory.mktemp(task), task)
+        return run, run_all(run, labelled, long)
+
+    return of
 
 
 def run_all(run, task, plan, stop_after=None):
@@ -77,11 +93,8 @@ def run_all(run, task, plan, stop_after=None):
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_a_small_problem_is_learned_to_more_than_95_percent(make, plan, task):
-    steps = 240 if task == "choose" else 120  # which word of two fits: neither tells it alone
-    plan = dataclasses.replace(plan, steps=steps, batch_size=16, micro_batch=16, eval_every=100)
-    run, labelled = make(task, plan)
-    events = run_all(run, labelled, plan)
+def test_a_small_problem_is_learned_to_more_than_95_percent(learned, task):
+    run, events = learned(task)
     score = events[-1].score
     assert isinstance(events[-1], Ended) and isinstance(score, LabelScore)
     assert score.examples == 24 and score.share > 0.95 and score.nats < 1.0
@@ -91,20 +104,16 @@ def test_a_small_problem_is_learned_to_more_than_95_percent(make, plan, task):
     assert sum(str(key).startswith("val_") for key in lines[-1]) == 2
 
 
-def test_the_published_classifier_says_what_it_learned(make, plan):
-    plan = dataclasses.replace(plan, steps=120, batch_size=16, micro_batch=16, eval_every=100)
-    run, labelled = make("classify", plan)
-    run_all(run, labelled, plan)
+def test_the_published_classifier_says_what_it_learned(learned):
+    run, _ = learned("classify")
     head = SequenceClassifier.from_pretrained(run.model)
     tokenizer = Tokenizer.from_pretrained(run.model)
     ids, lengths = pad([tokenizer.encode(text) for text in ("the owl is here", "a cup is here")])
     assert [head.labels[n] for n in head(ids, lengths).argmax(-1)] == ["animal", "thing"]
 
 
-def test_the_published_finder_finds_what_was_asked_for(make, plan):
-    plan = dataclasses.replace(plan, steps=120, batch_size=16, micro_batch=16, eval_every=100)
-    run, labelled = make("answer", plan)
-    run_all(run, labelled, plan)
+def test_the_published_finder_finds_what_was_asked_for(learned):
+    run, _ = learned("answer")
     head, tokenizer = SpanFinder.from_pretrained(run.model), Tokenizer.from_pretrained(run.model)
     ids, lengths = pad([tokenizer.encode("what?\nthe dog no 7 is here")])
     first, last = best_spans(head(ids, lengths))[0].tolist()
@@ -115,9 +124,9 @@ def test_the_published_finder_finds_what_was_asked_for(make, plan):
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan, task):
     plan = dataclasses.replace(plan, steps=7, save_every=3, micro_batch=3)
     dropout = {"embd_pdrop": 0.2, "resid_pdrop": 0.2}
-    whole, labelled = make(task, plan, "whole", n=20, **dropout)
+    whole, labelled = make(task, "whole", n=20, **dropout)
     run_all(whole, labelled, plan)
-    parts, labelled = make(task, plan, "parts", n=20, **dropout)
+    parts, labelled = make(task, "parts", n=20, **dropout)
     assert not run_all(parts, labelled, plan, stop_after=4)[-1].finished
     torch.manual_seed(999)
     assert run_all(parts, labelled, plan)[0].step == 4
@@ -131,7 +140,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan
 
 @pytest.mark.parametrize("task", LABELLED)
 def test_parts_of_a_batch_add_up_to_its_gradient(make, plan, task):
-    _, labelled = make(task, plan, n=30)
+    _, labelled = make(task, n=30)
     plan = dataclasses.replace(plan, batch_size=7)
     torch.manual_seed(0)
     model = labelled.build().eval()
@@ -146,7 +155,7 @@ def test_parts_of_a_batch_add_up_to_its_gradient(make, plan, task):
 
 
 def test_an_epoch_visits_every_example_once(make, plan):
-    _, labelled = make("classify", plan, n=50)  # 45 to train on
+    _, labelled = make("classify", n=50)  # 45 to train on
     batch = labelled.batches(dataclasses.replace(plan, batch_size=9))
     seen = [
         tuple(ids[:length])
@@ -162,7 +171,7 @@ def test_an_epoch_visits_every_example_once(make, plan):
 
 def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, plan):
     for task in LABELLED:
-        _, labelled = make(task, plan, n=70)
+        _, labelled = make(task, n=70)
         model = labelled.build()
         rows = [row for _, row in labelled.held_out]
         arrays = labelled.collate(rows)
@@ -186,8 +195,8 @@ def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
     assert names[reads] == ["gpt.wte.weight"]
 
 
-def test_examples_that_do_not_fit_are_left_out_and_counted(make, plan):
-    _, labelled = make("answer", plan, n=60, n_positions=48)
+def test_examples_that_do_not_fit_are_left_out_and_counted(make):
+    _, labelled = make("answer", n=60, n_positions=48)
     kind = type(labelled)
     short = kind(labelled.examples, labelled.config, labelled.tokenizer, context=12)
     assert any("left out" in note and "12 tokens" in note for note in short.notes)
