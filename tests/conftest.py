@@ -13,6 +13,13 @@ settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
 
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs in as many processes as there are cores, chosen files in this one."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return min(4, os.cpu_count() or 1) if whole else 0
+
+
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 
