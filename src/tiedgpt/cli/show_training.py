@@ -115,7 +115,7 @@ class Display:
             if steps:
                 self.say(f"          {what} {steps:,} steps")
         if plan.memory is not None:
-            self.say(f"memory    {memory_line(plan, config, task.row_tokens, world)}")
+            self.say(f"memory    {memory_line(plan)}")
         elif plan.recompute == "blocks":
             self.say("memory    blocks are computed again in backward")
         if (lacks := decide(options.compile, world.device)[1]) is not None:

@@ -11,10 +11,12 @@ where they were, so the gradients are the same bit for bit.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
 import shutil
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -27,13 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Block
 from tiedgpt.train.fast import fast_training
-from tiedgpt.train.memory import return_memory_at_once
 from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
 
 if TYPE_CHECKING:
     from tiedgpt.train.plan import Plan
 
 COMPILERS = ("g++", "clang++", "c++", "cl")
+M_MMAP_THRESHOLD = -3
+"""Of <malloc.h>."""
 
 
 def in_training(model: Model, plan: Plan) -> Model:
@@ -48,6 +51,17 @@ def in_training(model: Model, plan: Plan) -> Model:
         assert isinstance(block, TrainedBlock)
         block.recompute, block.compiled = plan.recompute == "blocks", plan.compile == "on"
     return model
+
+
+def return_memory_at_once() -> None:
+    """Let glibc give back freed tensors of a megabyte and more at once, where it is the C library.
+
+    By itself it raises that limit to 32 MB as a program frees large blocks, and keeps what is
+    below in holes: a step with recomputed blocks then took twice the memory that it used.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 class TrainedBlock(Block):

@@ -185,6 +185,25 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return 2.0 * n**3 / min(seconds)
 
 
+def held_memory(device: torch.device) -> int:
+    """Return the bytes that this process holds on the device; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_memory` begin anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes this process has held on the device, or None where none can tell."""
     if device.type == "cuda":

@@ -1,187 +1,166 @@
-"""How much memory training takes, by formula: what stays, and what a part of a batch adds.
+"""How much memory training takes: measured in a throw-away model, a few rows at a time.
 
-It is asked before anything is built: a CPU that runs out of memory raises no error, the system ends
-the process.
+It is asked before the first step: a CPU that runs out of memory raises no error, the system ends
+the process. Weights, gradients and moments are counted before anything is built.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
-import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+import gc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.errors import DivergedError, NoRoomError
+from tiedgpt.infer.room import free_memory
+from tiedgpt.train.blocks import in_training
+from tiedgpt.train.measures import forget_peak, held_memory, peak_memory
+from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.step import train_step
 
 if TYPE_CHECKING:
-    import torch
-
     from tiedgpt.train.parallel import World
     from tiedgpt.train.plan import Plan
+    from tiedgpt.train.task import Task
 
-CHUNK_BYTES = 50 << 20
-"""Of logits, as `core/loss.py` has it."""
-
-KEPT = {"fp32": (32, 12), "bf16": (28, 6)}
-"""Bytes that a block keeps of a position for its gradient: a unit of width, a unit of the MLP."""
-DROPPED = (16, 18)
-"""More with dropout: bytes a unit of width, and bytes a pair of positions in a head."""
-WEIGHTS = 2
-"""Bytes of an attention weight at the peak of bf16 training on a CPU, up to so many positions:"""
-WEIGHTS_UP_TO, WEIGHTS_BLOCK = 256, 128
-STATE = 4
-"""Bytes a unit of width of the residual stream, which is what a recomputed block keeps."""
-LATER = 90_000_000
-"""Bytes of what torch imports when optimizers are made, and of its kernels' own buffers."""
-M_MMAP_THRESHOLD = -3
-"""Of <malloc.h>."""
-UNITS = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+PLAIN = 100_000_000
+"""Bytes that rows must add to be told from noise."""
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes in "2" (GB), "2GB", "800MB" or "1.5 g"; `UserError` for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
-    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise UserError(f"--memory {text}: give gigabytes, as 2 or 1.5, or a size, as 800MB")
-    return size
-
-
-def said(size: int) -> str:
+def said(size: float) -> str:
     """Return bytes as they are read: 340 MB, 2.5 GB."""
     return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
-def taken(device: torch.device) -> int:
-    """Return the bytes of the program itself, of what a budget on a device counts."""
-    if device.type != "cpu":
-        return 0
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") + LATER
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 def free(device: torch.device) -> int | None:
     """Return the free bytes of a device, or None where the system does not tell."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    from tiedgpt.infer.room import free_memory
-
-    return free_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
-def return_memory_at_once() -> None:
-    """Let glibc give back freed tensors of a megabyte and more at once, where it is the C library.
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a process of its own holds as it trains, the program included."""
 
-    By itself it raises that limit to 32 MB as a program frees large blocks, and keeps what is
-    below in holes: a step with recomputed blocks then took twice the memory that it used.
+    before: int
+    """Held before any of it."""
+    fixed: int
+    """Whatever the rows are."""
+    a_row: float
+    """More for each row that is computed at a time, the longest that there may be."""
+
+    def of(self, rows: int) -> int:
+        """Return the peak of so many rows at a time."""
+        return self.fixed + int(rows * self.a_row)
+
+
+def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> Peak:
+    """Train a throw-away model on one row, two, four, until it is plain what a row takes.
+
+    Raises `NoRoomError` where a GPU has no room for one row.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    gc.collect()
+    forget_peak(device)
+    before, room = held_memory(device), free(device)
+    plan = replace(plan, length_warmup=0, batch_warmup=0, compile="off", lr=1e-9)
+    model = in_training(task.build().train(), plan).to(device)
+    _, rules = groups_and_optimizers(task, model, plan, 0)
+    fewer = less = most = peak = 0
+    scale = 1.0
+    for rows in (1, *sorted({min(1 << n, at_most) for n in range(at_most.bit_length() + 1)})):
+        plan = replace(plan, batch_size=rows, micro_batch=rows)
+        batch = task.batches(plan)(0)
+        scale = task.row_tokens / batch[0][0].size
+        try:
+            with contextlib.suppress(DivergedError):
+                train_step(model, rules, batch, plan, task=task)
+        except torch.OutOfMemoryError:
+            if most == 0:
+                raise NoRoomError(f"{device} has no room for one row of the batch") from None
+            break
+        fewer, less, most, peak = most, peak, rows, peak_memory(device) or 0
+        added = peak - less if most > fewer > 0 else 0
+        if added > PLAIN or (room is not None and peak + 2 * added > before + room):
+            break
+    a_row = (peak - less) / (most - fewer) if most > fewer > 0 else 0.0
+    return Peak(before, int(peak - most * a_row), scale * a_row)
 
 
-class Needed(NamedTuple):
-    """Bytes that a process takes at its peak; the allocator may take more."""
-
-    lasting: int
-    """Weights, gradients and the optimizer's moments."""
-    passing: int
-    """What a batch adds: activations, logits of a chunk, gradients of the loss, the batch."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.lasting + self.passing
-
-
-def needed(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> Needed:
-    """Estimate the peak of training rows of at most `row_tokens` tokens.
-
-    Of several processes it is that of each: it reads the whole batch, computes its share, and has
-    one part in `world.holders` of what lasts, or, as DDP, all of it and the gradients twice.
-
-    Attention with dropout holds its T x T matrices on a CPU; a GPU's kernels do not.
-
-    The constants are what the blocks' layers save for their gradients, fitted to the peaks of ten
-    shapes on a CPU, with `LATER` and freed memory given back: of those it is from 8 % too low to
-    26 % too high. Several processes were not measured.
-    """
+def _lasting(config: GPTConfig, plan: Plan) -> int:
+    """Return the bytes of weights, gradients and the optimizer's moments."""
     if plan.untie_at is not None:
         config = replace(config, tie_word_embeddings=False)  # as it will be
-    on_cpu, wide = world.device.type == "cpu", plan.dtype == "fp32"
-    of_width, of_inner = KEPT["fp32" if wide else "bf16"]
-    position = of_width * config.n_embd + of_inner * config.inner_dim
-    if config.attn_pdrop or config.resid_pdrop:
-        masks, pairs = DROPPED
-        position += masks * config.n_embd
-        if config.attn_pdrop and on_cpu:
-            position += pairs * config.n_head * row_tokens
-    elif on_cpu and not wide and row_tokens <= WEIGHTS_UP_TO:
-        position += WEIGHTS * config.n_head * (row_tokens + WEIGHTS_BLOCK) // 2
-    blocks = position * config.n_layer
-    if plan.recompute == "blocks":
-        blocks = STATE * config.n_embd * config.n_layer + position + of_inner * config.inner_dim
-
-    parameters = config.parameter_count()
     in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
-    moments = 8 * parameters - (4 * in_matrices if plan.optimizer == "muon" else 0)
-    gradients = 4 * parameters * (2 if world.size > world.holders else 1)
-    rows = plan.micro_batch * row_tokens
-    logits = min(CHUNK_BYTES, rows * config.vocab_size * (4 if wide else 2))
-    activations, loss = rows * blocks, logits + STATE * config.n_embd * rows
+    return 16 * config.parameter_count() - (4 * in_matrices if plan.optimizer == "muon" else 0)
+
+
+def require_lasting(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> None:
+    """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
+    room, has = _room(plan, world, held_memory(world.device))
+    lasting = _lasting(config, plan) // world.holders
+    if room is not None and lasting > room:
+        raise NoRoomError(
+            f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
+            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}"
+        )
+    batch = 4 * 8 * plan.batch_size * row_tokens
+    if room is not None and lasting + batch > room:
+        raise NoRoomError(
+            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {said(batch)} beside "
+            f"{said(lasting)} of weights, gradients and moments, and {world.device} has "
+            f"{said(room)} {has}: use a smaller --batch-size"
+        )
+
+
+def require_memory(
+    config: GPTConfig, plan: Plan, row_tokens: int, peak: Peak, world: World
+) -> None:
+    """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
+
+    The peak is that of one process. Of several each has one part in `world.holders` of what lasts,
+    or, as DDP, all of it and the gradients twice.
+    """
+    room, has = _room(plan, world, peak.before)
+    lasting, need = _lasting(config, plan), peak.of(plan.micro_batch) - peak.before
+    need -= lasting - lasting // world.holders
+    if world.size > world.holders:
+        need += 4 * config.parameter_count()
     if plan.micro_batch < world.share(plan.batch_size):
-        loss += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
-    else:
-        activations = max(0, activations - 4 * in_matrices)  # gradients take their place
-    return Needed(
-        lasting=(4 * parameters + gradients + moments) // world.holders,
-        passing=activations + loss + 4 * 8 * plan.batch_size * row_tokens,
+        need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
+    if room is None or need <= room:
+        return
+    ways = ["a smaller --batch-size or --micro-batch"]
+    ways += ["--recompute blocks"] if plan.recompute == "off" else []
+    ways += ["more --memory"] if plan.memory is not None else []
+    raise NoRoomError(
+        f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
+        f"at a time, needs about {said(need)}, {said(lasting // world.holders)} of them for "
+        f"weights, gradients and moments, and {world.device} has {said(room)} {has}: use "
+        f"{', or '.join(ways)}"
     )
 
 
-def require_memory(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> None:
-    """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory."""
+def _room(plan: Plan, world: World, before: int) -> tuple[int | None, str]:
+    """Return the bytes that training may take beside the `before` of the program, and of what."""
     device = world.device
-    room, has, ways = free(device), "free", ["a smaller --batch-size or --micro-batch"]
-    ways += ["--recompute blocks"] if plan.recompute == "off" else []
+    room, has = free(device), "free"
+    if room is not None:
+        room += held_memory(device) - before
     if room is not None and device.type == "cpu" and world.neighbours > 1:
         room, has = room // world.neighbours, "free for each process"
-    if plan.memory is not None:
-        left = plan.memory - taken(device)
-        if left <= 0:
-            raise NoRoomError(
-                f"--memory {said(plan.memory)}: the program alone takes about {said(taken(device))}"
-            )
-        if room is None or left < room:
-            room, has = left, f"of --memory {said(plan.memory)} left beside the program"
-            ways.append("more --memory")
-    need = needed(config, plan, row_tokens, world)
-    if room is not None and need.lasting > room:
-        raise NoRoomError(
-            f"{config.parameter_count():,} parameters need {said(need.lasting)} to train (weights, "
-            f"gradients and the optimizer's moments) and {device} has {said(room)} {has}"
-        )
-    if room is not None and need.total > room:
-        raise NoRoomError(
-            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} "
-            f"sequences at a time, needs about {said(need.passing)} beside the "
-            f"{said(need.lasting)} of weights, gradients and moments, and {device} has "
-            f"{said(room)} {has}: use {', or '.join(ways)}"
-        )
+    if plan.memory is None:
+        return room, has
+    left = plan.memory - before
+    if left <= 0:
+        raise NoRoomError(f"--memory {said(plan.memory)}: the program alone takes {said(before)}")
+    if room is not None and room <= left:
+        return room, has
+    return left, f"of --memory {said(plan.memory)} left beside the program"
 
 
-def memory_line(plan: Plan, config: GPTConfig, row_tokens: int, world: World) -> str:
-    """Return in words what a plan with a budget takes beside the program itself."""
+def memory_line(plan: Plan) -> str:
+    """Return in words how a plan with a budget keeps to it."""
     how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
-    return (
-        f"about {said(needed(config, plan, row_tokens, world).total)} beside the program, of "
-        f"{said(plan.memory or 0)}: {plan.micro_batch:,} sequences at a time{how}"
-    )
+    return f"{plan.micro_batch:,} sequences at a time{how}, to stay in {said(plan.memory or 0)}"

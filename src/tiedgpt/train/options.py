@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.train.memory import parse_bytes
 from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
@@ -73,6 +73,18 @@ SIZES = {
     "small": _size(6, 384, 6, 256, vocab_size=4096, lr=2e-3),
     "medium": _size(8, 512, 8, 512, vocab_size=8192, lr=1e-3),
 } | {name: _published(name, lr) for name, lr in PUBLISHED_RATES.items()}
+
+
+BYTES = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in "2" (GB), "2GB", "800MB" or "1.5 g"; `UserError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(found[1]) * BYTES[found[2]]) if found else 0
+    if size < 1:
+        raise UserError(f"--memory {text}: give gigabytes, as 2 or 1.5, or a size, as 800MB")
+    return size
 
 
 def flag(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import platform
 import statistics
@@ -18,9 +17,15 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.measures import describe
-from tiedgpt.train.memory import parse_bytes, require_memory
+from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
-from tiedgpt.train.options import DEFAULT_EPOCHS, DEFAULT_MINUTES, Keep, TrainOptions
+from tiedgpt.train.options import (
+    DEFAULT_EPOCHS,
+    DEFAULT_MINUTES,
+    Keep,
+    TrainOptions,
+    parse_bytes,
+)
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
 from tiedgpt.train.step import train_step
@@ -251,10 +256,10 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
     )
-    plan = fitted(draft, options, task, world)  # before a product is timed
+    require_lasting(config, draft, task.row_tokens, world)
     if options.dtype == "auto":
-        plan = fitted(replace(draft, dtype=faster_dtype(config, device)), options, task, world)
-    return plan
+        draft = replace(draft, dtype=faster_dtype(config, device))
+    return fitted(draft, options, task, world)
 
 
 def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
@@ -268,13 +273,17 @@ def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan
     ways = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":
         ways = [options.recompute]
-    for recompute, size in itertools.product(ways, sizes):
-        plan = replace(draft, micro_batch=size, recompute=recompute)
-        try:
-            require_memory(task.config, plan, task.row_tokens, world)
-            return plan
-        except NoRoomError as error:
-            refused = error
+    shared_out = world.holders > 1  # no device has room for all of it
+    place = torch.device("cpu") if shared_out else world.device
+    for recompute in ways:
+        peak = measured_peak(task, replace(draft, recompute=recompute), sizes[0], place)
+        for size in sizes:
+            plan = replace(draft, micro_batch=size, recompute=recompute)
+            try:
+                require_memory(task.config, plan, task.row_tokens, peak, world)
+                return plan
+            except NoRoomError as error:
+                refused = error
     raise refused
 
 
