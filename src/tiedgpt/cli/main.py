@@ -24,6 +24,7 @@ from tiedgpt.errors import (
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
+    "eval": "how well a model predicts a text, or answers",
     "plot": "the curves of runs, in the terminal or as a figure",
     "convert": "any GPT into the format of another tool, proven",
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",

@@ -51,8 +51,9 @@ def as_typed(message: str, names: Iterable[str]) -> str:
     A name that is also a word is taken for the option only where the message speaks of it.
     """
     every = sorted(names, key=len, reverse=True)
-    long = "|".join(name for name in every if "_" in name)
-    words = "|".join(name for name in every if "_" not in name)
+    nothing = "(?!)"
+    long = "|".join(name for name in every if "_" in name) or nothing
+    words = "|".join(name for name in every if "_" not in name) or nothing
 
     def typed(match: re.Match[str]) -> str:
         return f"--{match[0].replace('_', '-')}"

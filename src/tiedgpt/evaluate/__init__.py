@@ -1,1 +1,1 @@
-"""How well a model predicts: nats a token, perplexity, bits per byte."""
+"""How well a model predicts: perplexity, bits per byte, multiple choice and cloze."""

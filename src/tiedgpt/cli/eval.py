@@ -1,0 +1,229 @@
+"""`tiedgpt eval MODEL DATA`: how well a model predicts a text, or answers questions."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import tyro
+
+from tiedgpt.cli.options import naming_options, parse
+from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+
+if TYPE_CHECKING:
+    from tiedgpt.evaluate.examples import ExamplesScore
+    from tiedgpt.evaluate.texts import TextScore
+    from tiedgpt.infer import Engine
+
+ABOUT = """Measure how well a model predicts a text, or how often it answers rightly.
+
+DATA is a text; or .jsonl with a text in each line ("text"), a multiple choice ("context",
+"choices", "answer": its index), or a cloze ("context", "completion"). --tasks names tasks of
+lm-evaluation-harness instead (pip install tiedgpt[eval])."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Measure how well a model predicts."""
+
+    source: tyro.conf.Positional[str]
+    """A run, a model's directory or file, or a hub name."""
+    data: tyro.conf.Positional[Path | None] = None
+    """A text, or a .jsonl file."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness instead."""
+    context: int | None = None
+    """Tokens in a window of a text; default: the model's context."""
+    stride: int | None = None
+    """Tokens from the beginning of one window to that of the next; default: half a context. Each
+    token is scored once, by all before it in its first window."""
+    bos: bool = False
+    """Put the beginning-of-text token before each text, so that its first token is scored, too."""
+    limit: int | None = None
+    """Take only the first lines of a .jsonl file, or of each task."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """What the model is computed in; auto: its own."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    threads: int | None = None
+    """CPU threads that compute; default: the cores that this process may use, at most 16."""
+    save: Path | None = None
+    """Keep each result in this file; a run that was interrupted goes on from there."""
+    format: Literal["human", "json"] = "human"
+    """json: all numbers, one object."""
+
+
+S = TypeVar("S")
+
+
+def run(arguments: list[str]) -> int:
+    """Measure; return the exit code."""
+    given = parse(Arguments, "eval", arguments, ABOUT)
+    if (given.data is None) == (not given.tasks):
+        raise UserError("what to measure on: give DATA or --tasks, one of them")
+    if given.limit is not None and given.limit < 1:
+        raise UserError(f"--limit must be at least 1, got {given.limit}")
+    with naming_options(("context", "stride", "bos", "threads")):
+        return _evaluate(given)
+
+
+def _evaluate(given: Arguments) -> int:
+    from tiedgpt.evaluate.examples import Example, ExampleScore, ExamplesScore, score_examples
+    from tiedgpt.evaluate.texts import TextScore, Windows, WindowScore, score_windows
+    from tiedgpt.infer import Engine
+
+    data = None if given.data is None else _read(given.data, given.limit)
+    with Engine(
+        given.source, given.precision, tokenizer=given.tokenizer, threads=given.threads
+    ) as engine:
+        if data is None:
+            return _harness(engine, given)
+        result: ExamplesScore | TextScore
+        if isinstance(data[0], Example):
+            kept = _scored(
+                given, ExampleScore, lambda skip: score_examples(engine, data[skip:]), len(data)
+            )
+            result = ExamplesScore(kept)
+        else:
+            windows = Windows.of(engine, given.context, given.stride, given.bos)
+            given = replace(given, context=windows.context, stride=windows.stride)
+            scores = _scored(
+                given, WindowScore, lambda skip: score_windows(engine, data, windows, skip=skip)
+            )
+            result = TextScore(windows, scores)
+    if given.format == "json":
+        print(json.dumps(result.to_json()))
+    else:
+        print(as_table(result))
+    return EXIT_OK
+
+
+def _read(path: Path, limit: int | None) -> list[Any]:
+    from tiedgpt.evaluate.examples import read_examples
+
+    if path.suffix == ".jsonl":
+        return read_examples(path)[:limit]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    return [text]
+
+
+def _scored(
+    given: Arguments, kind: type[S], scores: Callable[[int], Iterator[S]], total: int | None = None
+) -> list[S]:
+    """Return all scores: those that --save holds, then the others, which are added to it."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from tiedgpt.evaluate.saved import keep, read_saved
+
+    done = list[S]()
+    if given.save is None:
+        fresh = scores(0)
+    else:
+        facts = _facts(given)
+        done = read_saved(given.save, facts, kind)
+        if done:
+            print(f"({len(done)} results are in {given.save}: going on)", file=sys.stderr)
+        fresh = keep(given.save, facts, scores(len(done)))
+    console = Console(stderr=True)
+    left = None if total is None else total - len(done)
+    shown = track(
+        fresh, "scoring", left, console=console, transient=True, disable=not console.is_terminal
+    )
+    return [*done, *shown]
+
+
+def _facts(given: Arguments) -> dict[str, Any]:
+    """Return what the results depend on."""
+    assert given.data is not None
+    source = Path(given.source)
+    files = [source, *source.rglob("*")] if source.is_dir() else [source]
+    return {
+        "model": str(source.resolve()) if source.exists() else given.source,
+        "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
+        "data": hashlib.sha256(given.data.read_bytes()).hexdigest(),
+        "tokenizer": given.tokenizer,
+        "precision": given.precision,
+        "context": given.context,
+        "stride": given.stride,
+        "bos": given.bos,
+    }
+
+
+def as_table(result: TextScore | ExamplesScore) -> str:
+    """Return the result as lines of at most 80 columns, with how it was measured."""
+    from tiedgpt.evaluate.texts import TextScore
+
+    if isinstance(result, TextScore):
+        return _table(_of_texts(result))
+    return _table(_of_examples(result))
+
+
+def _table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _of_texts(result: TextScore) -> dict[str, str]:
+    windows, (low, high) = result.windows, result.interval
+    known = not math.isnan(low)
+    beginning = "a beginning-of-text token" if windows.bos else "the first token, not scored"
+    return {
+        "perplexity": f"{result.perplexity:.4f}"
+        + (f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})" if known else ""),
+        "nats a token": f"{result.nats:.4f}" + (f"  ({low:.4f} to {high:.4f})" if known else ""),
+        "bits per byte": f"{result.bits_per_byte:.4f}",
+        "measured on": f"{result.tokens:,} tokens in {len(result.scores):,} windows",
+        "windows": f"context {windows.context}, stride {windows.stride}, after {beginning}",
+    }
+
+
+def _of_examples(result: ExamplesScore) -> dict[str, str]:
+    numbers = result.to_json()
+
+    def share(name: str) -> str:
+        low, high = numbers[f"{name}_interval"]
+        return f"{numbers[name]:.2%}  (95 %: {low:.2%} to {high:.2%})"
+
+    rows = {"accuracy": share("accuracy")}
+    if result.is_cloze:
+        rows["right is"] = "what greedy decoding writes"
+    else:
+        rows["by length"] = f"{share('accuracy_by_length')}, logprob a character"
+        rows["by chance"] = f"{numbers['chance']:.2%}"
+    rows["answers"] = f"{numbers['answer_nats']:.4f} nats each"
+    cut = f"; {numbers['contexts_cut']} contexts cut on the left" * bool(numbers["contexts_cut"])
+    return rows | {"measured on": f"{numbers['examples']:,} examples{cut}"}
+
+
+def _harness(engine: Engine, given: Arguments) -> int:
+    """Run tasks of lm-evaluation-harness."""
+    from tiedgpt.evaluate.harness import HarnessModel, simple_evaluate
+
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
+        found = simple_evaluate(HarnessModel(engine), tasks=list(given.tasks), limit=given.limit)
+    results: dict[str, dict[str, Any]] = found["results"]
+    if given.format == "json":
+        print(json.dumps(results, default=str))
+    else:
+        for task, values in results.items():
+            print(task)
+            for name, value in values.items():
+                if isinstance(value, float) and "stderr" not in name:
+                    metric, _, kind = name.partition(",")
+                    error = values.get(f"{metric}_stderr,{kind}")
+                    spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                    print(f"  {metric:<16} {value:.4f}{spread}")
+    return EXIT_OK

@@ -1,0 +1,129 @@
+"""lm-evaluation-harness on our engine: `HarnessModel`, an `lm_eval` model (`tiedgpt[eval]`).
+
+    lm_eval.simple_evaluate(HarnessModel("gpt2"), tasks=["lambada_openai", "hellaswag"])
+
+It scores what the harness's own transformers model scores: pairs are encoded by the harness,
+n_positions + 1 ids are kept from the right, an empty context is the beginning-of-text token, and
+rolling scores predict every token of a text in windows that do not overlap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tiedgpt.errors import UserError
+from tiedgpt.evaluate.texts import beginning_of
+from tiedgpt.infer import Engine
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError as error:
+    raise UserError(f"lm-evaluation-harness: pip install 'tiedgpt[eval]' ({error})") from None
+
+__all__ = ["HarnessModel", "simple_evaluate"]
+
+Answer = tuple[float, bool]
+"""The logprob of a continuation, and whether greedy decoding writes it."""
+MOST_NEW_TOKENS = 256
+"""Where a task does not say how much may be generated."""
+SAMPLING = ("temperature", "top_p", "top_k")
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """An engine, or whatever `Engine` opens, as a model of the harness."""
+
+    def __init__(self, source: Engine | str | os.PathLike[str], **options: Any) -> None:
+        super().__init__()
+        self.engine = source if isinstance(source, Engine) else Engine(source, **options)
+        if self.engine.tokenizer is None:
+            raise UserError("the harness needs a tokenizer, and there is none with the model")
+        self.max_length = self.engine.runner.config.n_positions
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends texts."""
+        end = self.engine.runner.config.eos_token_id
+        return self.prefix_token_id if end is None else end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that stands before a text without a context."""
+        return beginning_of(self.engine)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which the harness tells cached requests apart."""
+        return repr(self.engine.tokenizer)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """Return a text's ids; special tokens are never added."""
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.encode(string, allow_special=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[Answer]:
+        kept = [(context + target)[-self.max_length - 1 :] for _, context, target in requests]
+        order = sorted(range(len(requests)), key=kept.__getitem__)  # neighbours share a prefix
+        answers = cast("list[Answer]", [None] * len(requests))
+        step = 4 * self.engine.slots
+        with tqdm(total=len(requests), desc="scoring", disable=disable_tqdm) as bar:
+            for first in range(0, len(order), step):
+                some = order[first : first + step]
+                targets = [requests[at][2] for at in some]
+                contexts = [kept[at][: -len(requests[at][2])] for at in some]
+                for at, scored in zip(some, self.engine.score(targets, contexts), strict=True):
+                    answers[at] = scored.total, scored.is_greedy
+                    if (request := requests[at][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", request, answers[at])
+                bar.update(len(some))
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the logprob of each whole text."""
+        windows = [
+            [
+                (None, *make_disjoint_window(pair))
+                for pair in get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
+                )
+            ]
+            for request in requests
+        ]
+        every = [window for those in windows for window in those]
+        answers = iter(self._loglikelihood_tokens(every, disable_tqdm))
+        totals = [sum(next(answers)[0] for _ in those) for those in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what follows each context, up to its task's stop strings."""
+        assert self.engine.tokenizer is not None
+        end = self.engine.tokenizer.decode([self.eot_token_id])
+        texts = []
+        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+            context, given = request.args
+            options = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
+            n_new = min(options["max_gen_toks"], self.max_length - 1)
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            sampled = {name: options[name] for name in SAMPLING if name in options}
+            completion = self.engine.generate(
+                ids[-(self.max_length - n_new) :],
+                max_new_tokens=n_new,
+                stop=tuple(handle_stop_sequences(options.get("until"), eos=end)),
+                **(sampled if options["do_sample"] else {"temperature": 0}),
+            )
+            texts.append(completion.text)
+            self.cache_hook.add_partial("generate_until", request.args, completion.text)
+        return texts

@@ -1,0 +1,56 @@
+"""Scores kept in a file as they are made, so that an interrupted evaluation goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import reading, writing
+
+S = TypeVar("S")
+
+
+def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
+    """Return the scores that a file of `keep` holds; none where there is no file.
+
+    A last line that was cut off is dropped, in the file as well. Raises `UserError` for a file
+    with other facts, `CorruptInputError` for one that is no such file.
+    """
+    if not path.exists():
+        return []
+    with reading(path, "file of results"):
+        text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    try:
+        first, *rest = [json.loads(line) for line in whole.splitlines()] or (
+            [] if text else [facts]
+        )
+        scores = [kind(**line) for line in rest]
+    except (ValueError, TypeError) as error:
+        raise CorruptInputError(f"{path} holds no results of an evaluation: {error}") from None
+    if first != facts:
+        raise UserError(
+            f"{path} holds results of another evaluation (model, data or options differ): name "
+            "another file, or delete it"
+        )
+    if len(whole) < len(text):
+        with writing(path):
+            os.truncate(path, len(whole))
+    return scores
+
+
+def keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]:
+    """Append each score to a file and pass it on; a new file begins with the facts."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            if not file.tell():
+                print(json.dumps(facts), file=file)
+            for score in scores:
+                print(json.dumps(asdict(score)), file=file, flush=True)  # type: ignore[call-overload]
+                yield score

@@ -1,0 +1,73 @@
+"""`tiedgpt eval`."""
+
+import json
+
+import pytest
+
+from tests.evaluate.conftest import TEXT, directory  # noqa: F401
+from tiedgpt.cli.main import main
+from tiedgpt.evaluate.texts import score_text
+from tiedgpt.infer import Engine
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_a_text_is_measured(directory, text, capsys):  # noqa: F811
+    assert main(["eval", str(directory), str(text), "--stride", "10"]) == 0
+    shown = capsys.readouterr().out
+    with Engine(directory) as engine:
+        expected = score_text(engine, TEXT, stride=10)
+    assert f"perplexity     {expected.perplexity:.4f}" in shown
+    assert "context 48, stride 10, after the first token, not scored" in shown
+    assert main(["eval", str(directory), str(text), "--stride", "10", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for name, value in expected.to_json().items():
+        assert told[name] == pytest.approx(value, rel=1e-6)
+
+
+def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811
+    path = tmp_path / "a.jsonl"
+    line = {"context": "the dog", "choices": [" ate", " sat on"], "answer": 0}
+    path.write_text("\n".join([json.dumps(line)] * 3))
+    assert main(["eval", str(directory), str(path), "--limit", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "by chance    50.00%" in shown
+    assert "2 examples" in shown
+
+
+def test_an_interrupted_evaluation_goes_on(directory, text, tmp_path, capsys):  # noqa: F811
+    arguments = ["eval", str(directory), str(text), "--format", "json", "--save"]
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert main([*arguments, str(whole)]) == 0
+    expected = capsys.readouterr().out
+    written = whole.read_bytes()
+    part.write_bytes(written[: len(written) // 2])  # in the middle of a line
+    assert main([*arguments, str(part)]) == 0
+    shown = capsys.readouterr()
+    resumed = json.loads(shown.out)
+    for name, value in json.loads(expected).items():
+        assert resumed[name] == pytest.approx(value, rel=1e-6)
+    assert "going on" in shown.err
+    again = part.read_bytes()
+    assert main([*arguments, str(part), "--stride", "5"]) == 1
+    assert "another evaluation" in capsys.readouterr().err
+    assert part.read_bytes() == again
+    other = tmp_path / "other"
+    other.write_text("no results\n")
+    assert main([*arguments, str(other)]) == 3
+    assert other.read_text() == "no results\n"
+
+
+def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # noqa: F811
+    assert main(["eval", str(directory)]) == 1
+    assert "DATA or --tasks" in capsys.readouterr().err
+    assert main(["eval", str(directory), str(tmp_path / "none.txt")]) == 1
+    assert main(["eval", str(directory), str(text), "--context", "100"]) == 1
+    assert "--context must be from 2 to the model's 48, got 100" in capsys.readouterr().err
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    assert main(["eval", str(directory), str(tmp_path / "latin")]) == 3

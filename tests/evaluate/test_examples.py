@@ -1,0 +1,124 @@
+"""Multiple choice and cloze."""
+
+import json
+
+import pytest
+import torch
+
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples
+from tiedgpt.evaluate.intervals import ratio_interval, share_interval
+
+
+def continuation(directory, engine, context, text):
+    """The logprob of a text after a context, and whether it is greedy, by the plain model."""
+    model = GPT.from_pretrained(directory).eval()
+    ids, n = engine.tokenizer.encode(context + text), len(engine.tokenizer.encode(context))
+    with torch.no_grad():
+        table = model(torch.tensor([ids]))[0, n - 1 : -1].log_softmax(-1)
+    targets = torch.tensor(ids[n:])
+    return float(table.gather(1, targets[:, None]).sum()), bool((table.argmax(1) == targets).all())
+
+
+def test_choices_are_scored_as_the_model_scores_them(directory, engine):
+    example = Example("the dog", (" ate the hat", " sat", " on the mat"), 1)
+    (score,) = score_examples(engine, [example])
+    expected = [continuation(directory, engine, "the dog", choice) for choice in example.choices]
+    assert score.logprobs == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
+    assert score.is_greedy == [greedy for _, greedy in expected]
+    assert score.lengths == [12, 4, 11]
+    assert score.chosen == max(range(3), key=[logprob for logprob, _ in expected].__getitem__)
+    assert not score.is_cut
+
+
+def test_a_cloze_is_right_where_greedy_decoding_writes_it(engine):
+    context = "the cat sat on the"
+    written = engine.generate(context, max_new_tokens=2, temperature=0).text
+    other = " mat. the" if written != " mat. the" else " hat"
+    scores = list(score_examples(engine, [Example(context, (text,)) for text in (written, other)]))
+    result = ExamplesScore(scores)
+    assert result.n_right == 1
+    assert result.accuracy == 0.5
+    assert "chance" not in result.to_json()
+
+
+def test_a_long_context_is_cut_on_the_left_and_a_long_choice_is_refused(engine):
+    fits, longer = [3] * 47, [3] * 60
+    text = engine.tokenizer.decode(fits)
+    assert len(engine.tokenizer.encode(text)) == 47
+    scores = list(
+        score_examples(
+            engine, [Example(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
+        )
+    )
+    assert [score.is_cut for score in scores] == [False, True]
+    with pytest.raises(UserError, match="a choice has"):
+        list(score_examples(engine, [Example("the", (text * 3,))]))
+
+
+def write(path, lines):
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def test_files_of_each_kind_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    choice = {"question": "q", "choices": ["a", "b"], "answer": 1}
+    assert read_examples(write(path, [choice])) == [Example("q", ("a", "b"), 1)]
+    cloze = {"prompt": "p", "completion": "c"}
+    assert read_examples(write(path, [cloze, cloze])) == [Example("p", ("c",))] * 2
+    assert read_examples(write(path, [{"text": "t"}])) == ["t"]
+    path.write_text('\n{"text": "t"}\n\n')
+    assert read_examples(path) == ["t"]
+
+
+CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([CHOICES, {"text": "t"}], "line 2: a text after a multiple choice"),
+        ([CHOICES, CHOICES | {"answer": 2}], "line 2: `answer` must be from 0 to 1, got 2"),
+        ([CHOICES | {"answer": True}], "`answer` must be"),
+        ([CHOICES | {"choices": ["a"]}], "at least two"),
+        ([CHOICES | {"choices": ["a", ""]}], "not empty"),
+        ([{"context": 3, "completion": "x"}], "`context` must be a text, got 3"),
+        ([{"context": "c", "completion": ""}], "`completion` must be a text"),
+        ([{"context": "c"}], "needs `completion`, or `choices`"),
+        ([{"answer": 1}], "no `text`"),
+        ([[1]], "not an object"),
+        ([], "no example"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, lines, said):
+    with pytest.raises(CorruptInputError, match=said):
+        read_examples(write(tmp_path / "a.jsonl", lines))
+
+
+def test_lines_that_are_no_json_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "t"}\n{"text": \n')
+    with pytest.raises(CorruptInputError, match="line 2"):
+        read_examples(path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(CorruptInputError, match="not UTF-8"):
+        read_examples(path)
+
+
+def test_intervals_cover_what_they_say():
+    generator = torch.Generator().manual_seed(0)
+    shares, ratios = 0, 0
+    for _ in range(400):
+        right = int((torch.rand(60, generator=generator) < 0.8).sum())
+        low, high = share_interval(right, 60)
+        shares += low <= 0.8 <= high
+        counts = torch.randint(1, 50, (40,), generator=generator).double()
+        totals = counts * (2 + torch.randn(40, generator=generator, dtype=torch.float64))
+        low, high = ratio_interval(totals.tolist(), counts.tolist())
+        ratios += low <= 2 <= high
+    assert shares / 400 == pytest.approx(0.95, abs=0.03)
+    assert ratios / 400 == pytest.approx(0.93, abs=0.04)
+    assert share_interval(0, 10)[0] == 0
+    assert share_interval(10, 10)[1] == pytest.approx(1)
