@@ -2,51 +2,102 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
-from tiedgpt.plots.panel import Panel
+from tiedgpt.plots.panel import Grid, Panel
 
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind people tell apart."""
 
 
-def save_figure(panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Write the panels, two in a row, to a file of the format that its name says.
+MOST_NAMES = 64
+"""More places than this on an axis are numbered."""
+MANY = 2000
+"""More points than this are drawn as pixels, also in an SVG."""
 
-    Raises `UserError` for another name, and where matplotlib is missing.
-    """
+
+def require_figures(path: Path) -> None:
+    """Raise `UserError` for a name of another format, and where matplotlib is missing."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path} is no figure: name it .png, .svg or .pdf")
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"figures need matplotlib, which is missing ({error}): pip install tiedgpt[plot]; "
-            "without --out the curves are drawn here"
+            f"figures need matplotlib, which is missing ({error}): pip install tiedgpt[plot]"
         ) from None
-    columns = min(2, len(panels))
+
+
+def save_figure(
+    panels: Sequence[Panel | Grid], path: Path, title: str, *, columns: int = 2
+) -> None:
+    """Write the panels, some in a row, to a file of the format that its name says.
+
+    Raises `UserError` as `require_figures`.
+    """
+    require_figures(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns + 0.6, 3.3 * rows + 0.4), layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, place in zip(panels, axes, strict=False):
-        _fill(panel, place)
-    for place in axes[len(panels) :]:
-        place.set_axis_off()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lower().removeprefix("."), dpi=150)
+    with rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(5.2 * columns + 0.6, 3.3 * rows + 0.4), layout="constrained")
+        figure.suptitle(_drawable(title), fontsize=12)
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for panel, place in zip(panels, axes, strict=False):
+            place.set_title(_drawable(panel.title), fontsize=10, loc="left")
+            place.set_xlabel(panel.x_label)
+            place.set_ylabel(panel.y_label)
+            if isinstance(panel, Grid):
+                _fill_grid(panel, place)
+            else:
+                _fill(panel, place)
+        for place in axes[len(panels) :]:
+            place.set_axis_off()
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix.lower().removeprefix("."), dpi=150)
+
+
+def _drawable(text: str) -> str:
+    """Return a text in which characters that the font lacks are escaped."""
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont("DejaVu Sans"))
+    return "".join(c if c == "\n" or font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+
+
+def _name(axis: Any, names: Sequence[str]) -> None:
+    """Write names at the places 0, 1, ... of an axis, if there is room for them."""
+    if 0 < len(names) <= MOST_NAMES:
+        axis.set_ticks(range(len(names)), [_drawable(name) for name in names], fontsize=7)
+
+
+def _fill_grid(grid: Grid, place: Any) -> None:
+    most = max((abs(v) for row in grid.values for v in row if math.isfinite(v)), default=0) or 1
+    style = {"cmap": "RdBu_r", "vmin": -most, "vmax": most} if grid.signed else {"cmap": "cividis"}
+    image = place.imshow(grid.values, aspect="auto", interpolation="nearest", **style)
+    place.figure.colorbar(image, ax=place, label=grid.unit)
+    _name(place.xaxis, grid.x_names)
+    _name(place.yaxis, grid.y_names)
+    place.tick_params(axis="x", rotation=90 if grid.x_names else 0)
+    for y, row in enumerate(grid.texts):
+        for x, text in enumerate(row):
+            red, green, blue, _ = image.cmap(image.norm(grid.values[y][x]))
+            luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+            color = "black" if luminance > 0.18 else "white"  # what contrasts more
+            place.text(x, y, _drawable(text), ha="center", va="center", fontsize=6, color=color)
 
 
 def _fill(panel: Panel, place: Any) -> None:
     from matplotlib.ticker import EngFormatter
 
-    place.set_title(panel.title, fontsize=10, loc="left")
-    place.set_xlabel(panel.x_label)
     place.spines[["top", "right"]].set_visible(False)
     place.grid(alpha=0.25)
     for line in panel.lines:
@@ -55,13 +106,19 @@ def _fill(panel: Panel, place: Any) -> None:
             line.ys,
             label=line.name,
             color=COLORS[line.color % len(COLORS)],
-            linewidth=1.4,
-            marker="o" if line.marked or len(line.xs) == 1 else None,
-            markersize=3,
+            linewidth=1.4 if line.joined else 0,
+            marker="o" if line.marked or not line.joined or len(line.xs) == 1 else None,
+            markersize=3 if line.joined else 1.5,
+            rasterized=len(line.xs) > MANY,
         )
+    for x, y, text in panel.notes:
+        place.annotate(_drawable(text), (x, y), (3, 3), textcoords="offset points", fontsize=7)
     if panel.log_x:
         place.set_xscale("log")
-    else:
+    elif panel.x_names:
+        _name(place.xaxis, panel.x_names)
+        place.tick_params(axis="x", rotation=90)
+    elif any(abs(x) >= 1000 for line in panel.lines for x in line.xs):
         place.xaxis.set_major_formatter(EngFormatter(sep=""))
     if (limits := panel.limits()) is not None:
         low, high = limits[2:]

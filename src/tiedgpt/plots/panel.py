@@ -1,4 +1,4 @@
-"""What a figure is made of: panels with lines in them, their limits and their ticks."""
+"""What a figure is made of: panels with lines in them, and grids; their limits and their ticks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Line:
     """Which of the figure's colours; 0 is the first."""
     marked: bool = False
     """Few points, worth a mark each."""
+    joined: bool = True
+    """False: a cloud of points."""
 
     def points(self) -> list[tuple[float, float]]:
         """Return the points whose value is finite."""
@@ -34,6 +36,11 @@ class Panel:
     log_x: bool = False
     most: float | None = None
     """What lies above is cut off; None: nothing does."""
+    y_label: str = ""
+    x_names: Sequence[str] = ()
+    """Names of the places 0, 1, ... of the axis, in a figure."""
+    notes: Sequence[tuple[float, float, str]] = ()
+    """Places that a figure names."""
 
     def limits(self) -> tuple[float, float, float, float] | None:
         """Return the least and greatest x, and y; None where there is nothing to draw."""
@@ -43,6 +50,24 @@ class Panel:
         xs, ys = zip(*points, strict=True)
         top = max(ys) if self.most is None else max(min(ys), min(max(ys), self.most))
         return *_apart(min(xs), max(xs)), *_apart(min(ys), top)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A number for each row and column, in colour; in a figure only."""
+
+    title: str
+    x_label: str
+    y_label: str
+    unit: str
+    """What the colours mean."""
+    values: Sequence[Sequence[float]]
+    texts: Sequence[Sequence[str]] = ()
+    """What to write in each cell."""
+    x_names: Sequence[str] = ()
+    y_names: Sequence[str] = ()
+    signed: bool = False
+    """Whether 0 is the middle of the colours."""
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
