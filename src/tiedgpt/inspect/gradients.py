@@ -1,0 +1,124 @@
+"""The gradient of W in two parts: from reading tokens, and from predicting them.
+
+The loss reaches W twice: through h_0 = W[ids], and through logits = h W^T. Cutting the graph at h
+separates the two. Their sum is what an optimizer steps a tied W with (Press and Wolf 2017; in most
+runs the predicting part is far longer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.opening import Model, Text, numpy, open_subject, piece
+from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.tie.heads import head_layers, inference, is_tied, require_gpt
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSplit(Result):
+    """The two parts of d loss / d W, for the mean loss of one text in nats."""
+
+    reads: str  # name of the matrix that reads
+    predicts: str  # name of the matrix that predicts: the same one in a tied model
+    loss: float  # mean over the targets, in nats
+    norm_read: float  # length of the gradient from reading
+    norm_predict: float  # length of the gradient from predicting
+    cosine: float  # of the two, which an untied model keeps apart; NaN if one is 0
+    rows_read: np.ndarray  # (V,) length of each row's; 0 for tokens that the text does not have
+    rows_predict: np.ndarray  # (V,)
+    pieces: tuple[str, ...] = field(metadata=NOT_IN_JSON)  # (V,) the tokens' text
+    residual: float  # |dW - (read + predict)| / |dW|, dW by an ordinary backward pass
+    read: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
+    predict: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
+
+
+def gradient_split(
+    model: Model, tokenizer: Any = None, text: Text = "", *, arrays: bool = False
+) -> GradientSplit:
+    """Return the gradient of the matrix that reads and predicts, split into the two.
+
+    Arguments as of `positions`; `arrays` keeps both (V, D) parts. Dropout is off. The model's own
+    `.grad` and `requires_grad` stay as they are. Raises `UserError` as `positions`, for a single
+    token, and where no one parameter reads or predicts (an adapter).
+    """
+    subject = open_subject(model, tokenizer, text, least=2)
+    gpt = require_gpt(subject.model)
+    matrices = _matrices(gpt)
+    wte, head = gpt.wte.weight, list(matrices.values())[-1]
+    ids, targets = subject.ids[:, :-1], subject.ids[0, 1:]
+    with inference(gpt), _only(gpt, matrices.values()), torch.enable_grad():
+        h = gpt.body(ids)
+        cut = h.detach().requires_grad_()
+        loss = gpt.head_loss(cut[0], targets)
+        predict, by_h = torch.autograd.grad(loss, [head, cut])
+        (read,) = torch.autograd.grad(h, wte, by_h)
+        del h, cut, by_h
+        whole = torch.autograd.grad(gpt.loss(ids, targets[None]), list(matrices.values()))
+    norm_read, norm_predict = (_dot(part, part) ** 0.5 for part in (read, predict))
+    lengths = norm_read * norm_predict
+    if len(matrices) == 1:
+        read_and_predict: tuple[Tensor, ...] = (read + predict,)
+    else:
+        read_and_predict = (read, predict)
+    apart = [
+        float((both - parts).norm() / both.norm().clamp(min=1e-30))
+        for both, parts in zip(whole, read_and_predict, strict=True)
+    ]
+    return GradientSplit(
+        reads="wte.weight",
+        predicts=list(matrices)[-1],
+        loss=float(loss.detach()),
+        norm_read=norm_read,
+        norm_predict=norm_predict,
+        cosine=_dot(read, predict) / lengths if lengths else math.nan,
+        rows_read=numpy(torch.linalg.vector_norm(read, dim=1)),
+        rows_predict=numpy(torch.linalg.vector_norm(predict, dim=1)),
+        pieces=tuple(piece(subject.tokenizer, id) for id in range(gpt.config.vocab_size)),
+        residual=max(apart),
+        read=numpy(read) if arrays else None,
+        predict=numpy(predict) if arrays else None,
+    )
+
+
+def _matrices(model: GPT) -> dict[str, Tensor]:
+    """Return the parameter that reads and, of an untied model, after it the one that predicts."""
+    found: dict[str, Tensor] = {"wte.weight": model.wte.weight}
+    if is_tied(model):
+        return found
+    layers = head_layers(model)
+    if len(layers) != 1:
+        raise UserError(
+            f"the head has {len(layers)} matrices of {tuple(model.wte.weight.shape)}: its gradient "
+            "is no one matrix's; merge adapters first"
+        )
+    return found | {f"{name}.weight": layer.weight for name, layer in layers.items()}
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """Return the sum of a * b (V, D) in float64, some rows at a time."""
+    blocks = zip(a.split(4096), b.split(4096), strict=True)
+    return sum(float((x.double() * y.double()).sum()) for x, y in blocks)
+
+
+@contextmanager
+def _only(model: GPT, wanted: Iterable[Tensor]) -> Iterator[None]:
+    """Let only these parameters require gradients; afterwards each is as it was."""
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)

@@ -1,0 +1,275 @@
+"""What the layers do: what each would predict, where its heads look, and what it is worth.
+
+The hidden states come from `model.states`, the rest from hooks: the numbers are the model's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tiedgpt.core.layers import Attention
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.distributions import chunks, entropy_bits, kl_bits, logits_of, measure, wide
+from tiedgpt.inspect.opening import Model, Text, index, join, numpy, open_subject
+from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.tie.heads import inference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lens(Result):
+    """Predictions by S states of the residual stream: S = L + 1, or 2 L + 1 with attentions."""
+
+    layers: tuple[str, ...]  # (S,) after which module: "wte + wpe", "h.0", ...
+    ids: np.ndarray  # (T,) the text's tokens
+    pieces: tuple[str, ...]  # their text
+    top_ids: np.ndarray  # (S, T, k) the likeliest tokens, in order
+    top_logprob: np.ndarray  # (S, T, k) in nats
+    target_logprob: np.ndarray  # (S, T) of the true next token, in nats; the last position is NaN
+    target_rank: np.ndarray  # (S, T) from 1; the last position is 0
+    kl_bits: np.ndarray  # (S, T) KL(the model's own prediction || this one)
+    state_norm: np.ndarray  # (S, T) length of the state, before the final norm
+    position: int  # whose words are watched
+    watch: np.ndarray  # (m,) tokens that rank first there in any state, the last state's first
+    watch_logprob: np.ndarray  # (S, m) in nats
+    words: dict[int, str]  # the text of every id above
+
+
+@torch.no_grad()
+def lens(
+    model: Model,
+    tokenizer: Any = None,
+    text: Text = "",
+    *,
+    top: int = 5,
+    position: int = -1,
+    after_attention: bool = False,
+) -> Lens:
+    """Return what every layer's state would predict, read by the final norm and the head.
+
+    The logit lens (nostalgebraist 2020), with the norm's statistics computed anew for each state.
+    Early layers were not trained to be read so: a strange word there may say more of the lens than
+    of the layer (Belrose et al. 2023). A GPT-1 has no final norm: its states are read as they are.
+
+    Arguments as of `positions`. `position` is the one whose words are watched. `after_attention`
+    adds the states between attention and MLP. Raises `UserError` as `positions`.
+    """
+    subject = open_subject(model, tokenizer, text)
+    gpt, ids, targets = subject.model, subject.ids, subject.targets
+    at = subject.place(position)
+    with inference(gpt):
+        layers, states = _states(gpt, ids, after_attention)
+        by_state: list[list[dict[str, Tensor]]] = [[] for _ in states]
+        for rows in chunks(ids.shape[1]):
+            last = logits_of(gpt, gpt.ln_f(states[-1][:, rows]))
+            for state, parts in zip(states, by_state, strict=True):
+                logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
+                parts.append(measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)})
+        there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in reversed(states)]
+        watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in there)))
+        watched = join(logits.log_softmax(-1)[:, watch] for logits in reversed(there))
+    made = {
+        name: np.stack([join(part[name] for part in parts) for parts in by_state])
+        for name in by_state[0][0]
+    }
+    return Lens(
+        **subject.text(numpy(watch), made["top_ids"]),
+        layers=layers,
+        top_ids=made["top_ids"],
+        top_logprob=made["top_logprob"],
+        target_logprob=made["logprob"],
+        target_rank=made["rank"],
+        kl_bits=made["kl"],
+        state_norm=join(state.norm(dim=-1) for state in states),
+        position=at,
+        watch=numpy(watch),
+        watch_logprob=watched,
+    )
+
+
+def _states(model: GPT, ids: Tensor, after_attention: bool) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return the names and the states (1, T, D) of the residual stream, in order."""
+    between: list[Tensor] = []
+
+    def listen(block: Any) -> RemovableHandle:
+        reader = block.mlp if block.norm == "post" else block.ln_2
+        return reader.register_forward_pre_hook(lambda _, given: between.append(given[0]))
+
+    names, states = ["wte + wpe"], list[Tensor]()
+    with hooked(listen(block) for block in model.h if after_attention):
+        for number, state in enumerate(model.states(ids), start=-1):
+            if between:
+                names.append(f"h.{number}.attn")
+                states.append(between.pop())
+            names += [f"h.{number}"] if states else []
+            states.append(state)
+    return tuple(names), states
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMaps(Result):
+    """One layer's attention weights, three numbers for every head, and the hidden states.
+
+    The numbers are means over the queries that see more than one key; NaN for a single token.
+    """
+
+    ids: np.ndarray  # (T,) the text's tokens
+    pieces: tuple[str, ...]  # their text
+    words: dict[int, str]  # the text of every id
+    layer: int  # whose weights `patterns` are
+    patterns: np.ndarray  # (H, T, T) weight of key j for query i; a row sums to 1; 0 for j > i
+    entropy: np.ndarray  # (L, H) in bits
+    first_share: np.ndarray  # (L, H) weight of the first token
+    previous_share: np.ndarray  # (L, H) weight of the token before the query
+    states: np.ndarray = field(metadata=NOT_IN_JSON)
+    """(L + 1, T, D) the residual stream: transformers' `hidden_states`, but for the last, which
+    is before the final norm here. Not in the JSON."""
+
+
+@torch.no_grad()
+def attention(
+    model: Model, tokenizer: Any = None, text: Text = "", *, layer: int = 0
+) -> AttentionMaps:
+    """Return a layer's attention weights, and all hidden states, for a text.
+
+    Arguments as of `positions`; a negative `layer` counts from the last. Raises `UserError` as
+    `positions`.
+    """
+    subject = open_subject(model, tokenizer, text)
+    gpt, kept = subject.model, index(layer, subject.model.config.n_layer, "layer")
+    shown, numbers = list[Tensor](), list[Tensor]()
+
+    def listen(attn: Any) -> RemovableHandle:
+        return attn.c_attn.register_forward_hook(lambda _, __, qkv: look(attn, qkv[0]))
+
+    def look(attn: Attention, qkv: Tensor) -> None:
+        weights = _weights(attn, qkv)
+        if len(numbers) == kept:
+            shown.append(weights)
+        several = weights[:, 1:]  # queries 1 to T - 1
+        shares = several[..., 0].mean(1), several.diagonal(dim1=1, dim2=2).mean(1)
+        numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
+
+    with inference(gpt), hooked(listen(block.attn) for block in gpt.h):
+        states = join(gpt.states(subject.ids))
+    entropy, first_share, previous_share = numpy(torch.stack(numbers, 1))
+    return AttentionMaps(
+        **subject.text(),
+        layer=kept,
+        patterns=numpy(shown[0]),
+        entropy=entropy,
+        first_share=first_share,
+        previous_share=previous_share,
+        states=states,
+    )
+
+
+def _weights(attn: Attention, qkv: Tensor) -> Tensor:
+    """Queries, keys and values (T, 3 D) -> softmax(q k^T / sqrt(D/H)) (H, T, T), masked."""
+    q, k, _ = wide(qkv).unflatten(-1, (3, attn.n_head, -1)).permute(1, 2, 0, 3)
+    seen = torch.ones(len(qkv), len(qkv), dtype=torch.bool, device=qkv.device).tril()
+    if attn.window is not None:
+        seen = seen.triu(1 - attn.window)
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(Result):
+    """How much worse a text is predicted without one part; each part is taken out alone."""
+
+    ids: np.ndarray  # (T,) the text's tokens
+    mode: str  # what a part's output is replaced by: "zero", or its "mean" over the text
+    loss: float  # of the whole model, mean in nats
+    heads: np.ndarray  # (L, H) loss without what a head gives c_proj, less `loss`
+    attention: np.ndarray  # (L,) the same without a layer's attention, its biases included
+    mlp: np.ndarray  # (L,) the same without a layer's MLP, its biases included
+
+
+@torch.no_grad()
+def ablate(
+    model: Model,
+    tokenizer: Any = None,
+    text: Text = "",
+    *,
+    mode: Literal["zero", "mean"] = "zero",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ablation:
+    """Return the change of the loss for each head, attention and MLP, replaced one at a time.
+
+    `mode` "mean" replaces an output by its mean over the text's positions, so that what is the same
+    everywhere stays. `progress` is called with the layers done and their number. Other arguments
+    as of `positions`. Raises `UserError` as `positions`, and for a single token.
+    """
+    if mode not in ("zero", "mean"):
+        raise UserError(f"mode must be zero or mean, got {mode!r}")
+    subject = open_subject(model, tokenizer, text, least=2)
+    gpt, ids = subject.model, subject.ids
+    n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
+
+    def replaced(x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True).expand_as(x) if mode == "mean" else torch.zeros_like(x)
+
+    def one_head_each(_: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+        x = given[0].unflatten(-1, (n_head, width)).clone()  # (H, T, H, D/H)
+        for head in range(n_head):  # sequence i is without head i
+            x[head : head + 1, :, head] = replaced(x[head : head + 1, :, head])
+        return x.flatten(2)
+
+    blocks: Any = gpt.h
+    lost = np.zeros((n_layer, n_head + 2))
+    with inference(gpt):
+        *states, last = gpt.states(ids)
+        whole = _losses(gpt, last, ids)[0]
+        for layer, (state, block) in enumerate(zip(states, blocks, strict=True)):
+            hook = block.attn.c_proj.register_forward_pre_hook(one_head_each)
+            losses = _onwards(gpt, layer, state.expand(n_head, -1, -1), ids, hook)
+            for part in (block.attn, block.mlp):
+                hook = part.register_forward_hook(lambda _, __, out: replaced(out))
+                losses += _onwards(gpt, layer, state, ids, hook)
+            lost[layer] = np.subtract(losses, whole)
+            if progress is not None:
+                progress(layer + 1, n_layer)
+    return Ablation(
+        ids=numpy(ids[0]),
+        mode=mode,
+        loss=whole,
+        heads=lost[:, :n_head],
+        attention=lost[:, n_head],
+        mlp=lost[:, n_head + 1],
+    )
+
+
+def _onwards(
+    model: GPT, layer: int, state: Tensor, ids: Tensor, hook: RemovableHandle
+) -> list[float]:
+    """Return the losses (B,) of states (B, T, D) that go into a layer, whose hook it removes."""
+    with hooked([hook]):
+        state = model.h[layer](state, layer)
+    for later in range(layer + 1, len(model.h)):
+        state = model.h[later](state, later)
+    return _losses(model, state, ids)
+
+
+def _losses(model: GPT, state: Tensor, ids: Tensor) -> list[float]:
+    """(B, T, D) before the final norm -> the mean loss of each sequence, in nats."""
+    return [float(model.head_loss(h, ids[0, 1:])) for h in model.ln_f(state)[:, :-1]]
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks at the end."""
+    handles = list(hooks)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,132 @@
+"""What is looked into: a model, its tokenizer and a text, in any form that people have them in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.text import Tokenizer
+
+Model = GPT | nn.Module | str | os.PathLike[str]
+"""A GPT, transformers' GPT-2 or GPT-1 in memory, or a path, a run directory, a hub name."""
+Text = str | Sequence[int] | np.ndarray | Tensor
+"""A text, or the ids of its tokens (T,)."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that reads one text."""
+
+    model: GPT
+    tokenizer: Tokenizer | None
+    ids: Tensor
+    """(1, T) int64 on the model's device."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(T,) the id that follows each token; -1 after the last."""
+        return torch.cat([self.ids[0, 1:], self.ids.new_tensor([-1])])
+
+    def text(self, *others: np.ndarray) -> dict[str, Any]:
+        """Return the fields that results share: ids, their pieces, and the words of all ids."""
+        ids = numpy(self.ids[0])
+        every = sorted({int(id) for some in (ids, *others) for id in some.flat})
+        words = {id: piece(self.tokenizer, id) for id in every}
+        return {"ids": ids, "pieces": tuple(words[id] for id in ids.tolist()), "words": words}
+
+    def place(self, position: int, name: str = "position") -> int:
+        """Return a position from 0 to T - 1; negative ones count from the end."""
+        return index(position, self.ids.shape[1], name)
+
+
+def index(given: int, n: int, name: str) -> int:
+    """Return an index from 0 to n - 1; negative ones count from the end."""
+    if not -n <= given < n:
+        raise UserError(f"{name} must be from 0 to {n - 1}, or -1 to -{n}, got {given}")
+    return given % n
+
+
+def open_model(
+    model: Model, tokenizer: Any, *, needed: bool = False
+) -> tuple[GPT, Tokenizer | None]:
+    """Return the GPT and its tokenizer: the one given, or the one that lies with a path.
+
+    `tokenizer` may be ours, a path, or one of transformers'. None if there is none; where it is
+    `needed`, `UserError`.
+    """
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
+    elif isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
+    elif tokenizer is None and isinstance(model, (str, os.PathLike)):
+        with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
+            tokenizer = Tokenizer.from_pretrained(os.fspath(model))
+    elif not isinstance(tokenizer, (Tokenizer, type(None))):
+        raise UserError(f"tokenizer must be a Tokenizer or a path, got {type(tokenizer).__name__}")
+    if needed and tokenizer is None:
+        raise UserError("a model in memory has no tokenizer: give it, or ids in place of the text")
+    return model if isinstance(model, GPT) else GPT.from_pretrained(model), tokenizer
+
+
+def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
+    """Return what is to be inspected, checked: `least` tokens to as many as the context holds."""
+    if not len(text):
+        raise UserError("the text is empty: give at least a word")
+    gpt, found = open_model(model, tokenizer, needed=isinstance(text, str))
+    if isinstance(text, str):
+        assert found is not None
+        text = found.encode(text)
+    ids = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
+    size, context = gpt.config.vocab_size, gpt.config.n_positions
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"ids must be integers of shape (T,), got {ids.dtype} {ids.shape}")
+    if not least <= len(ids) <= context:
+        raise UserError(
+            f"the text must have {least} to {context:,} tokens, the model's context, got "
+            f"{len(ids):,}: give a {'shorter' if len(ids) > context else 'longer'} one"
+        )
+    if ids.min() < 0 or ids.max() >= size:
+        wrong = int(ids[(ids < 0) | (ids >= size)][0])
+        raise UserError(
+            f"id {wrong} is outside the model's vocabulary of {size:,} tokens: the text or the "
+            "tokenizer belongs to another model"
+        )
+    device = next(gpt.parameters()).device
+    return Subject(gpt, found, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+
+
+def piece(tokenizer: Tokenizer | None, id: int) -> str:
+    r"""Return the text of one token.
+
+    Part of a character is written as OpenAI's API does, `bytes:\xe2\x80`; an id that no tokenizer
+    knows as `id:50300`.
+    """
+    try:
+        data = b"" if tokenizer is None else tokenizer.token_bytes(id)
+        return f"id:{id}" if tokenizer is None else data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    except UserError:
+        return f"id:{id}"
+
+
+def numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as an array, half precision as fp32."""
+    tensor = tensor.detach().cpu()
+    narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return (tensor.float() if narrow else tensor).numpy()
+
+
+def join(parts: Iterable[Tensor], dim: int = 0) -> np.ndarray:
+    """Return tensors of several chunks as one array."""
+    return numpy(torch.cat(list(parts), dim))

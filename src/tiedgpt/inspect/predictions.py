@@ -1,0 +1,184 @@
+"""What a model predicts after a text: at every position, and one prediction as dot products."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, wide
+from tiedgpt.inspect.faces import faces, final_bias
+from tiedgpt.inspect.opening import Model, Subject, Text, index, join, numpy, open_subject
+from tiedgpt.inspect.results import Result
+from tiedgpt.tie.heads import inference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions(Result):
+    """T tokens give T predictions; training learns from all, generation reads the last alone."""
+
+    ids: np.ndarray  # (T,) the text's tokens
+    pieces: tuple[str, ...]  # their text; part of a character is written `bytes:\xe2`
+    target: np.ndarray  # (T,) the token that follows; -1 after the last
+    logprob: np.ndarray  # (T,) of the target, in nats; the last is NaN
+    rank: np.ndarray  # (T,) of the target among V, from 1; the last is 0
+    surprisal_bits: np.ndarray  # (T,) -log2 of the target's probability; the last is NaN
+    entropy_bits: np.ndarray  # (T,) of the prediction
+    top_ids: np.ndarray  # (T, k) the likeliest tokens, in order
+    top_logprob: np.ndarray  # (T, k) in nats
+    words: dict[int, str]  # the text of every id above
+    loss: float  # mean over the targets, in nats: `model.loss`; NaN for a single token
+    bits_per_byte: float  # the targets' bits over their bytes of UTF-8; NaN without a tokenizer
+    next: int  # T - 1: the only position that generation uses
+    poked: tuple[int, int, int] | None  # position, old id, new id of the token that was changed
+    max_abs_change: np.ndarray | None  # (T,) of any logit by the poke; 0.0: not one bit
+
+
+@torch.no_grad()
+def positions(
+    model: Model,
+    tokenizer: Any = None,
+    text: Text = "",
+    *,
+    top: int = 10,
+    poke: int | None = None,
+    poke_with: int | None = None,
+) -> Positions:
+    """Return the prediction after every token of a text, and how it fares with the true next one.
+
+    `model` is a GPT, a path, a run directory, a hub name or transformers' GPT-2; `tokenizer` None
+    takes the one at the path; `text` may be ids (T,). `top` predictions are listed.
+
+    `poke=j` changes token j (to `poke_with`, or else to the next id) and reports how far each
+    position's logits moved: a later token changes no earlier prediction.
+
+    Raises `UserError` for an empty text, one longer than the context, and ids out of range.
+    """
+    subject = open_subject(model, tokenizer, text)
+    gpt, ids, targets = subject.model, subject.ids, subject.targets
+    parts: list[dict[str, Tensor]] = []
+    with inference(gpt):
+        h = gpt.body(ids)
+        poked, other = (None, h) if poke is None else _poke(subject, poke, poke_with)
+        for rows in chunks(ids.shape[1]):
+            logits = logits_of(gpt, h[:, rows])
+            part = measure(logits, targets[rows], top)
+            part["entropy_bits"] = entropy_bits(logits.softmax(-1))
+            if poked is not None:
+                moved = logits_of(gpt, other[:, rows])
+                same = moved == logits  # where both are -inf, their difference is NaN
+                part["max_abs_change"] = (moved - logits).masked_fill(same, 0).abs().amax(-1)
+            parts.append(part)
+    columns = {name: join(part[name] for part in parts) for name in parts[0]}
+    surprisal = -columns["logprob"] / np.log(2).astype(columns["logprob"].dtype)
+    nats = -columns["logprob"][:-1].astype(np.float64)
+    return Positions(
+        **({"max_abs_change": None} | subject.text(columns["top_ids"]) | columns),
+        target=numpy(targets),
+        surprisal_bits=surprisal,
+        loss=float(nats.mean()) if len(nats) else math.nan,
+        bits_per_byte=float(nats.sum()) / math.log(2) / _bytes(subject),
+        next=ids.shape[1] - 1,
+        poked=poked,
+    )
+
+
+def _poke(subject: Subject, at: int, id: int | None) -> tuple[tuple[int, int, int], Tensor]:
+    """Return what is changed, and the body's output (1, T, D) for it."""
+    at, size = subject.place(at, "poke"), subject.model.config.vocab_size
+    ids, old = subject.ids.clone(), int(subject.ids[0, at])
+    ids[0, at] = new = (old + 1) % size if id is None else index(id, size, "poke_with")
+    return (at, old, new), subject.model.body(ids)
+
+
+def _bytes(subject: Subject) -> float:
+    """Return how many bytes of text the targets stand for; NaN if that is unknown or none."""
+    if subject.tokenizer is None:
+        return math.nan
+    lengths, targets = subject.tokenizer.byte_lengths(), numpy(subject.ids[0, 1:])
+    return float(lengths[targets[targets < len(lengths)]].sum()) or math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dot(Result):
+    """One prediction: logit_i = h . e_i = |h| |e_i| cos, of the k tokens with the highest logits.
+
+    Norm and cosine are not identified: subtracting the mean row from all rows changes them, and no
+    probability. So both are given, of the rows e_i and of the centred rows c_i = e_i - mean row;
+    h_norm * centred_norm * centred_cos is the logit less what it has in common with all others.
+    """
+
+    matrix: str  # name of the matrix that predicts, whose rows are e_i
+    does: str  # "reads and predicts", or "predicts" in an untied model
+    position: int  # where the prediction is made
+    piece: str  # the token read there
+    h_norm: float  # |h|, after the final norm
+    ids: np.ndarray  # (k,)
+    pieces: tuple[str, ...]  # their text
+    logit: np.ndarray  # (k,) = bias_part + gain_part + head_bias
+    row_norm: np.ndarray  # (k,) |e_i|
+    cos: np.ndarray  # (k,) of h and e_i
+    centred_norm: np.ndarray  # (k,) |c_i|
+    centred_cos: np.ndarray  # (k,) of h and c_i
+    bias_part: np.ndarray  # (k,) b . e_i: by the final norm's bias, the same in every context
+    gain_part: np.ndarray  # (k,) (g * normalised state) . e_i: what the context adds
+    head_bias: np.ndarray  # (k,) 0 for a plain head
+    prob: np.ndarray  # (k,)
+    rank_cos: np.ndarray  # (k,) rank by cos among all V, from 1
+    all_norm: np.ndarray  # (V,) |e_i|
+    all_cos: np.ndarray  # (V,)
+    all_centred_norm: np.ndarray  # (V,) |c_i|
+    all_centred_cos: np.ndarray  # (V,)
+
+
+@torch.no_grad()
+def dot(
+    model: Model, tokenizer: Any = None, text: Text = "", *, position: int = -1, top: int = 10
+) -> Dot:
+    """Return the prediction at a position of a text as dot products with the rows of a matrix.
+
+    Arguments as of `positions`; `top` = V lists all tokens. Raises `UserError` as `positions`, and
+    for a head that is not linear.
+    """
+    subject = open_subject(model, tokenizer, text)
+    gpt, at = subject.model, subject.place(position)
+    with inference(gpt):
+        state = gpt.body(subject.ids)[:, at : at + 1]
+        logits = logits_of(gpt, state).double()
+        measured = measure(logits, subject.targets[:1], top)
+        face = faces(gpt)[-1]
+    h, b, centred = wide(state[0, 0]), final_bias(gpt), face.weight - face.weight.mean(0)
+    norm, centred_norm, tiny = face.weight.norm(dim=1), centred.norm(dim=1), 1e-30
+    every = {
+        "logit": logits[0],
+        "prob": logits[0].softmax(-1),
+        "row_norm": norm,
+        "cos": face.weight @ h / (h.norm() * norm + tiny),
+        "centred_norm": centred_norm,
+        "centred_cos": centred @ h / (h.norm() * centred_norm + tiny),
+        "bias_part": face.weight @ b,
+        "gain_part": face.weight @ (h - b),
+        "head_bias": face.bias,
+    }
+    ids = measured["top_ids"][0]
+    behind = torch.searchsorted(every["cos"].sort().values, every["cos"][ids], right=True)
+    words = subject.text(numpy(ids))["words"]
+    return Dot(
+        matrix=face.name,
+        does=face.does,
+        position=at,
+        piece=words[int(subject.ids[0, at])],
+        h_norm=float(h.norm()),
+        ids=numpy(ids),
+        pieces=tuple(words[id] for id in ids.tolist()),
+        rank_cos=numpy(1 + len(norm) - behind),
+        all_norm=numpy(every["row_norm"]),
+        all_cos=numpy(every["cos"]),
+        all_centred_norm=numpy(every["centred_norm"]),
+        all_centred_cos=numpy(every["centred_cos"]),
+        **{name: numpy(values[ids]) for name, values in every.items()},
+    )

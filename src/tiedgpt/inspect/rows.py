@@ -1,0 +1,237 @@
+"""The rows of W: their norms, the frequency that they write, and the tokens that nothing reaches.
+
+Raw norms are not identified: subtracting the mean row from all rows changes neither a probability
+nor the loss, but every norm. So norms are given raw and centred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.data import Shards, documents
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.distributions import chunks
+from tiedgpt.inspect.faces import Face, faces, final_bias
+from tiedgpt.inspect.opening import Model, numpy, open_model, piece
+from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.text import Tokenizer
+from tiedgpt.tie.heads import inference
+
+Counts = np.ndarray | str | os.PathLike[str]
+"""(V,) how often each token occurs; or a run, a folder of token shards, or a text to count in."""
+AT_ONCE = 10_000_000
+"""Tokens of a shard that are counted at a time."""
+HELD_OUT = 0.2
+"""Share of the tokens with counts that the direction is tested on."""
+FEWEST = 20
+"""Fewer tokens with counts than this show no trend."""
+RIDGE = 1e-3
+"""Of the rows' mean variance, added where the direction is fitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Result):
+    """One matrix: a row e_i for each of V tokens. c_i is e_i less the mean row.
+
+    `spearman`, `interval` and `slope` tell how norm, centred_norm and prior_logit go with ln count,
+    over the tokens that occur; they are empty without counts.
+    """
+
+    name: str  # of the parameter
+    does: str  # "reads", "predicts", or "reads and predicts"
+    norm: np.ndarray  # (V,) |e_i|
+    centred_norm: np.ndarray  # (V,) |c_i|
+    prior_logit: np.ndarray | None
+    """(V,) b . e_i, b the final norm's bias, and the head's own: the part of the logit that is the
+    same in every context (Kobayashi et al. 2023). None for a matrix that only reads."""
+    spearman: dict[str, float]  # rank correlation, from -1 to 1
+    interval: dict[str, tuple[float, float]]  # its 95 % interval (Bonett and Wright 2000)
+    slope: dict[str, float]  # least squares, per e-fold of the count
+    direction: np.ndarray | None
+    """(D,) direction . c_i + constant estimates ln count, by ridge regression (Cho et al. 2024 find
+    that one direction writes it); None without counts."""
+    r2_heldout: float  # share of ln count's variance it explains, for tokens held out; or NaN
+    pca: np.ndarray  # (V, 2) the rows along their first two principal components
+    pca_share: np.ndarray  # (2,) share of the rows' variance
+    own_rank_ids: np.ndarray  # (n,) the tokens that were asked for `own_rank`
+    own_rank: np.ndarray
+    """(n,) rank of token i among all if h were e_i, from 1. A row whose rank is 1 can win; one
+    inside the convex hull of the others never does (Demeter et al. 2020)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Result):
+    """All tokens, and one matrix if the model is tied; else that which reads, then the other."""
+
+    matrices: tuple[Rows, ...]
+    count: np.ndarray | None  # (V,) of each token, if counts were given or lie in the run
+    counted_in: str | None  # where it was counted
+    unseen: np.ndarray | None  # (n,) ids with a count of 0
+    reachable: np.ndarray | None  # (V,) whether the token's text is encoded as this token
+    fragment: np.ndarray | None  # (V,) whether it is part of a character: never encoded alone
+    pieces: tuple[str, ...] = field(metadata=NOT_IN_JSON)  # (V,) the tokens' text; not in the JSON
+
+
+@torch.no_grad()
+def vocabulary(
+    model: Model,
+    tokenizer: Any = None,
+    *,
+    counts: Counts | None = None,
+    own_rank_rows: int | None = 1024,
+) -> Vocabulary:
+    """Return the rows of the matrix, or of both, and how they go with frequency.
+
+    `model` and `tokenizer` as of `positions`; without a tokenizer, what needs one is None. Counts
+    of a run's training data are taken where `model` is a run and `counts` is None; without counts,
+    what needs them is None, NaN or empty. `own_rank` is of so many tokens, evenly spaced; None: of
+    all, which takes V^2 D multiplications.
+
+    Raises `UserError` where counts do not fit the vocabulary, or the head is not linear.
+    """
+    gpt, found = open_model(model, tokenizer)
+    size, where = gpt.config.vocab_size, "the counts given"
+    if counts is None and isinstance(model, (str, os.PathLike)) and _shards(model):
+        counts = model
+    if isinstance(counts, (str, os.PathLike)):
+        where = os.fspath(counts)
+        counts = _counted(where, found, size)
+    if counts is not None and (np.shape(counts) != (size,) or np.min(counts) < 0):
+        raise UserError(f"counts must be ({size},), each >= 0, got {np.shape(counts)}")
+    n = size if own_rank_rows is None else min(own_rank_rows, size)
+    if n < 0:
+        raise UserError(f"own_rank_rows must be >= 0, got {n}")
+    sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
+    with inference(gpt):
+        matrices = [_rows(face, final_bias(gpt), counts, sample) for face in faces(gpt)]
+    reachable, fragment = (None, None) if found is None else _reached(found, size)
+    return Vocabulary(
+        matrices=tuple(matrices),
+        count=counts,
+        counted_in=None if counts is None else where,
+        unseen=None if counts is None else np.flatnonzero(counts == 0),
+        reachable=reachable,
+        fragment=fragment,
+        pieces=tuple(piece(found, id) for id in range(size)),
+    )
+
+
+def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> Rows:
+    centred = face.weight - face.weight.mean(0)
+    variances, vectors = torch.linalg.eigh(centred.T @ centred)  # ascending
+    axes = vectors[:, -2:].flip(1)
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # eigh's are free
+    numbers = {"norm": numpy(face.weight.norm(dim=1)), "centred_norm": numpy(centred.norm(dim=1))}
+    if face.does != "reads":
+        numbers["prior_logit"] = numpy(face.weight @ b + face.bias)
+    direction, r2_heldout = _direction(centred, counts)
+    trends = {} if direction is None else {n: _trend(x, counts) for n, x in numbers.items()}
+    return Rows(
+        name=face.name,
+        does=face.does,
+        norm=numbers["norm"],
+        centred_norm=numbers["centred_norm"],
+        prior_logit=numbers.get("prior_logit"),
+        spearman={name: rho for name, (rho, _, _) in trends.items()},
+        interval={name: interval for name, (_, interval, _) in trends.items()},
+        slope={name: slope for name, (_, _, slope) in trends.items()},
+        direction=direction,
+        r2_heldout=r2_heldout,
+        pca=numpy(centred @ axes),
+        pca_share=numpy(variances[-2:].flip(0) / variances.sum().clamp(min=1e-30)),
+        own_rank_ids=numpy(sample),
+        own_rank=_own_rank(face.weight, sample.to(face.weight.device)),
+    )
+
+
+def _own_rank(weight: Tensor, ids: Tensor) -> np.ndarray:
+    ranks = torch.zeros_like(ids)
+    for rows in chunks(len(ids)):
+        logits = weight[ids[rows]] @ weight.T
+        ranks[rows] = 1 + (logits > logits.gather(1, ids[rows, None])).sum(1)
+    return numpy(ranks)
+
+
+def _direction(centred: Tensor, counts: np.ndarray | None) -> tuple[np.ndarray | None, float]:
+    """Fit direction . c_i + constant to ln count; return it, and R^2 for the tokens held out."""
+    if counts is None or (counts > 0).sum() < FEWEST:
+        return None, math.nan
+    draws = torch.rand(len(counts), generator=torch.Generator().manual_seed(0))
+    seen, held_out = torch.from_numpy(counts > 0), draws < HELD_OUT
+    y = torch.from_numpy(np.log(np.maximum(counts, 1))).to(centred)
+    train, test = (seen & ~held_out).to(y.device), (seen & held_out).to(y.device)
+    x, level = centred[train], y[train].mean()
+    middle = x.mean(0)
+    products = torch.addr(x.T @ x, middle, middle, alpha=-len(x))
+    products.diagonal().add_(RIDGE * products.trace() / len(products) + 1e-30)
+    direction = torch.linalg.solve(products, (x - middle).T @ (y[train] - level))
+    unexplained = y[test] - level - (centred[test] - middle) @ direction
+    variance = y[test].var(correction=0)
+    return numpy(direction), float(1 - unexplained.square().mean() / variance)
+
+
+def _trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], float]:
+    """Return Spearman's rho, its interval, and the slope, of numbers against ln count."""
+    x, y = np.log(counts[counts > 0]), number[counts > 0].astype(np.float64)
+    a, b = (ranks - ranks.mean() for ranks in (_ranks(x), _ranks(y)))
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where all counts are equal
+        rho = float(np.clip((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), -1, 1))
+        slope = float(((x - x.mean()) * y).sum() / np.square(x - x.mean()).sum())
+        half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+        low, high = np.tanh(np.arctanh(rho) + np.array([-half, half]))
+    return rho, (float(low), float(high)), slope
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    _, inverse, times = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(times) - (times - 1) / 2)[inverse]
+
+
+def _reached(tokenizer: Tokenizer, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (V,) whether a token's text gives the token, and whether it is no whole character."""
+    reachable, fragment = np.zeros(size, bool), np.zeros(size, bool)
+    for id in range(min(size, len(tokenizer))):
+        fragment[id] = piece(tokenizer, id).startswith("bytes:\\x")
+        with contextlib.suppress(UserError):  # no token, or one that characters do not make
+            reachable[id] = tokenizer.encode(tokenizer.decode([id])) == [id]
+    return reachable, fragment
+
+
+def _shards(source: str | os.PathLike[str]) -> Shards | None:
+    """Return the training side of a run's token shards, or of a folder of them."""
+    for directory in (Path(source) / "data", Path(source)):
+        if any(directory.glob("train_*.bin")):
+            return Shards.in_directory(directory, "train")
+    return None
+
+
+def _counted(source: str, tokenizer: Tokenizer | None, size: int) -> np.ndarray:
+    """Return how often each of `size` tokens occurs in token shards or texts."""
+    if shards := _shards(source):
+        ends = [*range(0, len(shards), AT_ONCE), len(shards)]
+        arrays: Any = (shards.read(*between) for between in itertools.pairwise(ends))
+    elif tokenizer is None:
+        raise UserError(f"counting in {source} needs a tokenizer: give it, or a folder of shards")
+    else:
+        arrays = (tokenizer.encode_array(document.text) for document in documents([source]))
+    counts = np.zeros(size, np.int64)
+    for ids in arrays:
+        some = np.bincount(ids, minlength=size)
+        if len(some) > size:
+            raise UserError(
+                f"{source} has token {len(some) - 1}, the model only {size:,}: they do not belong "
+                "together"
+            )
+        counts += some
+    return counts

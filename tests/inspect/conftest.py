@@ -1,0 +1,38 @@
+"""Random models of every shape that the functions must hold for."""
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+
+TEXT = "the cat sat on the mat, and the cat sat"
+
+
+def random_model(
+    *, norm="pre", tied=True, bias=True, windows=None, dtype=torch.float32, seed=0, vocab_size=97
+) -> GPT:
+    """A model whose weights are large enough that mistakes show."""
+    config = GPTConfig(
+        vocab_size=vocab_size, n_positions=80, n_embd=16, n_layer=2, n_head=2, norm=norm,
+        tie_word_embeddings=tied, bias=bias, attention_windows=windows,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.3)
+    return model.to(dtype)
+
+
+def random_ids(n: int = 70, seed: int = 0, vocab_size: int = 97) -> torch.Tensor:
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([TEXT * 3, "naïve café — 文字"], 300)
+
+
+@pytest.fixture
+def model(tokenizer) -> GPT:
+    return random_model(vocab_size=len(tokenizer))

@@ -1,0 +1,226 @@
+"""Models, tokenizers, texts and counts in every form, and what is said of those that do not fit."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.inspect.conftest import TEXT, random_model
+from tests.tie.checkpoints import their_gpt2
+from tiedgpt import GPT, Tokenizer
+from tiedgpt.data import ShardWriter
+from tiedgpt.errors import UserError
+from tiedgpt.inspect import ablate, attention, dot, gradient_split, lens, positions, vocabulary
+from tiedgpt.inspect.opening import piece
+
+OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate)
+
+
+@pytest.fixture
+def saved(model, tokenizer, tmp_path):
+    """A run: its model, its tokenizer and its token shards."""
+    model.save_pretrained(tmp_path / "run" / "model")
+    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    (tmp_path / "run" / "data").mkdir()
+    with ShardWriter(tmp_path / "run" / "data", "train", vocab_size=len(tokenizer)) as writer:
+        writer.write(tokenizer.encode_array(TEXT * 3))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("function", OF_TEXT)
+def test_a_path_a_run_and_a_model_in_memory_are_one(function, saved, model, tokenizer):
+    wanted = function(model, tokenizer, TEXT).to_json()
+    assert function(saved, None, TEXT).to_json() == wanted
+    assert function(str(saved / "model"), None, tokenizer.encode(TEXT)).to_json() == wanted
+    assert function(model, saved / "model", TEXT).to_json() == wanted
+    model.train()
+    assert function(model, tokenizer, np.array(tokenizer.encode(TEXT))).to_json() == wanted
+    assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_models_and_tokenizers_of_transformers_are_taken_from_memory(tokenizer, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.save_pretrained(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    model = their_gpt2(vocab_size=len(tokenizer))
+    found = positions(model, theirs, TEXT)
+    assert "".join(found.pieces) == TEXT
+    assert found.ids.tolist() == theirs(TEXT)["input_ids"]
+    assert found.to_json() == positions(GPT.from_pretrained(model), tokenizer, TEXT).to_json()
+
+
+@pytest.mark.parametrize("function", OF_TEXT)
+def test_texts_that_cannot_be_read_are_refused(function, model, tokenizer, saved, tmp_path):
+    long = list(range(81))
+    cases = (
+        ("", r"the text is empty"), ([], r"the text is empty"), ("cat " * 200, r"1|2 to 80 tokens"),
+        (long, r"to 80 tokens.* got 81: give a shorter"), ([3, 5000], r"id 5000 is outside"),
+        ([-1, 3], r"id -1 is outside"), ([0.5, 1.5], r"must be integers"),
+        ([[1, 2]], r"shape \(T,\)"),
+    )  # fmt: skip
+    for text, said in cases:
+        with pytest.raises(UserError, match=said):
+            function(model, tokenizer, text)
+    with pytest.raises(UserError, match="has no tokenizer: give it, or ids"):
+        function(model, None, TEXT)
+    model.save_pretrained(tmp_path / "bare")
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        function(tmp_path / "bare", None, TEXT)
+    assert function(tmp_path / "bare", None, [1, 2, 3]).to_json()
+    with pytest.raises(UserError, match="tokenizer must be"):
+        function(model, 3, TEXT)
+
+
+def test_a_single_token_gives_what_one_prediction_can(model, tokenizer):
+    found = positions(model, tokenizer, [7], top=1000)
+    assert math.isnan(found.loss) and math.isnan(found.bits_per_byte) and found.next == 0
+    assert json.loads(found.to_json())["loss"] is None
+    assert found.top_ids.shape == (1, len(tokenizer))
+    assert np.isnan(attention(model, None, [7]).entropy).all()
+    assert lens(model, None, [7]).target_rank.tolist() == [[0]] * 3
+    assert dot(model, None, [7]).position == 0
+    for function in (gradient_split, ablate):
+        with pytest.raises(UserError, match="2 to 80 tokens"):
+            function(model, None, [7])
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        (positions, {"top": 0}, "top must be at least 1"),
+        (positions, {"poke": 5}, "poke must be from 0 to 2"),
+        (positions, {"poke": 1, "poke_with": 97}, "poke_with must be"),
+        (lens, {"position": -4}, "position must be from 0 to 2, or -1 to -3"),
+        (dot, {"position": 3}, "position must be"),
+        (attention, {"layer": 2}, "layer must be from 0 to 1"),
+        (ablate, {"mode": "none"}, "mode must be zero or mean"),
+    ],
+)
+def test_wrong_options_are_named(function, options, said):
+    with pytest.raises(UserError, match=said):
+        function(random_model(), None, [1, 2, 3], **options)
+
+
+def test_weights_that_are_not_finite_are_told_of():
+    model = random_model()
+    model.wte.weight.data[5, 3] = float("nan")
+    for function in (positions, lens, dot):
+        with pytest.raises(UserError, match="not finite"):
+            function(model, None, [1, 2])
+
+
+def test_a_head_without_a_matrix_is_refused_where_one_is_needed():
+    model = random_model(tied=False)
+    model.head = nn.Sequential(nn.Linear(16, 97), nn.Tanh())
+    positions(model, None, [1, 2]), lens(model, None, [1, 2])
+    for call in (lambda: dot(model, None, [1, 2]), lambda: vocabulary(model)):
+        with pytest.raises(UserError, match="head is not linear"):
+            call()
+    model.head = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 97))
+    with pytest.raises(UserError, match="merge adapters"):
+        gradient_split(model, None, [1, 2])
+
+
+def test_half_precision_and_frozen_models_are_read():
+    model = random_model(dtype=torch.bfloat16)
+    assert positions(model, None, [1, 2, 3]).logprob.dtype == np.float32
+    assert vocabulary(model).matrices[0].norm.dtype == np.float32
+    frozen = random_model().requires_grad_(False)
+    assert gradient_split(frozen, None, [1, 2, 3]).norm_read > 0
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
+def test_pieces_show_parts_of_characters_and_ids_without_a_token(tokenizer):
+    ids = tokenizer.encode("é文")
+    pieces = [piece(tokenizer, id) for id in ids]
+    assert any(p.startswith("bytes:\\x") for p in pieces)
+    assert piece(tokenizer, 9999) == "id:9999" and piece(None, 5) == "id:5"
+
+
+def test_json_is_columns_without_nan_and_with_all_digits(model, tokenizer):
+    found = positions(model, tokenizer, TEXT, poke=2)
+    plain = json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert plain["logprob"][-1] is None and plain["poked"] == list(found.poked)
+    assert np.array_equal(np.array(plain["top_logprob"], np.float32), found.top_logprob)
+    assert plain["words"][str(found.ids[0])] == found.pieces[0]
+    states = json.loads(attention(model, tokenizer, TEXT).to_json())
+    assert "states" not in states and len(states["patterns"]) == 2
+
+
+def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(saved, model, tokenizer):
+    counts = np.bincount(tokenizer.encode(TEXT * 3), minlength=len(tokenizer))
+    (saved / "text.txt").write_text(TEXT * 3)
+    for found in (
+        vocabulary(saved),
+        vocabulary(model, counts=saved / "data"),
+        vocabulary(model, tokenizer, counts=saved / "text.txt"),
+        vocabulary(model, counts=counts),
+    ):
+        np.testing.assert_array_equal(found.count, counts)
+        np.testing.assert_array_equal(found.unseen, np.flatnonzero(counts == 0))
+    assert found.counted_in == "the counts given"
+    for wrong, said in ((counts[1:], "counts must be"), (-counts, "counts must be")):
+        with pytest.raises(UserError, match=said):
+            vocabulary(model, counts=wrong)
+    with pytest.raises(UserError, match="needs a tokenizer"):
+        vocabulary(model, counts=saved / "text.txt")
+    with pytest.raises(UserError, match="do not belong together"):
+        vocabulary(random_model(), counts=saved / "data")
+
+
+def test_without_counts_or_a_tokenizer_the_rest_is_there(model):
+    found = vocabulary(model)
+    rows = found.matrices[0]
+    parts = found.count, found.unseen, found.reachable, found.fragment, rows.direction
+    assert parts == (None,) * 5
+    assert math.isnan(rows.r2_heldout) and rows.spearman == {} and len(rows.own_rank) > 0
+    assert json.loads(found.to_json())["count"] is None
+
+
+def test_frequency_that_was_put_into_the_rows_is_found_again():
+    model = random_model(vocab_size=2000)
+    draw = np.random.default_rng(0)
+    counts = np.exp(draw.normal(4, 2, 2000)).astype(int)
+    model.ln_f.bias.data.copy_(torch.eye(16)[3])
+    with torch.no_grad():
+        model.wte.weight[:, 3] = torch.from_numpy(np.log(np.maximum(counts, 1))).float()
+    rows = vocabulary(model, counts=counts).matrices[0]
+    seen = counts > 0
+    rank = lambda x: np.argsort(np.argsort(x))  # noqa: E731
+    assert rows.spearman["prior_logit"] > 0.999 and rows.slope["prior_logit"] == pytest.approx(1)
+    ranks = [np.unique(x[seen], return_inverse=True)[1] for x in (counts, rows.norm)]
+    assert len(ranks) == 2 and rank(rows.norm).max() == 1999
+    assert rows.interval["norm"][0] < rows.spearman["norm"] < rows.interval["norm"][1]
+    assert rows.r2_heldout > 0.99
+    assert np.abs(rows.direction).argmax() == 3
+    assert rows.pca_share[0] > 0.5 and rows.pca.shape == (2000, 2)
+
+
+def test_a_row_inside_the_hull_never_wins_and_the_longest_does():
+    model = random_model()
+    with torch.no_grad():
+        model.wte.weight[4] = model.wte.weight[5:9].mean(0)
+    rows = vocabulary(model, own_rank_rows=None).matrices[0]
+    assert rows.own_rank_ids.tolist() == list(range(97))
+    assert rows.own_rank[4] > 1 and rows.own_rank[rows.norm.argmax()] == 1
+    weight = model.wte.weight.detach()
+    ranks = 1 + (weight @ weight.T > weight.square().sum(1, keepdim=True)).sum(1)
+    assert np.abs(rows.own_rank - ranks.numpy()).max() <= 1  # its own logit is not above itself
+
+
+def test_tokens_that_no_text_gives_are_found(model, tokenizer):
+    found = vocabulary(model, tokenizer)
+    for id in range(len(tokenizer)):
+        data = tokenizer.token_bytes(id)
+        text = data.decode(errors="replace")
+        assert found.fragment[id] == (text.encode() != data)
+        assert found.reachable[id] == (tokenizer.encode(text) == [id])
+    assert not found.reachable[tokenizer.eos_token_id]
+    padded = random_model(vocab_size=len(tokenizer) + 5)
+    assert not vocabulary(padded, tokenizer).reachable[-5:].any()
+    characters = Tokenizer.characters(["abc"])
+    assert vocabulary(random_model(vocab_size=4), characters).reachable.tolist() == [1, 1, 1, 0]
