@@ -26,6 +26,7 @@ VERBS = {
     "generate": "continue a text",
     "eval": "how well a model predicts a text, or answers",
     "plot": "the curves of runs, in the terminal or as a figure",
+    "inspect": "what a model predicts and why: by position, layer, head, row of W",
     "convert": "any GPT into the format of another tool, proven",
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",

@@ -1,0 +1,359 @@
+"""`tiedgpt inspect NAME [SOURCE]`: what a model predicts, layer by layer and row by row."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import tyro
+
+from tiedgpt.cli.options import naming_options, parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+
+if TYPE_CHECKING:
+    from tiedgpt.inspect.gradients import GradientSplit
+    from tiedgpt.inspect.layers import Ablation, AttentionMaps, Lens
+    from tiedgpt.inspect.predictions import Dot, Positions
+    from tiedgpt.inspect.rows import Vocabulary
+
+ABOUT = """Look inside a GPT.
+
+positions: what it predicts after each token. lens: what each layer would predict. dot: a prediction
+as dot products. vocabulary: the rows of W. gradient-split: the gradient of W from reading and from
+predicting. attention: where the heads of a layer look. ablate: the loss without each part."""
+WORD = 14
+"""Columns of a token in a table."""
+SHOWN = 10
+"""Rows of a table of tokens, unless --top asks for more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of `inspect`; some are of one NAME alone."""
+
+    name: tyro.conf.Positional[
+        Literal[
+            "positions", "lens", "dot", "vocabulary", "gradient-split", "attention", "ablate"
+        ]
+    ]  # fmt: skip
+    """What to look at."""
+    source: tyro.conf.Positional[str | None] = None
+    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
+    text: str | None = None
+    """The text to read; - reads standard input. All but vocabulary need it, or --ids."""
+    ids: tuple[int, ...] = ()
+    """Token ids in place of the text, such as --ids 464 3280 318."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
+    """What to do where the file holds two different matrices."""
+    n_head: int | None = None
+    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    format: Literal["human", "json"] = "human"
+    """json: one object, columns as lists."""
+    plot: Path | None = None
+    """Write a figure, too: .png, .svg or .pdf (pip install tiedgpt[plot])."""
+    top: int | None = None
+    """How many tokens to list (positions, lens, dot); how many rows to show (vocabulary,
+    gradient-split)."""
+    position: int | None = None
+    """Which position to show (lens, dot); default: the last."""
+    poke: int | None = None
+    """Change the token at this position, and show which predictions move (positions)."""
+    poke_with: int | None = None
+    """The id to change it to; default: the next id (positions)."""
+    after_attention: bool = False
+    """Show the states between attention and MLP, too (lens)."""
+    layer: int | None = None
+    """Whose heads to show; -1 is the last; default: 0 (attention)."""
+    mode: Literal["zero", "mean"] | None = None
+    """What replaces a part's output: zero, or its mean over the text (ablate); default: zero."""
+    counts: str | None = None
+    """Where to count tokens: a run, a folder of token shards, a text (vocabulary); default: the
+    data of SOURCE, if it is a run."""
+    own_rank_rows: int | None = None
+    """How many rows to ask whether they can win (vocabulary); default: 1,024."""
+
+
+SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "mode", "counts",
+           "own_rank_rows")  # fmt: skip
+TO_SHOW = ("vocabulary", "gradient-split")
+"""Where --top is of the table alone."""
+
+
+def run(arguments: list[str]) -> int:
+    """Inspect; return the exit code."""
+    given = parse(Arguments, "inspect", arguments, ABOUT)
+    with naming_options(("text", "ids", *SPECIAL)), warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"({message})", file=sys.stderr)
+        result = _inspect(given)
+    if given.plot is not None:
+        from tiedgpt.cli.inspect_figures import draw
+
+        draw(given.name, result, given.plot)
+    if given.format == "json":
+        print(result.to_json())
+        return EXIT_OK
+    SHOW[given.name](result, given.top or SHOWN)
+    if given.plot is not None:
+        print(f"written to {given.plot}")
+    return EXIT_OK
+
+
+def _inspect(given: Arguments) -> Any:
+    """Call the function of this name with its own options."""
+    from inspect import signature
+
+    from tiedgpt.core.model import GPT
+
+    function = getattr(import_module("tiedgpt.inspect"), given.name.replace("-", "_"))
+    options = {name: getattr(given, name) for name in SPECIAL}
+    options = {name: x for name, x in options.items() if x is not None and x is not False}
+    if given.name in TO_SHOW:
+        options.pop("top", None)
+    for name in options.keys() - signature(function).parameters.keys():
+        raise UserError(f"--{name.replace('_', '-')} is not for inspect {given.name}: leave it out")
+    if given.plot is not None:
+        from tiedgpt.plots.figure import require_figures
+
+        require_figures(given.plot)
+    if given.name != "vocabulary":
+        if (given.text is None) == (not given.ids):
+            raise UserError("give --text, or --ids, for the model to read")
+        read = sys.stdin.buffer.read() if given.text == "-" else (given.text or "").encode()
+        try:
+            options["text"] = given.ids or read.decode()
+        except UnicodeDecodeError as error:
+            raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+    if given.name == "ablate":
+        options["progress"] = _progress
+    model: Any = source_or_newest(given.source)
+    tokenizer = given.tokenizer
+    if given.resolve is not None or given.n_head is not None:
+        heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
+        tokenizer = tokenizer or (None if given.ids else model)
+        model = GPT.from_pretrained(model, resolve=given.resolve, **heads)
+    return function(model, tokenizer, **options)
+
+
+def _progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rlayer {done} of {of}", end="\n" if done == of else "", file=sys.stderr)
+
+
+def shown(piece: str) -> str:
+    r"""Return a token's text with its blanks and controls visible: ' the', '\n'."""
+    return piece if piece.startswith(("bytes:\\x", "id:")) else repr(piece)
+
+
+def _words(pieces: Iterable[str], width: int = WORD) -> list[str]:
+    """Return tokens as a table shows them, cut to a width."""
+    from rich.cells import cell_len, set_cell_size
+
+    texts = map(shown, pieces)
+    return [t if cell_len(t) <= width else set_cell_size(t, width - 2) + ".." for t in texts]
+
+
+def _cell(value: Any) -> str:
+    """Return a number in at most seven columns, if it is below a million; "-" for none."""
+    if isinstance(value, str):
+        return value
+    if value is None or value != value:
+        return "-"
+    if value == 0:
+        return "0"
+    if float(value).is_integer() and not isinstance(value, (float, np.floating)):
+        return f"{value:,}"
+    size = abs(value)
+    if 0 < size < 0.0005:
+        return f"{value:.0e}"
+    return f"{value:,.{3 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
+
+
+def _table(*columns: tuple[str, Iterable[Any]]) -> None:
+    """Print columns, each a name and its values; numbers stand to the right."""
+    from rich.cells import cell_len
+
+    made = []
+    for name, values in columns:
+        listed = list(values)
+        cells = [name, *map(_cell, listed)]
+        width = max(map(cell_len, cells))
+        left = all(isinstance(value, str) for value in listed)
+        blanks = [" " * (width - cell_len(cell)) for cell in cells]
+        pairs = zip(cells, blanks, strict=True) if left else zip(blanks, cells, strict=True)
+        padded = [a + b for a, b in pairs]
+        made.append([padded[0], "-" * width, *padded[1:]])
+    print("\n".join(" ".join(row).rstrip() for row in zip(*made, strict=True)))
+
+
+def _positions(found: Positions, _: int) -> None:
+    changes, words = found.max_abs_change, found.words
+    _table(
+        ("#", range(len(found.ids))),
+        ("token", _words(found.pieces)),
+        ("next", [*_words(words[id] for id in found.target[:-1]), "-"]),
+        ("prob", np.exp(found.logprob)),
+        ("rank", [*found.rank[:-1], None]),
+        ("bits", found.surprisal_bits),
+        ("entropy", found.entropy_bits),
+        ("likeliest", _words(words[id] for id in found.top_ids[:, 0]))
+        if changes is None
+        else ("logits moved by", changes),
+    )
+    print(
+        f"\nmean loss {_cell(found.loss)} nats, {_cell(found.bits_per_byte)} bits per byte\n"
+        f"training learns from {found.next} predictions, generation reads position {found.next}"
+    )
+    if found.poked is not None and changes is not None:
+        at, old, new = found.poked
+        most = changes[:at].max(initial=0)
+        moved = f"moved by at most {most:.0e}: rounding" if most else "did not move by one bit"
+        print(f"Token {at} became id {new} instead of {old}. Before it, logits {moved}.")
+
+
+def _lens(found: Lens, _: int) -> None:
+    at = found.position
+    print(f"after token {at}, {shown(found.pieces[at])}: each state, read by final norm and head")
+    tops = [
+        (_words((found.words[id] for id in ids), 16), probs)
+        for ids, probs in zip(
+            found.top_ids[:, at].T, np.exp(found.top_logprob[:, at].T), strict=True
+        )
+    ]
+    ranks = found.target_rank[:, at]
+    _table(
+        ("state", found.layers),
+        *((n, v) for top in tops[:2] for n, v in zip(("likeliest", "prob"), top, strict=True)),
+        ("rank of next", ranks if ranks[-1] else [None] * len(ranks)),
+        ("KL bits", found.kl_bits[:, at]),
+    )
+    print("\nKL is from the model's own prediction\nearly layers were not trained to be read so")
+
+
+def _dot(found: Dot, _: int) -> None:
+    print(
+        f"after token {found.position}, {shown(found.piece)}: logit = h . e = |h| |e| cos; "
+        f"|h| = {_cell(found.h_norm)}\n"
+        f"e is a row of {found.matrix}, which {found.does}; c is e less the mean row"
+    )
+    _table(
+        ("token", _words(found.pieces, 12)),
+        ("prob", found.prob),
+        ("logit", found.logit),
+        ("=bias", found.bias_part + found.head_bias),
+        ("+gain", found.gain_part),
+        ("|e|", found.row_norm),
+        ("cos", found.cos),
+        ("#cos", found.rank_cos),
+        ("|c|", found.centred_norm),
+        ("cos c", found.centred_cos),
+    )
+    print(
+        "\nbias: the same in every context; gain: what the context adds; #cos: rank by cos\n"
+        "subtracting the mean row from all rows changes |e| and cos, and no probability"
+    )
+
+
+def _vocabulary(found: Vocabulary, top: int) -> None:
+    size = len(found.pieces)
+    for matrix in found.matrices:
+        print(f"{matrix.name} {matrix.does}: {size:,} rows e; c is e less the mean row")
+        if matrix.spearman:
+            _table(
+                ("with ln count", matrix.spearman),
+                ("spearman", matrix.spearman.values()),
+                ("from", [low for low, _ in matrix.interval.values()]),
+                ("to", [high for _, high in matrix.interval.values()]),
+                ("slope", matrix.slope.values()),
+            )
+            print(f"one direction explains {matrix.r2_heldout:.0%} of ln count, on tokens held out")
+        if len(matrix.own_rank):
+            wins, asked = (matrix.own_rank == 1).mean(), len(matrix.own_rank)
+            print(f"{wins:.0%} of {asked:,} tokens rank first where h is their own row")
+        order = matrix.centred_norm.argsort()[::-1]
+        order = order if 2 * top >= size else np.r_[order[:top], order[-top:]]
+        print("\nlongest and shortest rows" + ", all of them" * (len(order) == size))
+        how = [_reach(found, id) for id in order]
+        columns = found.count, matrix.norm, matrix.centred_norm, matrix.prior_logit
+        named = zip(("count", "|e|", "|c|", "prior logit"), columns, strict=True)
+        _table(
+            ("id", map(str, order)),
+            ("token", _words((found.pieces[id] for id in order), 20)),
+            *((name, column[order]) for name, column in named if column is not None),
+            ("reached", how),
+        )
+    if found.unseen is None:
+        print("\nno counts: --counts tells what goes with frequency", end="")
+    else:
+        print(f"\n{len(found.unseen):,} tokens never occur in {found.counted_in}", end="")
+    print("" if found.reachable is not None else "; no tokenizer: what text reaches is not known")
+
+
+def _reach(found: Vocabulary, id: int) -> str:
+    if found.reachable is None or found.fragment is None:
+        return "-"
+    return "yes" if found.reachable[id] else "as part" if found.fragment[id] else "no"
+
+
+def _gradient_split(found: GradientSplit, top: int) -> None:
+    joined = "one matrix, which both are added to"
+    if found.reads != found.predicts:
+        joined = "two matrices, untied: they stay apart"
+    print(f"{found.reads} reads, {found.predicts} predicts: {joined}")
+    print(
+        f"gradient of the loss: {_cell(found.norm_read)} from reading, "
+        f"{_cell(found.norm_predict)} from predicting, cosine {_cell(found.cosine)}\n"
+        f"their sum is the ordinary gradient to {found.residual:.0e} of its length\n"
+    )
+    order = np.hypot(found.rows_read, found.rows_predict).argsort()[::-1][:top]
+    _table(
+        ("id", map(str, order)),
+        ("token", _words((found.pieces[id] for id in order), 24)),
+        ("from reading", found.rows_read[order]),
+        ("from predicting", found.rows_predict[order]),
+    )
+
+
+def _attention(found: AttentionMaps, _: int) -> None:
+    print(f"heads of layer {found.layer}: means over all queries but the first")
+    keys = found.patterns[:, -1].argmax(1)
+    _table(
+        ("head", range(len(keys))),
+        ("entropy, bits", found.entropy[found.layer]),
+        ("on the first", found.first_share[found.layer]),
+        ("on the one before", found.previous_share[found.layer]),
+        ("last looks at", [f"{key} {_words([found.pieces[key]])[0]}" for key in keys]),
+        ("weight", found.patterns[:, -1].max(1)),
+    )
+
+
+def _ablate(found: Ablation, _: int) -> None:
+    instead = "nothing" if found.mode == "zero" else "its mean over the text"
+    print(f"loss {_cell(found.loss)} nats, and how it changes when a part gives {instead}")
+    most = [heads.argsort()[::-1][:4] for heads in found.heads]
+    named = zip(most, found.heads, strict=True)
+    _table(
+        ("layer", range(len(most))),
+        ("attention", found.attention),
+        ("MLP", found.mlp),
+        ("heads that cost most", ["  ".join(f"{h}: {x[h]:+.3f}" for h in hs) for hs, x in named]),
+    )
+
+
+SHOW: dict[str, Callable[[Any, int], None]] = {
+    "positions": _positions,
+    "lens": _lens,
+    "dot": _dot,
+    "vocabulary": _vocabulary,
+    "gradient-split": _gradient_split,
+    "attention": _attention,
+    "ablate": _ablate,
+}

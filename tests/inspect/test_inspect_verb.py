@@ -1,0 +1,101 @@
+"""`tiedgpt inspect` as a user meets it: tables of 80 columns, JSON, figures, errors."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from tests.inspect.conftest import TEXT, random_model
+from tiedgpt.cli.inspect import SHOW
+from tiedgpt.cli.main import main
+from tiedgpt.inspect import vocabulary
+
+HOSTILE = "naïve  café\n\t文字 $x_1$"
+"""Blanks, a tab, half characters, what matplotlib takes for mathematics."""
+
+
+@pytest.fixture(autouse=True)
+def here(model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+
+
+@pytest.mark.parametrize("name", SHOW)
+def test_every_name_prints_a_table_json_and_a_figure(name, capfd):
+    text = [] if name == "vocabulary" else ["--text", HOSTILE]
+    if name == "vocabulary":
+        Path("text.txt").write_text(TEXT * 3)
+        text = ["--counts", "text.txt"]
+    figure = f"{name}.svg"
+    assert main(["inspect", name, "model", *text, "--plot", figure]) == 0
+    out = capfd.readouterr().out
+    assert max(map(cell_len, out.splitlines())) <= 80
+    assert f"written to {figure}" in out
+    assert Path(figure).read_text().startswith("<?xml")
+    if name != "ablate":
+        assert any(word in out for word in ("' '", "bytes:\\x", "'\\n", "' the'"))
+    assert main(["inspect", name, "model", *text, "--format", "json"]) == 0
+    json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_a_poke_is_told_and_ids_need_no_tokenizer(capfd):
+    assert main(["inspect", "positions", "model", "--text", TEXT, "--poke", "3"]) == 0
+    out = capfd.readouterr().out
+    assert "logits moved by" in out and "did not move by one bit" in out
+    assert main(["inspect", "lens", "model", "--ids", "3", "4", "--after-attention"]) == 0
+    assert "h.1.attn" in capfd.readouterr().out
+
+
+def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
+    random_model(tied=False, vocab_size=len(tokenizer)).save_pretrained("untied")
+    assert main(["inspect", "vocabulary", "untied"]) == 0
+    out = capfd.readouterr().out
+    assert "wte.weight reads" in out and "head.weight predicts" in out
+    assert "no counts" in out and "no tokenizer" in out
+    assert main(["inspect", "gradient-split", "untied", "--ids", "1", "2", "3"]) == 0
+    assert "wte.weight reads, head.weight predicts: two matrices" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["positions"], "give --text, or --ids"),
+        (["positions", "--text", "a", "--ids", "3"], "give --text, or --ids"),
+        (["positions", "--text", ""], "text is empty"),
+        (["positions", "--text", "cat " * 200], "to 80 tokens"),
+        (["positions", "--ids", "9999"], "id 9999 is outside"),
+        (["vocabulary", "--poke", "3"], "--poke is not for inspect vocabulary"),
+        (["dot", "--text", "cat", "--position", "99"], "--position must be"),
+        (["dot", "--text", "cat", "--plot", "x.gif"], "name it .png, .svg or .pdf"),
+        (["vocabulary", "--counts", "nowhere"], "no file matches 'nowhere'"),
+    ],
+)
+def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capfd):
+    name, *rest = arguments
+    assert main(["inspect", name, "model", *rest]) == 1
+    out, err = capfd.readouterr()
+    assert said in err and not out
+
+
+def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["inspect", "dot", "nowhere", "--text", "a", "--plot", "x.png"]) == 1
+    assert "pip install tiedgpt[plot]" in capfd.readouterr().err
+
+
+def test_a_table_of_a_whole_vocabulary_takes_no_time(model, capfd):
+    found = vocabulary(model)
+    n = 50_257
+    some = np.random.default_rng(0).random(n, np.float32)
+    rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
+    found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))
+    start = time.process_time()
+    SHOW["vocabulary"](found, n)
+    assert time.process_time() - start < 20  # on any machine; bench/ has no claim here
+    assert capfd.readouterr().out.count("' word") == n
