@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from tests.infer.conftest import drain
-from tiedgpt.errors import UserError
-from tiedgpt.infer import GenerationConfig
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
 from tiedgpt.infer.scoring import score
@@ -166,6 +166,33 @@ def test_a_request_waits_for_another_that_reads_the_same_long_prefix(engine, rea
         assert each.result.ids == alone.ids
 
 
+def test_while_a_prefix_is_read_others_pass_but_nobody_takes_the_slot_that_waits_for_it(engine):
+    prompt = [n % 50 for n in range(MIN_SHARED + 10)]
+    running = scheduler(engine, slots=3)
+    running._pace.chunk = 4
+    decoding = add(running, engine, [3], temperature=0)
+    running.step()
+    options = {"temperature": 0, "max_new_tokens": 4}
+    shared = [add(running, engine, [*prompt, last], **options) for last in (1, 2)]
+    behind = add(running, engine, [4], **options)
+    running.step()
+    assert [bool(each.slots) for each in (decoding, *shared, behind)] == [True, True, False, False]
+    running.cancel(decoding)
+    running.step()
+    assert behind.slots and not shared[1].slots and len(running.pool.free) == 1
+    drain(running)
+    assert running.counts["reused_tokens"] == len(prompt)
+
+
+def test_a_long_text_is_not_cut_for_a_short_match_while_a_slot_that_holds_less_is_free(engine):
+    running = scheduler(engine, slots=2)
+    for prompt in ([*range(20)], [0, 1, 2, 30], [*range(21)]):
+        add(running, engine, prompt, max_new_tokens=1)
+        drain(running)
+    assert sorted(running.pool.held) == [[*range(21)], [0, 1, 2, 30]]
+    assert running.counts["reused_tokens"] == 3 + 20
+
+
 def test_a_free_slot_that_holds_most_of_a_prompt_is_taken_and_else_the_oldest(engine, reads):
     running = scheduler(engine, slots=2)
     for prompt, n_read in (([1, 2, 3], 3), ([4, 5], 2), ([1, 2, 9], 1), ([1, 2, 9], 1), ([6], 1)):
@@ -192,3 +219,18 @@ def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
     added = add(running, engine, [1], logit_bias=nothing)
     drain(running)
     assert isinstance(added.error, UserError) and "no token is left" in str(added.error)
+
+
+def test_memory_is_asked_for_what_requests_may_fill_before_they_begin(engine, monkeypatch):
+    wide = Engine(engine.model, slots=4, tokenizer=engine.tokenizer)
+    position = wide.runner.session(slots=1, capacity=1).position_bytes
+    monkeypatch.setattr("tiedgpt.infer.room.free_memory", lambda: 20 * position)
+    options = {"temperature": 0, "max_new_tokens": 9}
+    expected = engine.generate([5, 6], **options)
+    assert wide.generate([5, 6], **options).ids == expected.ids
+    with pytest.raises(NoRoomError, match="GB are free"):
+        wide.generate([5] * 12, **options)
+    fits, does_not = wide.generate([[5, 6], [7] * 10], **options)
+    assert fits.ids == expected.ids and isinstance(does_not.error, NoRoomError)
+    with pytest.raises(NoRoomError):
+        wide.score([5] * 21)

@@ -127,3 +127,23 @@ def test_prompt_logprobs_are_the_scores_of_the_prompt_over_all_rows(tokenizer):
         completion = engine.generate(prompt, max_new_tokens=3, **options)
         expected = engine.score(completion.ids, prompt).logprobs
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_that_stand_for_no_token_outrank_nobody(tokenizer, make):
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=len(tokenizer) + 30, n_positions=16, n_embd=32, n_layer=1, n_head=2
+    )
+    model = GPT(config).eval()
+    with torch.no_grad():
+        model.wte.weight[len(tokenizer) :] *= 50
+    scoring = Engine(model, *make.args[1:], **{**make.keywords, "tokenizer": tokenizer})
+    prompt = [5, 6]
+    with torch.no_grad():
+        logits = model.logits(model.body(torch.tensor([prompt])))[0, -1]
+    likeliest = int(logits[: len(tokenizer)].argmax())
+    assert logits.argmax() >= len(tokenizer)
+    scored = scoring.score([likeliest], prompt)
+    assert scored.is_greedy and scored.ranks == [0]
+    assert scored.logprobs == pytest.approx([float(logits.log_softmax(0)[likeliest])], rel=0.05)
+    assert scoring.generate(prompt, max_new_tokens=1, temperature=0).ids == [likeliest]

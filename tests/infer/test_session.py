@@ -68,6 +68,15 @@ def test_reading_leaves_every_modules_mode_as_it_was(model):
     assert model.training and model.h[1].training and not model.h[0].training
 
 
+def test_a_model_that_begins_to_train_is_read_without_dropout(model):
+    session = TorchRunner(model.eval()).session(slots=1, capacity=8)
+    first = session.read([0], [[1, 2]])[0]
+    model.train()
+    session.cut(0, 0)
+    np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0])
+    assert all(module.training for module in model.modules())
+
+
 def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
     huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
     model.config = huge

@@ -79,6 +79,17 @@ def test_torch_computes_on_threads_of_the_engines_and_has_its_own_number_after(e
     assert torch.get_num_threads() == own
 
 
+def test_torch_computes_on_what_the_thread_that_asks_has_set(engine, torchs):
+    own = torch.get_num_threads()
+    engine.generate([5], max_new_tokens=2)
+    try:
+        torch.set_num_threads(own + 1)
+        engine.generate([5], max_new_tokens=2)
+    finally:
+        torch.set_num_threads(own)
+    assert set(torchs) == {own, own + 1}
+
+
 def test_torchs_number_is_put_back_when_several_have_used_others():
     own = torch.get_num_threads()
     inside, leave = threading.Event(), threading.Event()

@@ -190,11 +190,13 @@ class Engine:
         if len(given) != len(each):
             raise UserError(f"contexts must be one for each text, got {len(given)} of {len(each)}")
         requests = []
+        n_tokens = self.runner.config.vocab_size if self.tokenizer is None else len(self.tokenizer)
         for text, context in zip(each, given, strict=True):
             ids, n_context = split_context(text, context, self.runner.config, self.tokenizer)
-            begin = partial(score, ids=ids, n_context=n_context)
+            begin = partial(score, ids=ids, n_context=n_context, n_tokens=n_tokens)
             shared = ids[:n_context] if n_context < self.runner.config.n_positions else []
-            requests.append(Request(begin, prompt=shared))
+            length = min(len(ids), self.runner.config.n_positions)
+            requests.append(Request(begin, length=length, prompt=shared))
         scored = self._wait_for(requests, collect=False)
         return scored if many else scored[0]
 
@@ -247,9 +249,12 @@ class Engine:
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         deadline = time.monotonic() + timeout
+        longer = guidance.longer if guidance else 0
         return Request(
-            begin, n_slots=config.n_slots, prompt=() if whole else ids, text=text, deadline=deadline
-        )
+            begin, n_slots=config.n_slots, prompt=() if whole else ids, text=text,
+            length=min(len(ids) + longer + config.max_new_tokens, model.n_positions),
+            deadline=deadline,
+        )  # fmt: skip
 
     def _wait_for(self, requests: list[Request], *, collect: bool) -> list[Any]:
         """Run requests; return their results, errors among them if they are to be collected."""

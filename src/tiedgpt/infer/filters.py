@@ -150,13 +150,16 @@ def _passing(weights: NDArray[np.float64], share: float) -> tuple[int, float]:
     return at, float((sought - (reached[at] - weights[at])) / weights[at])
 
 
-def score(logits: NDArray[np.float32], targets: Sequence[int]) -> tuple[list[float], list[int]]:
+def score(
+    logits: NDArray[np.float32], targets: Sequence[int], n_tokens: int | None = None
+) -> tuple[list[float], list[int]]:
     """Return the logprob of each target after logits (n, V), and how many ids were likelier.
 
-    Of equal logits those with a lower id come first.
+    Of equal logits those with a lower id come first. Ids from `n_tokens` on are not counted.
     """
     logprobs, ranks = list[float](), list[int]()
     for row, target in zip(logits, targets, strict=True):
         logprobs.append(float(row[target]) - log_normalizer(row))
-        ranks.append(int((row > row[target]).sum() + (row[:target] == row[target]).sum()))
+        tokens = row[:n_tokens]
+        ranks.append(int((tokens > row[target]).sum() + (tokens[:target] == row[target]).sum()))
     return logprobs, ranks

@@ -107,9 +107,11 @@ class GuidedSlots:
         self._inner.copy(source, target)
         self._inner.copy(len(self) + source, len(self) + target)
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
-        return self._inner.score(logits, targets)
+        return self._inner.score(logits, targets, n_tokens)
 
 
 def guided(logits: Array, negative: Array, scale: float) -> Array:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.session import Runner
-from tiedgpt.infer.threads import OnThreads
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
@@ -61,8 +60,7 @@ class How:
         """Return a runner in torch."""
         from tiedgpt.infer.torch_session import TorchRunner
 
-        runner = TorchRunner(model)
-        return runner if self.threads is None else OnThreads(runner, self.threads)
+        return TorchRunner(model, self.threads)
 
     def kernels(self, packed: PackedModel) -> Runner:
         """Return a runner of packed weights."""

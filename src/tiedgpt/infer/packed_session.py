@@ -49,6 +49,9 @@ class PackedRunner:
         self.config = model.config
         self._weights = _weights(model)
 
+    def heed_caller(self) -> None:
+        """Nothing: kernels compute on threads of their own."""
+
     def session(self, *, slots: int, capacity: int) -> PackedSession:
         """Allocate room for `slots` sequences of up to `capacity` positions; see `Runner`."""
         if slots < 1 or not 1 <= capacity <= self.config.n_positions:
@@ -66,6 +69,7 @@ class PackedSession:
         self, model: PackedModel, weights: Weights, slots: int, capacity: int, threads: int
     ) -> None:
         self._cache = _cache(model, slots, capacity)
+        self.position_bytes = -(-sum(a.nbytes for a in self._cache) // (slots * capacity))
         self.config, self.slots, self.capacity = model.config, slots, capacity
         self.lengths = [0] * slots
         self._model, self._weights = model, weights
@@ -119,9 +123,11 @@ class PackedSession:
                 chosen[at] = Chosen(token, logprob)
         return chosen
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks; see `Session.score`."""
-        return sampling.score(self._pool, logits, targets)
+        return sampling.score(self._pool, logits, targets, n_tokens)
 
     def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` for what is no row of W: kernels check nothing."""
@@ -210,14 +216,12 @@ class PackedSession:
 
 
 def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
-    """Allocate keys, values and their scales; raise `NoRoomError` before, where they do not fit."""
+    """Allocate keys, values and their scales, which take memory as they are filled."""
     config, room = model.config, padded(capacity)
     size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
     heads = (config.n_layer, slots, config.n_head)
     scaled = (*heads, room if dtype == np.int8 else 0)
     n_bytes = 2 * math.prod(heads) * room * size * dtype.itemsize + 8 * math.prod(scaled)
-    what = f"a cache of {slots} sequences of {capacity} tokens"
-    require_memory(n_bytes, what)
     try:
         return Cache(
             np.zeros((*heads, room // BLOCK, size, BLOCK), dtype),
@@ -226,6 +230,8 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
             np.zeros(scaled, np.float32),
         )
     except MemoryError:
+        what = f"a cache of {slots} sequences of {capacity} tokens"
+        require_memory(n_bytes, what)
         raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
 
 

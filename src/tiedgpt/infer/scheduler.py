@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.sampling import Choice
 from tiedgpt.infer.sequence import FinishReason
 from tiedgpt.infer.sequence import Sequence as Text
@@ -35,7 +36,8 @@ MIN_SHARED = 32
 class Request:
     """Steps that a scheduler runs in `n_slots` slots, and how they ended.
 
-    `prompt` is what the first slot begins with and may share with others; `text` what it writes.
+    They fill at most `length` positions of each. `prompt` is what the first slot begins with and
+    may share with others; `text` what it writes.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Request:
         begin: Callable[[Slots], Steps[Any]],
         *,
         n_slots: int = 1,
+        length: int = 0,
         prompt: Sequence[int] = (),
         text: Text | None = None,
         deadline: float = math.inf,
     ) -> None:
-        self.n_slots, self.prompt, self.text, self.deadline = n_slots, prompt, text, deadline
+        self.n_slots, self.length, self.prompt = n_slots, length, prompt
+        self.text, self.deadline = text, deadline
         self.has_ended = False
         self.result: Any = None
         self.error: Exception | None = None
@@ -179,7 +183,11 @@ class Scheduler:
             if self._is_being_read(request.prompt):
                 continue
             self.waiting.remove(request)
-            slots, shared = self.pool.take(request.n_slots, request.prompt)
+            try:
+                slots, shared = self.pool.take(request.n_slots, request.prompt, request.length)
+            except NoRoomError as error:
+                request.fail(error)
+                continue
             self.counts["prompt_tokens"] += len(request.prompt)
             self.counts["reused_tokens"] += shared
             self.running.append(request)

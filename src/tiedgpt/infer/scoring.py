@@ -23,7 +23,10 @@ class Scored:
     logprobs: list[float]
     """Logprob of each id after the context, in nats."""
     ranks: list[int]
-    """How many tokens were likelier than each of these; 0: it was the likeliest."""
+    """How many tokens were likelier than each of these; 0: it was the likeliest.
+
+    Rows of W that stand for no token are not counted; `logprobs` are over all rows.
+    """
 
     @property
     def total(self) -> float:
@@ -41,7 +44,9 @@ class Scored:
         return not any(self.ranks)
 
 
-def score(slots: Slots, ids: Sequence[int], n_context: int) -> Steps[Scored]:
+def score(
+    slots: Slots, ids: Sequence[int], n_context: int, n_tokens: int | None = None
+) -> Steps[Scored]:
     """Score the ids from `n_context` on, each by all before it that its window holds.
 
     A text longer than the context is read in windows, each of which begins half a window after the
@@ -59,7 +64,7 @@ def score(slots: Slots, ids: Sequence[int], n_context: int) -> Steps[Scored]:
             targets = ids[first + 1 : min(first + SCORED_AT_ONCE, end) + 1]
             read = Read(0, ids[first : first + len(targets)], every=True)
             (logits,) = yield from slots.read([read])
-            its_logprobs, its_ranks = slots.score(logits, targets)
+            its_logprobs, its_ranks = slots.score(logits, targets, n_tokens)
             logprobs += its_logprobs
             ranks += its_ranks
         if end == len(ids) - 1:

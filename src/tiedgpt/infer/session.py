@@ -39,6 +39,10 @@ class Slots(Protocol):
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
 
+    @property
+    def position_bytes(self) -> int:
+        """Memory that a position takes once it is filled; 0 where it was taken from the start."""
+
     def cut(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
 
@@ -61,8 +65,14 @@ class Session(Slots, Protocol):
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
         """Choose a token for each, or return the error why none can be chosen."""
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
-        """Return the logprob of each target after logits (n, V), and how many ids are likelier."""
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
+        """Return the logprob of each target after logits (n, V), and how many ids are likelier.
+
+        Logprobs are the model's own, over all V rows. Likelier are only ids that may be chosen,
+        those below `n_tokens`.
+        """
 
 
 class Runner(Protocol):
@@ -72,10 +82,13 @@ class Runner(Protocol):
     def config(self) -> GPTConfig:
         """The model's."""
 
+    def heed_caller(self) -> None:
+        """Note what the thread that asks has set torch to; called in that thread."""
+
     def session(self, *, slots: int, capacity: int) -> Session:
         """Return room for that many sequences of that many positions, all of them empty.
 
-        Raises `NoRoomError`, before memory is taken, where it cannot fit.
+        On a CPU it takes memory as it is filled. Raises `NoRoomError` where it can never fit.
         """
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, Session
 from tiedgpt.infer.speculation import Price
@@ -85,7 +86,9 @@ class Slots(Protocol):
     def copy(self, source: int, target: int) -> None:
         """Let a slot hold what another holds."""
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
 
 
@@ -106,28 +109,47 @@ class SlotPool:
     """Free slots, the longest unused first."""
 
     def __post_init__(self) -> None:
-        self.held = [[] for _ in range(self.session.slots)]
-        self.free = list(range(self.session.slots))
+        n = self.session.slots
+        self.held = [[] for _ in range(n)]
+        self.free = list(range(n))
+        self._granted, self._filled = [0] * n, [0] * n
+        """By slot, positions that may be filled, and that were, now or before."""
 
-    def take(self, n: int, prompt: Sequence[int]) -> tuple[SomeSlots, int]:
+    def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[SomeSlots, int]:
         """Take n free slots; return them, and how many ids of the prompt the first holds.
 
-        The last id of the prompt is always left to be read: its logits are wanted.
+        The last id of the prompt is always left to be read: its logits are wanted. Raises
+        `NoRoomError` where there is no memory to fill each up to `length`.
         """
         best, shared = self.longest_prefix(prompt)
         first = self.free[0]
         lost = len(self.held[best]) - shared
         if shared and best in self.free and lost <= len(self.held[first]):
             first = best  # else a copy costs less of what is held
-        self.free.remove(first)
-        slots = [first, *self.free[: n - 1]]
-        del self.free[: n - 1]
+        slots = [first, *[slot for slot in self.free if slot != first][: n - 1]]
+        self._grant(slots, length)
+        self.free = [slot for slot in self.free if slot not in slots]
         if first != best and shared:
             self.copy(best, first)
         self.truncate(first, shared)
         for slot in slots[1:]:
             self.truncate(slot, 0)
         return SomeSlots(self, slots), shared
+
+    def _grant(self, slots: list[int], length: int) -> None:
+        """Let slots be filled up to a length, with memory left for what others may still fill."""
+        granted = list(self._granted)
+        for slot in slots:
+            granted[slot] = max(length, granted[slot])
+        self._note_filled()
+        missing = sum(max(0, a - b) for a, b in zip(granted, self._filled, strict=True))
+        if missing and self.session.position_bytes:
+            what = f"a cache of {missing} positions more"
+            require_memory(missing * self.session.position_bytes, what)
+        self._granted = granted
+
+    def _note_filled(self) -> None:
+        self._filled = [max(n, len(ids)) for n, ids in zip(self._filled, self.held, strict=True)]
 
     def longest_prefix(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Return the slot that holds most of the prompt, and how many of its ids."""
@@ -141,6 +163,9 @@ class SlotPool:
     def release(self, slots: Sequence[int]) -> None:
         """Give slots back; what they hold may be reused until they are taken."""
         self.free.extend(slots)
+        self._note_filled()
+        for slot in slots:
+            self._granted[slot] = self._filled[slot]
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
@@ -190,6 +215,8 @@ class SomeSlots:
         """Let a slot hold what another holds."""
         self._pool.copy(self.numbers[source], self.numbers[target])
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
-        return self._pool.session.score(logits, targets)
+        return self._pool.session.score(logits, targets, n_tokens)

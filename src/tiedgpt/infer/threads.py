@@ -6,11 +6,9 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, SupportsIndex, cast
+from typing import SupportsIndex
 
-from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.session import Logits, Runner, Session
 
 USUAL = 16
 """Threads beyond this only wait for memory, where one token is read at a time."""
@@ -30,50 +28,6 @@ def check_threads(threads: object) -> int:
         if 1 <= number <= MOST:
             return number
     raise UserError(f"threads={threads!r} is no number of threads from 1 to {MOST}")
-
-
-class OnThreads:
-    """A runner of torch's that computes on a number of threads.
-
-    torch has one number of threads for the process: it is set while a session reads, and put back
-    after. Sessions that read at the same time in several threads of Python should ask for the same.
-    """
-
-    def __init__(self, runner: Runner, threads: int) -> None:
-        self.threads = threads
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_runner":  # asked for while a copy is made
-            raise AttributeError(name)
-        return getattr(self._runner, name)
-
-    @property
-    def config(self) -> GPTConfig:
-        """The model's."""
-        return self._runner.config
-
-    def session(self, *, slots: int, capacity: int) -> Session:
-        """Allocate room for sequences; see `Runner`."""
-        with using(self.threads):
-            session = self._runner.session(slots=slots, capacity=capacity)
-        return cast(Session, _SessionOnThreads(session, self.threads))
-
-
-class _SessionOnThreads:
-    """See `OnThreads`."""
-
-    def __init__(self, session: Session, threads: int) -> None:
-        self._session, self._threads = session, threads
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_session":
-            raise AttributeError(name)
-        return getattr(self._session, name)
-
-    def read(self, *given: Any, **options: Any) -> list[Logits]:
-        with using(self._threads):
-            return self._session.read(*given, **options)
 
 
 _lock = threading.Lock()

@@ -17,11 +17,12 @@ import torch
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
+from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import filters, sampling
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
+from tiedgpt.infer.threads import using
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
@@ -34,10 +35,18 @@ MAX_IDS = 4096
 
 
 class TorchRunner:
-    """A `GPT` as it is: its device, its dtype, its modules' modes."""
+    """A `GPT` as it is: its device, its dtype, its modules' modes.
 
-    def __init__(self, model: GPT) -> None:
-        self.model = model
+    It computes on `threads`; on None, on what torch is set to in the thread that asked last.
+    """
+
+    def __init__(self, model: GPT, threads: int | None = None) -> None:
+        self.model, self.threads = model, threads
+        self.heed_caller()
+
+    def heed_caller(self) -> None:
+        """Note how many threads torch is set to here: it has one number for each thread."""
+        self.threads_used = self.threads or torch.get_num_threads()
 
     @property
     def config(self) -> GPTConfig:
@@ -46,25 +55,33 @@ class TorchRunner:
 
     def session(self, *, slots: int, capacity: int) -> TorchSession:
         """Allocate a cache (L, slots, H, capacity, D/H) twice, or more; see `Runner`."""
-        weight = self.model.wte.weight
-        self._require_memory(slots, capacity)
-        cache = _zeros(self.config, slots, capacity, weight)
-        return TorchSession(_in_eval_mode(self.model), cache, slots, capacity)
-
-    def _require_memory(self, slots: int, capacity: int) -> None:
-        weight, config = self.model.wte.weight, self.config
-        n_bytes = 2 * config.n_layer * slots * capacity * config.n_embd * weight.itemsize
+        device = self.model.wte.weight.device
+        n_bytes = position_bytes(self.model) * slots * capacity
         what = f"a cache of {slots} sequences of {capacity} tokens"
-        require_memory(n_bytes, what, _free(weight.device))
+        if device.type != "cpu":
+            require_memory(n_bytes, what, _free(device))
+        try:
+            cache = _zeros(self.config, slots, capacity, self.model.wte.weight)
+        except MemoryError:
+            require_memory(n_bytes, what)
+            raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
+        return TorchSession(self, cache, slots, capacity)
+
+
+def position_bytes(model: GPT) -> int:
+    """Return the memory that a position's keys and values take."""
+    return 2 * model.config.n_layer * model.config.n_embd * model.wte.weight.itemsize
 
 
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
-    def __init__(self, model: GPT, cache: KVCache, slots: int, capacity: int) -> None:
-        self.model = model
+    def __init__(self, runner: TorchRunner, cache: KVCache, slots: int, capacity: int) -> None:
+        self._runner = runner
+        self.model = runner.model
         self.slots = slots
         self.capacity = capacity
+        self.position_bytes = position_bytes(self.model) if cache.keys.device.type == "cpu" else 0
         self._cache = cache
         self._rows = list(range(slots))  # the row of each slot
 
@@ -86,7 +103,9 @@ class TorchSession:
         if not len(slots):
             return []
         logits: dict[int, Logits] = {}
-        with torch.inference_mode():
+        if self.model is self._runner.model:
+            self.model = _in_eval_mode(self.model)  # its owner may train it meanwhile
+        with using(self._runner.threads_used), torch.inference_mode():
             for group in self._groups(slots, ids):
                 its = [slots[i] for i in group], [ids[i] for i in group]
                 logits |= zip(group, self._read(*its, every), strict=True)
@@ -114,9 +133,11 @@ class TorchSession:
         """Choose a token for each; see `Session.choose`."""
         return sampling.choose(choices)
 
-    def score(self, logits: Logits, targets: Sequence[int]) -> tuple[list[float], list[int]]:
+    def score(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks; see `Session.score`."""
-        return filters.score(logits, targets)
+        return filters.score(logits, targets, n_tokens)
 
     def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide what is to be read into what is read at once: steps, and prompts of a length."""

@@ -106,6 +106,7 @@ class Worker:
             raise QueueFullError(
                 f"{self._most} requests run or wait: try again later, or Engine(..., queue_size=)"
             )
+        self._runner.heed_caller()
         generation = Generation(self, request)
         if emit and request.text is not None:
             request.text.emit = generation.tokens.put

@@ -289,14 +289,16 @@ def _first(scores, top):
 
 
 @njit(error_model="numpy")
-def _rank(scores, size, target):
-    """Return how many scores are higher than a token's, or as high and of lower ids."""
-    rank, score, before = 0, scores[target], target // LANES * LANES
+def _rank(scores, n, target):
+    """Return how many of n scores are higher than a token's, or as high and of lower ids."""
+    rank, score, lower = 0, scores[target], min(target, n)
+    before = lower // LANES * LANES
+    scores[n : n + LANES] = NONE
     for at in range(0, before, LANES):
         rank += count_bits(at_least16(load16(scores, at), score))
-    for at in range(before, size, LANES):
+    for at in range(before, n, LANES):
         rank += count_bits(above16(load16(scores, at), score))
-    for at in range(before, target):
+    for at in range(before, lower):
         rank += scores[at] == score
     return rank
 
