@@ -41,7 +41,8 @@ class Generation:
         self.engine: object = None  # held while its text is waited for
         self.future: Future[Any] = Future()
         self.tokens: SimpleQueue[Token | None] = SimpleQueue()
-        self._cancel = weakref.finalize(self, worker.cancel, request)
+        # Finalizers are held globally, and a failed request's traceback may hold this object.
+        self._cancel = weakref.finalize(self, worker.cancel, weakref.ref(request))
         self._cancel.atexit = False
 
     def __iter__(self) -> Iterator[Token]:
@@ -122,9 +123,10 @@ class Worker:
         if self._closed:
             raise ClosedError("the engine was closed")
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, held: weakref.ref[Request]) -> None:
         """End a request; its result is what was generated so far."""
-        if self._process == os.getpid():
+        request = held()
+        if request is not None and self._process == os.getpid():
             self._commands.put(partial(self._end, request))
 
     def close(self) -> None:
