@@ -33,7 +33,8 @@ def tiedgpt(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 
 def test_train_then_generate_then_train_again(text, capfd):
-    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
+    command = ["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300", "--verbose"]
+    assert main(command) == 0
     out, err = capfd.readouterr()
     assert "validation loss" in out and "bits per byte" in out
     assert re.search(r"one matrix of \d+ x 128 counted once", out)
@@ -53,7 +54,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     answer = json.loads(capfd.readouterr().out)
     assert len(answer["ids"]) <= 9 and answer["finish_reason"] in ("length", "stop")
 
-    assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300"]) == 0
+    assert main(command) == 0
     assert "finished already" in capfd.readouterr().err
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "301"]) == 1
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
@@ -158,7 +159,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
     assert got == code, err
     assert re.search(says, err)
     if code != 2:
-        assert len([line for line in err.splitlines() if line.startswith("tiedgpt ")]) == 1, err
+        assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1, err
     left = {path for path in Path().rglob("*") if path.is_file()} - before
     assert not [path for path in left if "model" in path.parts or ".tmp" in path.name], left
 

@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_line_and_the_process(endless):
     endless.send_signal(signal.SIGINT)
     out, err = endless.communicate(timeout=20)
     assert endless.returncode == 75
-    assert out.endswith(b"\n") and err.endswith(b"tiedgpt generate: interrupted\n")
+    assert out.endswith(b"\n") and err.endswith(b"error: interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
     [
         (
             ["--num-beams", "3", "--temperature", "0.5"],
-            "--num-beams 3 and --temperature 0.5 exclude each other: omit one",
+            "--num-beams 3 and --temperature 0.5 exclude each other\nhint: omit one",
         ),
         (["--max-new-tokens", "0"], "--max-new-tokens must be an integer >= 1, got 0"),
         (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
@@ -112,7 +112,7 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--n", "3", "--best-of", "2"], "--best-of 2 must be at least --n 3"),
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
         (["--negative-prompt", "a"], "--negative-prompt needs a --guidance-scale other than 1"),
-        (["--length-penalty", "2"], "--length-penalty is for beam search: give --num-beams"),
+        (["--length-penalty", "2"], "--length-penalty is for beam search\nhint: give --num-beams"),
         (["--threads", "0"], "--threads 0 is no number"),
         (["--prompt", "the " * 99], "let the context slide with --context-end slide"),
         (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),
@@ -136,6 +136,6 @@ def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
 )
 def test_a_full_context_slides_on_only_where_it_can(directory, capsys, flags, advice):
     told = shown(capsys, directory, *flags, "--max-new-tokens", "100").err
-    assert told == f"the context is full{advice}\n"
+    assert told == f"note: the context is full{advice}\n"
     code = main(["generate", directory, *flags, "--context-end", "slide", "--max-new-tokens", "3"])
     assert code == (0 if advice else 1)

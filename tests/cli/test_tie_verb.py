@@ -1,6 +1,7 @@
 """`tiedgpt tie` as a user meets it: tables, JSON, exit codes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,7 @@ def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
     assert main(["tie", "audit", "sound"]) == 0
     assert main(["tie", "audit", "broken"]) == 6
     out = capfd.readouterr().out
-    assert "verdict: broken" in out and "97 of 97 rows" in out
+    assert re.search(r"verdict +broken", out) and "97 of 97 rows" in out
     assert main(["tie", "audit", "broken", "--format", "json"]) == 6
     assert json.loads(capfd.readouterr().out)["verdict"] == "broken"
     assert main(["tie", "fix", "broken", "mended"]) == 1
@@ -58,7 +59,7 @@ def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path,
     for keep in ([], ["--keep", "input"]):
         assert main(["tie", "fix", str(tmp_path / "packed"), str(tmp_path / "new"), *keep]) == 1
         err = capfd.readouterr().err
-        assert "is packed, which is audited but not written here: fix the checkpoint" in err
+        assert "is packed, which is audited but not written here\nhint: fix the checkpoint" in err
     assert not (tmp_path / "new").exists()
 
 
@@ -76,7 +77,7 @@ def test_bad_requests_get_one_line(saved, capfd, arguments, code, says):
     (saved / "noise.safetensors").write_bytes(bytes(range(200)))
     assert main(arguments) == code
     err = capfd.readouterr().err
-    assert says in err and len(err.splitlines()) == 1
+    assert says in err and err.startswith("error: ") and err.count("\n") <= 2
 
 
 def test_names_with_several_numbers_keep_all_their_rows():

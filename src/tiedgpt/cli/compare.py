@@ -6,18 +6,18 @@ was stopped. The first decides how long all train, unless they say it themselves
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.plot import as_training, duration, label, table
+from tiedgpt.cli.plot import as_training, duration, label
 from tiedgpt.cli.source import program
 from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
@@ -29,9 +29,13 @@ from tiedgpt.train.schedule import Growth
 if TYPE_CHECKING:
     from tiedgpt.train.run_directory import RunDirectory
 
+FORMS: tuple[Callable[[Any], str], ...] = (
+    str, "{:.4f}".format, "{:,}".format, duration, "{:,.0f}".format, duration,
+)  # fmt: skip
+"""How the numbers of a recipe are shown."""
 SAME = (
     "data", "val", "task", "text_field", "seed", "fork", "out", "track", "find_lr",
-    "verify_resume", "parallel",
+    "verify_resume", "parallel", "verbose", "format",
 )  # fmt: skip
 """What belongs to all recipes."""
 TOKENS_FROM = ("data", "val", "text_field", "task", "tokenizer", "start")
@@ -54,24 +58,28 @@ def compare(given: Arguments, command: str) -> int:
 
     A recipe that diverges is left as it is, and its `DivergedError` is raised at the end.
     """
+    from tiedgpt.cli.console import console, fact, note
+    from tiedgpt.cli.show_training import Show
+
     recipes = read_recipes(given)
+    display = Show(verbose=given.verbose, results=False)
     diverged: DivergedError | None = None
     for recipe in recipes:
         options = recipe.options
         if recipe is not recipes[0] and not recipe.says_length:
             options = as_long(options, recipes[0])
-        print(f"\n--- {recipe.name}", file=sys.stderr, flush=True)
+        fact("\nrecipe", recipe.name, to=console(stderr=True))
         take = partial(take_data, recipes[0], options)
         try:
             code = train_run(
-                options, recipe.out, command, track=given.track, before_data=take, show_end=False
+                options, recipe.out, command, display, track=given.track, before_data=take
             )
         except DivergedError as error:
             diverged, code = error, EXIT_OK
         if code != EXIT_OK:
             return code
-    show([read_history(recipe.out, recipe.name) for recipe in recipes])
-    print(f"Again, and as a figure:\n  {program()} plot {recipes[0].out.parent} --out curves.png")
+    show([read_history(recipe.out, recipe.name) for recipe in recipes], given.format)
+    note(f"`{program()} plot {recipes[0].out.parent} --out curves.png` draws a figure")
     if diverged is not None:
         raise diverged
     return EXIT_OK
@@ -162,33 +170,43 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def show(histories: Sequence[History]) -> None:
+def show(histories: Sequence[History], form: str) -> None:
     """Draw validation by tokens, and show where each recipe ends and when it gets to the others."""
-    from rich.console import Console
-
+    from tiedgpt.cli.console import console, table
     from tiedgpt.plots.terminal import print_panels
     from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
 
     trainings = [as_training(history, "tokens") for history in histories]
     key, unit = validation_key(trainings), label(histories, "tokens")
-    print_panels([validation_panel(trainings, unit)])
     target = max((t.curves[key][1][-1] for t in trainings if key in t.curves), default=0.0)
-    shown = table("recipe", VALIDATION[key], unit, "time", f"to {target:.3f}: {unit}", "time")
+    found = []
     for history in histories:
-        tokens, seconds = (
-            reached(history.series(key, axis), target) for axis in ("tokens", "seconds")
+        ends = (reached(history.series(key, axis), target) for axis in ("tokens", "seconds"))
+        units, seconds = ends
+        found.append(
+            {
+                "recipe": history.name,
+                key: history.last(key),
+                unit: history.units,
+                "seconds": history.seconds,
+                f"{unit}_to_{target:.3f}": units,
+                f"seconds_to_{target:.3f}": seconds,
+            }
         )
-        end = history.last(key)
-        shown.add_row(
-            history.name,
-            "" if end is None else f"{end:.4f}",
-            f"{history.units:,}",
-            duration(history.seconds),
-            "" if tokens is None else f"{tokens:,.0f}",
-            "" if seconds is None else duration(seconds),
-        )
-    Console(highlight=False).print(shown)
-    print(
+    if form == "json":
+        print(json.dumps(found, indent=1))
+        return
+    print_panels([validation_panel(trainings, unit)])
+    shown = [(*_shown(list(line.values())),) for line in found]
+    names = "recipe", VALIDATION[key], unit, "time", f"{unit} to {target:.3f}", "time"
+    table([names[0], *(f">{name}" for name in names[1:])], shown)
+    console().print(
         f"{target:.3f} is where the last of them ends on the part of the held-out data that is "
-        "scored in between;\nthe final score is of all of it. Time is that of steps."
+        "scored in\nbetween; the final score is of all of it. Time is that of steps."
     )
+
+
+def _shown(values: list[Any]) -> Iterator[str]:
+    """Yield a row of the table: the recipe, its score, and twice tokens and seconds."""
+    for form, value in zip(FORMS, values, strict=True):
+        yield "" if value is None else form(value)

@@ -101,7 +101,7 @@ def _run(given: Arguments) -> int:
     tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
     source = _source(loaded, tokenizer)
     if given.format == "human":
-        print(_source_lines(loaded, source), flush=True)
+        _show_source(loaded, source)
     flags = ("duplicate_head", "approximate_gelu")
     options: dict[str, Any] = {name: True for name in flags if getattr(given, name)}
     with bar("writing") as progress:
@@ -118,7 +118,7 @@ def _run(given: Arguments) -> int:
             **options,
         )
     if given.format == "human":
-        print(_result_lines(written, to, tokenizer))
+        _show_result(written, to, tokenizer)
     else:
         facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}
         print(json.dumps(facts, indent=2))
@@ -128,13 +128,13 @@ def _run(given: Arguments) -> int:
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, in a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    from tiedgpt.cli.console import console
+
+    to = console(stderr=True)
     columns = what, BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    off = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=off) as progress:
+    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -186,27 +186,30 @@ def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _source_lines(loaded: Any, source: dict[str, Any]) -> str:
+def _show_source(loaded: Any, source: dict[str, Any]) -> None:
+    from tiedgpt.cli.console import fact, note
     from tiedgpt.weights.save import peculiarities
 
     config, tokenizer = loaded.model.config, source["tokenizer"]
     matrix = f"{config.vocab_size:,} x {config.n_embd:,}"
-    lines = [
-        f"source    {source['source']}: {source['layout']}",
-        f"model     {source['parameters']:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
+    fact("source", f"{source['source']}: {source['layout']}")
+    fact(
+        "model",
+        f"{source['parameters']:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
         f"{source['type']}; {config.n_layer} blocks of width {config.n_embd}, "
         f"{config.n_head} heads, {config.n_positions:,} positions{peculiarities(config)}",
-        f"tie       one matrix of {matrix} reads and predicts"
-        if source["tied"]
-        else f"tie       untied: two matrices of {matrix}, one reads, one predicts",
-        f"tokenizer {tokenizer['kind']}, {tokenizer['len']:,} tokens"
-        if tokenizer
-        else "tokenizer none with the model (name one with --tokenizer)",
-    ]
-    return "\n".join([*lines, *(f"note      {note}" for note in source["notes"])])
+    )
+    untied = f"untied: two matrices of {matrix}, one reads, one predicts"
+    fact("tie", f"one matrix of {matrix} reads and predicts" if source["tied"] else untied)
+    none = "none with the model; --tokenizer names one"
+    fact("tokenizer", f"{tokenizer['kind']}, {tokenizer['len']:,} tokens" if tokenizer else none)
+    for text in source["notes"]:
+        note(text)
 
 
-def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
+def _show_result(written: Any, to: str, tokenizer: Any) -> None:
+    from tiedgpt.cli.console import fact, note
+
     notes = list(written.notes)
     if tokenizer is not None and not written.with_tokenizer:
         notes.append(f"{to} cannot hold a tokenizer: keep it beside the file")
@@ -217,9 +220,11 @@ def _result_lines(written: Any, to: str, tokenizer: Any) -> str:
         else f"relative RMS difference of the logits {written.difference:.1e} "
         f"(tolerance {written.tolerance:g})"
     )
-    lines = [
-        f"written   {written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
+    fact(
+        "written",
+        f"{written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
         f"({written.matrix_bytes / 1e6:,.1f} MB)",
-        f"checked   opened again: {checked}",
-    ]
-    return "\n".join([*lines, *(f"note      {note}" for note in notes)])
+    )
+    fact("checked", f"opened again: {checked}")
+    for text in notes:
+        note(text)

@@ -1,4 +1,4 @@
-"""`tiedgpt doctor`: versions, devices, threads, and missing packages."""
+"""`tiedgpt doctor`: versions, devices, threads, and what each optional feature needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module, metadata, util
 from typing import Any, Literal
 
 from tiedgpt import __version__
@@ -15,14 +15,26 @@ from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK
 
 NEEDED = (
-    "torch", "numpy", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich", "plotext",
-    "tyro",
+    "torch", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich",
+    "plotext", "tyro",
 )  # fmt: skip
+FEATURES = {
+    "GGUF files": (("gguf",), "pip install 'tiedgpt[formats]'"),
+    "ONNX files": (("onnx",), "pip install 'tiedgpt[formats]'"),
+    "Keras files": (("h5py",), "pip install 'tiedgpt[formats]'"),
+    "OpenAI's files": (("google_crc32c",), "pip install 'tiedgpt[formats]'"),
+    "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
+    "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),
+    "train --track": (("trackio", "wandb", "tensorboard"), "pip install 'tiedgpt[track]'"),
+    "transformers, in Python": (("transformers",), "pip install transformers"),
+    "LoRA by PEFT, in Python": (("peft",), "pip install peft"),
+}
+"""Optional features, the packages of which any is enough, and what gets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Show versions, devices and threads."""
+    """Show versions, devices, threads and optional features."""
 
     format: Literal["human", "json"] = "human"
     """json: one object."""
@@ -30,18 +42,22 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Show the state of the installation; return the exit code."""
-    given = parse(Arguments, "doctor", arguments, "Show versions, devices, threads.")
+    given = parse(Arguments, "doctor", arguments, str(Arguments.__doc__))
     report = examine()
     if given.format == "json":
         print(json.dumps(report, indent=2))
-    else:
-        for name, value in report.items():
-            print(f"{name:<26}  {value}")
+        return EXIT_OK
+    from tiedgpt.cli.console import table
+
+    features = report.pop("features")
+    table(("this machine", ""), [(name, str(value)) for name, value in report.items()])
+    print()
+    table(("optional feature", ""), list(features.items()))
     return EXIT_OK
 
 
 def examine() -> dict[str, Any]:
-    """Return versions, devices and threads of this machine as plain data."""
+    """Return versions, devices, threads and features of this machine as plain data."""
     report: dict[str, Any] = {
         "tiedgpt": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -56,19 +72,33 @@ def examine() -> dict[str, Any]:
     affinity = getattr(os, "sched_getaffinity", None)
     report["cores"] = len(affinity(0)) if affinity else os.cpu_count()
     if not missing:
-        import torch
-
-        from tiedgpt.core.config import GPTConfig
-        from tiedgpt.train.plan import faster_dtype, training_device
-
-        device = training_device()
-        report["torch threads"] = torch.get_num_threads()
-        report["cpu"] = torch.backends.cpu.get_cpu_capability()
-        report["device"] = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        )
-        report["faster matmul dtype"] = faster_dtype(GPTConfig.preset("gpt2"), device)
-    report["compiler for torch.compile"] = shutil.which("g++") or shutil.which("clang++") or "none"
+        report |= _of_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
     report["missing"] = ", ".join(missing) or "nothing"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    report["features"] = {name: _has(*needs) for name, needs in FEATURES.items()} | {
+        "train --compile": f"yes, by {compiler}" if compiler else "no: install g++ or clang++"
+    }
     return report
+
+
+def _of_torch() -> dict[str, Any]:
+    """Return what torch says of this machine."""
+    import torch
+
+    from tiedgpt.core.config import GPTConfig
+    from tiedgpt.train.plan import faster_dtype, training_device
+
+    device = training_device()
+    return {
+        "torch threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "faster matmul dtype": faster_dtype(GPTConfig.preset("gpt2"), device),
+    }
+
+
+def _has(packages: tuple[str, ...], install: str) -> str:
+    """Say whether a feature's package is there, or how it is got."""
+    found = [package for package in packages if util.find_spec(package) is not None]
+    return f"yes, by {', '.join(found)}" if found else f"no: {install}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
-from tiedgpt.cli.options import naming_options, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Arguments:
     """json: all numbers, one object."""
 
 
+WORDS = ("context", "stride", "bos", "threads")
+"""Options whose names are words, which errors speak of."""
 S = TypeVar("S")
 
 
@@ -70,8 +72,7 @@ def run(arguments: list[str]) -> int:
         raise UserError("what to measure on: give DATA or --tasks, one of them")
     if given.limit is not None and given.limit < 1:
         raise UserError(f"--limit must be at least 1, got {given.limit}")
-    with naming_options(("context", "stride", "bos", "threads")):
-        return _evaluate(given)
+    return _evaluate(given)
 
 
 def _evaluate(given: Arguments) -> int:
@@ -123,9 +124,9 @@ def _scored(
     given: Arguments, kind: type[S], scores: Callable[[int], Iterator[S]], total: int | None = None
 ) -> list[S]:
     """Return all scores: those that --save holds, then the others, which are added to it."""
-    from rich.console import Console
     from rich.progress import track
 
+    from tiedgpt.cli.console import console, note
     from tiedgpt.evaluate.saved import keep, read_saved
 
     done = list[S]()
@@ -135,13 +136,11 @@ def _scored(
         facts = _facts(given)
         done = read_saved(given.save, facts, kind)
         if done:
-            print(f"({len(done)} results are in {given.save}: going on)", file=sys.stderr)
+            note(f"{len(done)} results are in {given.save}: going on")
         fresh = keep(given.save, facts, scores(len(done)))
-    console = Console(stderr=True)
+    err = console(stderr=True)
     left = None if total is None else total - len(done)
-    shown = track(
-        fresh, "scoring", left, console=console, transient=True, disable=not console.is_terminal
-    )
+    shown = track(fresh, "scoring", left, console=err, transient=True, disable=not err.is_terminal)
     return [*done, *shown]
 
 

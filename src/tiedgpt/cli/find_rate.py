@@ -21,7 +21,7 @@ def find_rate(options: TrainOptions) -> int:
         raise UserError(
             "--find-lr looks for the rate of a run from its beginning: leave out --fork"
         )
-    from tiedgpt.cli.show_training import Display
+    from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.plan import make_plan, training_device
     from tiedgpt.train.rates import STEPS, sweep
     from tiedgpt.train.run_directory import RunDirectory
@@ -30,7 +30,7 @@ def find_rate(options: TrainOptions) -> int:
     device = training_device()
     with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:
         run = RunDirectory(Path(scratch))
-        display = Display(run.path)
+        display = Display(run.path, Show())
         with display.bar("reading text") as update:
             task = prepare(run, options, open_sources(options), None, update)
         plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
@@ -42,6 +42,7 @@ def find_rate(options: TrainOptions) -> int:
 
 def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
     """Draw the losses over the rates; say what to try here and at other widths, by which rules."""
+    from tiedgpt.cli.console import fact
     from tiedgpt.plots.panel import Line, Panel
     from tiedgpt.plots.terminal import print_panels
     from tiedgpt.train.rates import BELOW_LOWEST
@@ -55,10 +56,11 @@ def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
         f"{transferred_rate(found.suggestion, width=width, to=to, rule=rule):.2g} at {to:,}"
         for to in (2 * width, 4 * width)
     )
-    print(
-        f"lowest    {lowest:.3f} at a rate of {found.lowest:.2g} (the first was {first:.3f})\n"
-        f"try       --lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss "
-        "was lowest; a long run may want less\n"
-        f"{'given' if given else 'default':<9} {plan.lr:g}\n"
-        f"wider     {wider} (width^-{WIDTH_EXPONENTS[rule]:g}, the rule for {rule})"
+    fact("lowest", f"{lowest:.3f} at a rate of {found.lowest:.2g} (the first was {first:.3f})")
+    fact(
+        "try",
+        f"--lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss was lowest; "
+        "a long run may want less",
     )
+    fact("given" if given else "default", f"{plan.lr:g}")
+    fact("wider", f"{wider} (width^-{WIDTH_EXPONENTS[rule]:g}, the rule for {rule})")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from tiedgpt.cli.options import naming_options, parse
+from tiedgpt.cli.options import UsageError, parse, prompt_hint
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 from tiedgpt.infer.options import GenerationConfig
@@ -21,6 +21,20 @@ from tiedgpt.infer.options import GenerationConfig
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
 
+ABOUT = """Continue a text, shown as it grows.
+
+  tiedgpt generate runs/my-small --prompt "Once upon a time"
+"""
+GROUPS = {
+    "input and output": "prompt format",
+    "sampling": "max_new_tokens temperature top_k top_p min_p typical_p repetition_penalty "
+    "presence_penalty frequency_penalty bad_words seed",
+    "the end": "stop context_end timeout",
+    "several texts": "n best_of num_beams length_penalty early_stopping",
+    "guidance and form": "guidance_scale negative_prompt regex json_schema grammar",
+    "model": "tokenizer n_head activation_function resolve",
+    "speed": "precision backend threads speculate draft_tokens",
+}
 EARLY_STOPPING: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
 RULE = "-" * 40
 """Between several texts."""
@@ -95,21 +109,24 @@ class Arguments(GenerationConfig):
 
 
 OPTIONS = tuple(option.name for option in fields(GenerationConfig))
+WORDS = (*(name for name in OPTIONS if "_" not in name), "threads")
+"""Options whose names are words, which errors speak of."""
 
 
 def run(arguments: list[str]) -> int:
     """Generate; return the exit code."""
-    given = parse(Arguments, "generate", arguments, "Continue a text.")
-    with naming_options((*OPTIONS, "threads")):
-        return _generate(given, given.config())
+    given = parse(Arguments, "generate", arguments, ABOUT, groups=GROUPS)
+    return _generate(given, given.config())
 
 
 def _generate(given: Arguments, config: GenerationConfig) -> int:
-    source = source_or_newest(given.source)
+    source = source_or_newest(given.source, task="lm")
+    if " " in source and not given.prompt and not Path(source).exists():
+        raise UsageError(f"there is no model {source!r}", prompt_hint(source))
     prompt = _standard_input() if given.prompt == "-" else given.prompt
     engine = _engine(source, given, slots=config.n_slots * min(config.n_samples, MOST_SLOTS))
-    for note in engine.notes:
-        print(f"({note})", file=sys.stderr)
+    for text in engine.notes:
+        _note(text)
     human = given.format == "human"
     with engine, _telling_of_compilation(engine):
         if config.num_beams > 1 or config.n_samples > 1:
@@ -151,21 +168,25 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, Any]:
     return {"prompt": prompt, **answer}
 
 
+def _note(text: str) -> None:
+    from tiedgpt.cli.console import note
+
+    note(text)
+
+
 def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:
     """Say on stderr where a text did not end by itself."""
     reasons = {completion.finish_reason for completion in completions}
     if config.form and reasons != {"stop"}:
-        print(
-            "cut off: it may not have its whole form; --max-new-tokens gives room", file=sys.stderr
-        )
+        _note("cut off: it may not have its whole form; --max-new-tokens gives room")
     if "timeout" in reasons:
-        print("cut off by --timeout", file=sys.stderr)
+        _note("cut off by --timeout")
     if "context" in reasons:
         may_slide = config.num_beams == 1 and not config.guided
         advice = "; --context-end slide goes on" if may_slide else ""
-        print(f"the context is full{advice}", file=sys.stderr)
+        _note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
-        print(f"the context slid: the first {dropped} tokens were dropped", file=sys.stderr)
+        _note(f"the context slid: the first {dropped} tokens were dropped")
 
 
 def _text_of(path: Path, flag: str) -> str:
@@ -196,12 +217,12 @@ def _telling_of_compilation(engine: Engine) -> Iterator[None]:
         return
     from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
-    text = "(compiling kernels for this CPU, which takes some ten seconds, once)"
+    text = "compiling kernels for this CPU, which takes some ten seconds, once"
     with (
         warnings.catch_warnings(),
-        telling_of_compilation(lambda: print(text, file=sys.stderr, flush=True)),
+        telling_of_compilation(lambda: _note(text)),
     ):
-        warnings.showwarning = lambda message, *_, **__: print(f"({message})", file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: _note(str(message))
         yield
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tyro
 
-from tiedgpt.cli.options import naming_options, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
@@ -88,11 +88,17 @@ TO_SHOW = ("vocabulary", "gradient-split")
 """Where --top is of the table alone."""
 
 
+WORDS = ("text", "ids", *(name for name in SPECIAL if "_" not in name))
+"""Options whose names are words, which errors speak of."""
+
+
 def run(arguments: list[str]) -> int:
     """Inspect; return the exit code."""
     given = parse(Arguments, "inspect", arguments, ABOUT)
-    with naming_options(("text", "ids", *SPECIAL)), warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"({message})", file=sys.stderr)
+    from tiedgpt.cli.console import fact, note
+
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: note(str(message))
         result = _inspect(given)
     if given.plot is not None:
         from tiedgpt.cli.inspect_figures import draw
@@ -103,7 +109,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_OK
     SHOW[given.name](result, given.top or SHOWN)
     if given.plot is not None:
-        print(f"written to {given.plot}")
+        fact("written", str(given.plot))
     return EXIT_OK
 
 

@@ -1,4 +1,4 @@
-"""`tiedgpt VERB ...`: finds the verb's file, and turns errors into one line and an exit code.
+"""`tiedgpt VERB ...`: finds the verb's file, and turns errors into a line, a hint and an exit code.
 
 Results go to stdout, progress and errors to stderr.
 """
@@ -9,13 +9,13 @@ import errno
 import io
 import os
 import sys
+from dataclasses import fields
 from importlib import import_module
 
 from tiedgpt import __version__
 from tiedgpt.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_USAGE,
     CorruptInputError,
     NoRoomError,
     TiedGPTError,
@@ -31,12 +31,8 @@ VERBS = {
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
 }
-USAGE = """\
-usage: tiedgpt VERB [options]        (tiedgpt VERB --help tells more)
-
-{verbs}
-
-  tiedgpt train                       three minutes on the documentation inside your Python
+EXAMPLES = """\
+  tiedgpt train                   three minutes on your Python's documentation
   tiedgpt train my.txt --size small
   tiedgpt generate --prompt "Return a new"
 """
@@ -54,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except TiedGPTError as error:
-        return _fail(arguments, str(error), error.exit_code)
+        return _fail(arguments, error, error.exit_code)
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
@@ -79,19 +75,40 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     verb, *rest = arguments or ["--help"]
     if verb in ("-h", "--help", "help"):
-        print(USAGE.format(verbs="\n".join(f"  {verb:<8}  {VERBS[verb]}" for verb in VERBS)))
+        _show_verbs()
     elif verb in ("-V", "--version"):
         print(f"tiedgpt {__version__}")
     elif verb in VERBS:
         return int(import_module(f"tiedgpt.cli.{verb}").run(rest))
     else:
-        print(f"tiedgpt: no verb {verb!r}; there are {', '.join(VERBS)}", file=sys.stderr)
-        return EXIT_USAGE
+        from tiedgpt.cli.options import no_verb
+
+        raise no_verb(verb, VERBS, "tiedgpt")
     return EXIT_OK
 
 
-def _fail(arguments: list[str], message: str, code: int) -> int:
-    line = f"tiedgpt {arguments[0] if arguments else ''}: {message}"
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)  # names in files, paths
-    print(line.encode("utf-8", "replace").decode(), file=sys.stderr)
+def _show_verbs() -> None:
+    from rich.text import Text
+
+    from tiedgpt.cli.console import console, say
+
+    to = console()
+    to.print(Text.assemble(("usage: tiedgpt VERB [options]", "bold"), "\n"))
+    for verb, about in VERBS.items():
+        say(f"  {verb:<8} ", about, style="cyan", to=to)
+    to.print(f"\n{EXAMPLES}\n`tiedgpt VERB --help` tells more.")
+
+
+def _fail(arguments: list[str], problem: TiedGPTError | str, code: int) -> int:
+    """Show an error and its hint on stderr, with options as they are typed."""
+    from tiedgpt.cli.console import error
+
+    message, hint = str(problem), getattr(problem, "hint", None)
+    verb = sys.modules.get(f"tiedgpt.cli.{arguments[0]}") if arguments else None
+    if hint is None and verb is not None:
+        from tiedgpt.cli.options import as_typed
+
+        names = [option.name for option in fields(verb.Arguments)]
+        message = as_typed(message, names, getattr(verb, "WORDS", ()))
+    error(message, hint)
     return code

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,9 +17,6 @@ from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.plots.training import Training, panels
 from tiedgpt.train.history import Axis, History, read_history
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ABOUT = """Draw loss, validation, rate and gradients of one or several runs, also while they run.
 
@@ -32,11 +28,11 @@ class Arguments:
     """Draw the curves of runs."""
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Run directories; a directory of several runs stands for them all. None: the newest run."""
+    """Run directories; a directory of several runs stands for them all; default: the newest run."""
     x: Axis = "tokens"
     """The axis: tokens (or examples), steps, or seconds spent in steps."""
-    out: str | None = None
-    """Write a figure instead: .png, .svg or .pdf (pip install tiedgpt[plot])."""
+    out: Path | None = None
+    """Write a figure instead: FILE.png, .svg or .pdf (pip install 'tiedgpt[plot]')."""
     samples: bool = False
     """Show instead what the model wrote as it was trained."""
     format: Literal["human", "json"] = "human"
@@ -61,15 +57,18 @@ def run(arguments: list[str]) -> int:
         show_summary(histories)
         print_panels(drawn)
     else:
+        from tiedgpt.cli.console import fact
         from tiedgpt.plots.figure import save_figure
 
-        save_figure(drawn, Path(given.out), ", ".join(history.name for history in histories))
-        print(f"written to {given.out}")
+        save_figure(drawn, given.out, ", ".join(history.name for history in histories))
+        fact("written", str(given.out))
     return EXIT_OK
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:
     """Return the metrics of the runs named, or of the newest; `UserError` where none has any."""
+    from tiedgpt.cli.console import note
+
     paths = [path for name in runs for path in _runs_at(Path(name))]
     paths = paths or [newest_run("metrics.jsonl")]
     names = [path.resolve().name for path in paths]
@@ -78,7 +77,7 @@ def open_histories(runs: Sequence[str]) -> list[History]:
     histories = [read_history(path, name) for path, name in zip(paths, names, strict=True)]
     for history in histories:
         if not history.step:
-            print(f"{history.name} has no steps yet", file=sys.stderr)
+            note(f"{history.name} has no steps yet")
     histories = [history for history in histories if history.step]
     if not histories:
         raise UserError("there is nothing to draw yet: wait for the first step")
@@ -101,36 +100,28 @@ def label(histories: Sequence[History], axis: Axis) -> str:
     return axis if axis != "tokens" else "/".join(sorted({history.unit for history in histories}))
 
 
-def table(first: str, *others: str) -> Table:
-    """Return a table of numbers with a row for each run."""
-    from rich.table import Table
-
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    made.add_column(first, overflow="fold")
-    for name in others:
-        made.add_column(name, justify="right")
-    return made
-
-
 def show_summary(histories: Sequence[History]) -> None:
     """Show where each run stands, a line each."""
-    from rich.console import Console
+    from tiedgpt.cli.console import table
 
-    shown = table("run", "steps", histories[0].unit, "time", "loss", "validation", "")
+    rows = []
     for history in histories:
         _, losses = history.series("loss", "steps")
         state = ["" if history.finished else "unfinished"]
         state += [f"{history.skipped:,} skipped"] if history.skipped else []
-        shown.add_row(
-            history.name,
-            f"{history.step:,}",
-            f"{history.units:,}",
-            duration(history.seconds),
-            f"{smoothed(losses)[-1]:.3f}" if losses else "",
-            validated(history),
-            ", ".join(filter(None, state)),
+        rows.append(
+            (
+                history.name,
+                f"{history.step:,}",
+                f"{history.units:,}",
+                duration(history.seconds),
+                f"{smoothed(losses)[-1]:.3f}" if losses else "",
+                validated(history),
+                ", ".join(filter(None, state)),
+            )
         )
-    Console(highlight=False).print(shown)
+    columns = "steps", histories[0].unit, "time", "loss", "validation"
+    table(["run", *(f">{name}" for name in columns), ""], rows)
 
 
 def validated(history: History) -> str:
@@ -150,8 +141,10 @@ def duration(seconds: float) -> str:
 
 def show_samples(histories: Sequence[History]) -> None:
     """Show what the models wrote at their evaluations."""
+    from tiedgpt.cli.console import fact
+
     for history in histories:
-        print(f"{history.name}: {len(history.samples)} samples")
+        fact(history.name, f"{len(history.samples)} samples")
         for step, sample in sorted(history.samples.items()):
             loss = history.columns.get("val_loss", {}).get(step)
             said = "" if loss is None else f"  validation loss {loss:.3f}"

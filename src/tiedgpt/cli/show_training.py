@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import os
-import sys
+import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.infer import Engine
@@ -30,7 +31,7 @@ from tiedgpt.train.events import (
     Untied,
 )
 from tiedgpt.train.memory import memory_line
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
@@ -42,32 +43,39 @@ FINAL_SAMPLE_TOKENS = 160
 SMOOTHING = 0.9
 
 
-class PatientConsole(Console):
-    """A console whose reader may go away: training goes on without being shown."""
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """What a person wants to see of a training."""
 
-    def on_broken_pipe(self) -> None:
-        """Say no more."""
-        self.quiet = True
-        sys.stderr = sys.stdout = open(os.devnull, "w")
+    verbose: bool = False
+    """Show the rate, the optimizer's groups, and how batches are computed."""
+    format: str = "human"
+    """human or json, of the results on stdout."""
+    results: bool = True
+    """Show them at the end."""
 
 
 class Display:
     """Progress on stderr, results on stdout."""
 
-    def __init__(self, out: Path, *, silent: bool = False) -> None:
-        self.out = out
-        self.err = PatientConsole(stderr=True, highlight=False, quiet=silent)
-        self._smooth: float | None = None
-        self._validated = self._skipped = ""
+    def __init__(self, out: Path, show: Show, *, silent: bool = False) -> None:
+        self.out, self.show = out, show
+        self.err = console(stderr=True, silent=silent)
+        self._loss = self._speed = 0.0
+        self._seen = 0
+        self._unit = self._skipped = ""
 
     def say(self, text: str) -> None:
-        """Show a line of progress."""
-        self.err.print(escape(text), soft_wrap=not self.err.is_terminal)
+        """Show a note."""
+        note(text, to=self.err)
+
+    def _fact(self, label: str, text: str) -> None:
+        fact(label, text, to=self.err)
 
     @contextlib.contextmanager
     def bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Show a bar while text is encoded, or rates are tried."""
-        with Progress(what, BarColumn(bar_width=None), console=self.err) as progress:
+        with Progress(what, BarColumn(), console=self.err, transient=True) as progress:
             task = progress.add_task("", total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -78,55 +86,70 @@ class Display:
         task: LanguageModelling | Labelled,
         world: World,
     ) -> None:
-        """Show what was chosen."""
-        for note in task.notes:
-            self.say(note)
-        config, where = task.config, str(world.device)
+        """Show what is trained, and how long that will take."""
+        for text in task.notes:
+            self.say(text)
+        config, where, self._unit = task.config, str(world.device), task.unit
         if world.device.type == "cpu":
-            where = f"cpu, {torch.get_num_threads()} threads"
+            where = _counted(torch.get_num_threads(), "CPU thread")
         if world.size > 1:
-            where += f", in {world.size} processes"
-        parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
+            where += f" in each of {world.size} processes"
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
         examples = len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
         epochs = plan.growth(task.row_units).units_before(plan.steps) / max(1, examples)
-        source = ", ".join(options.data) or "the documentation inside this Python"
-        described = task.describe()
-        kind = next(iter(described))
-        self.say(
-            f"{kind:<9} {source}: {described[kind]}\n"
-            f"tokens    {described['tokens']}\n"
-            f"model     {options.start or options.size}: {config.n_layer} blocks of width "
-            f"{config.n_embd}, {config.n_head} heads, {config.n_positions} positions\n"
-            f"          {_parameters(config, described)}\n"
-            f"training  {plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}"
-            f"{f' in {parts} parts' if parts > 1 else ''} ({epochs:.1f} epochs), "
-            f"peak rate {plan.lr:g} ({plan.schedule}), products in {plan.dtype} on {where}\n"
-            f"          validated every {plan.eval_every} steps on about "
-            f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
-            "on all"
-        )
+        minutes = options.minutes or (DEFAULT_MINUTES if options.task == "lm" else None)
+        takes = f", about {minutes:g} minutes" if minutes and options.steps is None else ""
+        parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
-            "batches grow for": plan.batch_warmup,
-            "rows grow for": plan.length_warmup,
-            "untied after": plan.untie_at,
+            f"a step's batch in {parts} parts": parts > 1,
+            "blocks computed again in backward": plan.recompute == "blocks",
+            f"batches grow for {plan.batch_warmup:,} steps": plan.batch_warmup,
+            f"rows grow for {plan.length_warmup:,} steps": plan.length_warmup,
+            f"untied after {plan.untie_at or 0:,} steps": plan.untie_at is not None,
         }
-        for what, steps in changes.items():
-            if steps:
-                self.say(f"          {what} {steps:,} steps")
+        also = "".join(f"; {what}" for what, so in changes.items() if so)
+        described = task.describe()
+        source = ", ".join(options.data) or "the documentation inside this Python"
+        kind = next(iter(described))
+        self._fact(kind, f"{source}: {described[kind]}")
+        self._fact("tokens", described["tokens"])
+        self._fact("model", f"{options.start or options.size}: {_parameters(config, described)}")
+        self._fact(
+            "training",
+            f"{plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}, {epochs:.1f} epochs"
+            f"{takes}; in {plan.dtype} on {where}{also}",
+        )
+        self._fact("saved in", f"{self.out}; Ctrl-C saves and stops, the same command goes on")
         if plan.memory is not None:
-            self.say(f"memory    {memory_line(plan)}")
-        elif plan.recompute == "blocks":
-            self.say("memory    blocks are computed again in backward")
+            self._fact("memory", memory_line(plan))
+        if self.show.verbose:
+            self._details(plan, task)
         if (lacks := decide(options.compile, world.device)[1]) is not None:
             self.say(lacks)
+
+    def _details(self, plan: Plan, task: LanguageModelling | Labelled) -> None:
+        """Show what few people ask for."""
+        config = task.config
+        self._fact(
+            "shape",
+            f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
+            f"{config.n_positions} positions",
+        )
+        rate = f"peak rate {plan.lr:g}, {plan.warmup:,} steps of warm-up, then {plan.schedule}"
+        self._fact("schedule", rate)
+        self._fact(
+            "checked",
+            f"every {plan.eval_every} steps on about "
+            f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
+            "on all",
+        )
 
     @contextlib.contextmanager
     def training(self, plan: Plan) -> Iterator[None]:
         """Show a bar while steps are done."""
         columns = (
-            TextColumn("training"), BarColumn(bar_width=None),
-            TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("{task.description}left"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=self.err) as self._progress:
             self._task = self._progress.add_task("", total=plan.steps)
@@ -134,39 +157,44 @@ class Display:
 
     def event(self, event: Event) -> None:
         """Show something that happened in training."""
-        for note in getattr(event, "notes", ()):
-            self.say(note)
+        for text in getattr(event, "notes", ()):
+            self.say(text)
         match event:
             case Started():
-                for group in event.groups:
-                    self.say(f"          {group}")
+                for group in event.groups if self.show.verbose else ():
+                    self._fact("optimizer", str(group))
                 if event.step:
                     self.say(f"going on after step {event.step:,}")
                 self._progress.reset(self._task, completed=event.step)
             case Replanned():
                 self._progress.update(self._task, total=event.plan.steps)
             case Stepped():
-                before = event.loss if self._smooth is None else self._smooth
-                self._smooth = SMOOTHING * before + (1 - SMOOTHING) * event.loss
-                status = (
-                    f"loss {self._smooth:.3f}{self._validated}{self._skipped}  "
-                    f"{event.units_per_second:,.0f}/s"
-                )
-                self._progress.update(self._task, completed=event.step, description=status)
+                self._stepped(event)
             case Skipped():
                 self.say(
-                    f"step {event.step:>6,}  skipped, the weights stay: {event.why} "
+                    f"step {event.step:,} was skipped, the weights stay: {event.why} "
                     f"({event.skipped_in_all:,} so far)"
                 )
-                self._skipped = f"  {event.skipped_in_all:,} skipped"
+                self._skipped = f"{event.skipped_in_all:,} skipped  "
             case Untied():
-                self.say(f"step {event.step:>6,}  untied: a head begins as W's copy")
+                self.err.print(f"step {event.step:>7,}  untied: a head begins as W's copy")
             case Evaluated():
-                self._validated = f"  val {event.score.nats:.3f}"
-                line = Text(f"step {event.step:>6,}  val {_scored(event.metrics, 3)}")
-                line.append("  | " + " ".join(event.sample.split()))
+                line = Text.assemble(
+                    (f"step {event.step:>7,}  ", "bold"),
+                    f"val {_scored(event.metrics, 3)}  ",
+                    ("| " + " ".join(event.sample.split()), "dim"),
+                )
                 line.truncate(self.err.width - 1)
                 self.err.print(line)
+
+    def _stepped(self, event: Stepped) -> None:
+        """Show the loss and the speed, each an exponential mean without a bias at the start."""
+        self._seen += 1
+        share = max(1 - SMOOTHING, 1 / self._seen)
+        self._loss += share * (event.loss - self._loss)
+        self._speed += share * (event.units_per_second - self._speed)
+        status = f"loss {self._loss:.3f}  {self._skipped}{self._speed:,.0f} {self._unit}/s  "
+        self._progress.update(self._task, completed=event.step, description=status)
 
     def finished(
         self,
@@ -176,8 +204,20 @@ class Display:
         ended: Ended,
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
-        out = PatientConsole(highlight=False, soft_wrap=True)
+        if not self.show.results:
+            return
+        if self.show.format == "json":
+            facts: dict[str, object] = {
+                "run": str(self.out),
+                "model": str(directory.model),
+                "steps": ended.step,
+            }
+            facts["parameters"] = task.config.parameter_count()
+            print(json.dumps(facts | ended.metrics))
+            return
+        out = console()
         config = task.config
+        here = shlex.quote(str(self.out))
         if isinstance(task, Labelled):
             theirs = task.head_class.class_in_transformers(config) is not None
             steps = _next_in_python(task, directory.model)
@@ -186,19 +226,18 @@ class Display:
             config = _show_samples(out, directory, prompt)
             theirs = model_type_of(config) is not TIEDGPT
             how = f' --prompt "{prompt}"' if prompt else ""
-            steps = (
-                f"next:\n  {program()} generate {self.out}{how}\n"
-                f"  {program()} plot {self.out}\n"
-                f"  {program()} tie show {self.out}\n"
-                f"  {program()} train your.txt --size small --minutes 10"
-            )
+            verbs = f"generate {here}{how}", f"plot {here}", f"tie show {here}"
+            steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
+        fact("score", f"validation {_scored(ended.metrics, 4)}", to=out)
+        fact("model", _parameters(config, task.describe(config)), to=out)
         loads = ", which transformers loads too" if theirs else ""
-        out.print(
-            f"validation {_scored(ended.metrics, 4)}\n"
-            f"{_parameters(config, task.describe(config))}\n"
-            f"saved in {directory.model}{loads}\n\n{steps}",
-            markup=False,
-        )
+        fact("saved in", f"{directory.model}{loads}", to=out)
+        out.print(Text("\nnext", "bold"))
+        out.print(steps)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def _parameters(config: GPTConfig, described: Mapping[str, str]) -> str:
@@ -216,7 +255,6 @@ def _next_in_python(task: Labelled, model: Path) -> str:
     head = task.head_class.__name__
     names = (head, *(name for name in ("best_spans", "pad") if name in task.use))
     return (
-        "next, in Python:\n"
         "  from tiedgpt import Tokenizer\n"
         f"  from tiedgpt.heads import {', '.join(names)}\n"
         f"  head = {head}.from_pretrained({str(model)!r})\n"
@@ -238,7 +276,7 @@ def _show_samples(out: Console, directory: RunDirectory, prompt: str) -> GPTConf
             seed=number,
             context_end="slide",
         ).text
-        out.rule(f"sample {number + 1}" + (f": from {begin!r}" if begin else ""))
-        out.print(begin + text.rstrip(), markup=False)
-    out.rule()
+        title = f"sample {number + 1}" + (f": from {begin!r}" if begin else "")
+        out.print(Text(f"--- {title}", "bold"))
+        out.print(f"{begin}{text.rstrip()}\n")
     return config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
@@ -12,26 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.console import BAD, GOOD, fact, show_text, table
+from tiedgpt.cli.options import no_verb, parse
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK, EXIT_USAGE
+from tiedgpt.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from tiedgpt.tie.audits import Audit
     from tiedgpt.tie.ledgers import Ledger, Row
 
 LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 USAGE = """\
-usage: tiedgpt tie show [SOURCE]         every parameter once: who shares it, what it costs
-       tiedgpt tie audit [SOURCE]        is the head the embedding, and is that what is claimed?
-       tiedgpt tie fix SOURCE DEST       write a corrected copy; SOURCE is never touched
+usage: tiedgpt tie show [SOURCE]
+                     every parameter once: who shares it, what it costs
+       tiedgpt tie audit [SOURCE]
+                     is the head the embedding, and is that what is claimed?
+       tiedgpt tie fix SOURCE DEST
+                     write a corrected copy; SOURCE is never touched
 
-SOURCE is a run, a model directory, a hub name, or a file: safetensors, .pt/.bin, GGUF, ONNX.
-`audit` exits with 0 if the tie is as claimed, 6 if it is broken or contradicts the claim.
+SOURCE is a run, a model directory, a hub name, or a file: safetensors,
+.pt/.bin, GGUF, ONNX. `audit` exits with 0 if the tie is as claimed, 6 if it
+is broken or contradicts the claim. `tiedgpt tie show --help` tells more.
 """
+VERBS = ("show", "audit", "fix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,10 @@ class Fix(AuditOptions):
     """If two matrices differ: whose values stay, or both; the model is untied then."""
 
 
+Arguments = Fix
+"""The options of all three."""
+
+
 def run(arguments: list[str]) -> int:
     """Run one of the three; return the exit code, which of `audit` is its verdict."""
     verb, *rest = arguments or ["--help"]
@@ -87,12 +93,11 @@ def run(arguments: list[str]) -> int:
 
         names = {"input_name": fixing.input, "output_name": fixing.output}
         done = fix(fixing.source, fixing.dest, keep=fixing.keep, **names)
-        return _print(fixing, done, lambda done: print(done.explain))
+        return _print(fixing, done, lambda done: show_text(done.explain))
     if verb in ("-h", "--help"):
         print(USAGE, end="")
         return EXIT_OK
-    print(f"tiedgpt tie: no {verb!r}; there are show, audit, fix", file=sys.stderr)
-    return EXIT_USAGE
+    raise no_verb(verb, VERBS, "tiedgpt tie")
 
 
 def _print(options: Show, result: Any, human: Callable[[Any], None]) -> int:
@@ -105,25 +110,35 @@ def _print(options: Show, result: Any, human: Callable[[Any], None]) -> int:
 
 
 def _print_ledger(ledger: Ledger) -> None:
-    table = _table(ledger, "parameter, and who shares it", "shape", "parameters", "MB", "products")
-    for name, rows in _alike(ledger.rows):
-        first = rows[0]
-        table.add_row(
-            name,
-            " x ".join(map(str, first.shape)),
-            f"{sum(row.parameters for row in rows):,}",
-            f"{sum(row.bytes for row in rows) / 1e6:,.2f}",
-            f"{sum(row.multiply_adds for row in rows):,}",
-            style="bold" if first.shared else None,
+    rows: list[tuple[str, ...]] = []
+    shared: list[int] = []
+    for name, alike in _alike(ledger.rows):
+        shared += [len(rows)] if alike[0].shared else []
+        rows.append(
+            (
+                name,
+                _size(alike[0].shape),
+                f"{sum(row.parameters for row in alike):,}",
+                f"{sum(row.bytes for row in alike) / 1e6:,.2f}",
+                f"{sum(row.multiply_adds for row in alike):,}",
+            )
         )
-    table.add_section()
-    totals = (f"{ledger.total:,}", f"{ledger.bytes / 1e6:,.2f}", f"{ledger.multiply_adds:,}")
-    table.add_row("all", "", *totals, style="bold")
-    lines = ["products: multiply-adds per token with this matrix; a lookup costs none"]
-    lines.append(ledger.explain)
+    totals = f"{ledger.total:,}", f"{ledger.bytes / 1e6:,.2f}", f"{ledger.multiply_adds:,}"
+    rows.append(("all", "", *totals))
+    table(
+        ("parameter = who shares it", "shape", ">parameters", ">MB", ">products"),
+        rows,
+        bold=(*shared, len(rows) - 1),
+        title=f"{ledger.source} ({ledger.format})",
+    )
+    show_text("\nproducts: multiply-adds per token with this matrix; a lookup costs none")
+    show_text(ledger.explain)
     if ledger.left_out:
-        lines.append(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
-    _console().print(table, *lines, sep="\n")
+        show_text(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -146,43 +161,24 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _print_audit(audit: Audit) -> None:
-    from rich.text import Text
-
-    table = _table(audit, "matrix", "does", "shape", "type", "MB")
-    for matrix in audit.matrices:
-        table.add_row(
-            "\n= ".join(matrix.names),
-            " and ".join(matrix.roles),
-            " x ".join(map(str, matrix.shape)),
-            matrix.dtype,
-            f"{matrix.n_bytes / 1e6:,.2f}",
-        )
+    table(
+        ("matrix", "does", "shape", "type", ">MB"),
+        [
+            (
+                "\n= ".join(matrix.names),
+                " and ".join(matrix.roles),
+                _size(matrix.shape),
+                matrix.dtype,
+                f"{matrix.n_bytes / 1e6:,.2f}",
+            )
+            for matrix in audit.matrices
+        ],
+        title=f"{audit.source} ({audit.format})",
+    )
     claimed = {True: "tied", False: "untied", None: "nothing"}[audit.claim]
-    verdict = Text(f"claimed: {claimed} ({audit.claim_source})   verdict: ")
-    verdict.append(audit.verdict, "bold green" if audit.exit_code == EXIT_OK else "bold red")
-    console = _console()
-    console.print(table)
-    console.print(verdict, soft_wrap=True)
+    show_text("")
+    fact("claimed", f"{claimed} ({audit.claim_source})")
+    fact("verdict", audit.verdict, style=GOOD if audit.exit_code == EXIT_OK else BAD)
     for finding in audit.findings:
-        console.print(Text(f"\n{finding.title}", "bold"), soft_wrap=True)
-        console.print(finding.explain)
-
-
-def _table(result: Ledger | Audit, *columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    title = f"{result.source} ({result.format})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        right = column in ("parameters", "MB", "products")
-        names = column == columns[0]
-        side: Literal["left", "right"] = "right" if right else "left"
-        table.add_column(column, justify=side, no_wrap=not names, overflow="fold")
-    return table
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False)
+        show_text(f"\n{finding.title}", style="bold")
+        show_text(finding.explain)

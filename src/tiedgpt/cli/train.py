@@ -22,7 +22,7 @@ from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.tracking import TrackerName
 
 if TYPE_CHECKING:
-    from tiedgpt.cli.show_training import Display
+    from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.parallel import Parallel
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
@@ -36,11 +36,21 @@ ABOUT = """Train a GPT on your text, or --start from one that was trained alread
 
 With --task, train a head on its body from examples in .jsonl, one a line:
   classify  {"text": ..., "label": ...}
-  tag       {"tokens": [...], "labels": [...]} or {"text": ..., "labels": [[from, to, label]]}
+  tag       {"tokens": [...], "labels": [...]}
+            or {"text": ..., "labels": [[from, to, label]]}
   choose    {"text": ..., "choices": [...], "answer": 0}
   answer    {"question": ..., "context": ..., "answer": ...}
 
 The same command again goes on where the last one stopped."""
+GROUPS = {
+    "data": "task val text_field tokenizer vocab_size",
+    "model": "size start fork width context dropout window bias untie_at",
+    "time": "minutes steps patience keep",
+    "optimization": "optimizer lr find_lr schedule warmup cooldown batch_size batch_warmup "
+    "length_warmup weight_decay grad_clip skip_limit seed",
+    "memory and speed": "memory micro_batch recompute dtype compile parallel",
+    "output": "out verbose format track compare verify_resume",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,10 @@ class Arguments(TrainOptions):
     verify_resume: bool = False
     """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
 
+    verbose: bool = False
+    """Show the schedule and the optimizer's groups as well."""
+    format: Literal["human", "json"] = "human"
+    """json: one object with the result, on stdout."""
     parallel: Literal["ddp", "fsdp"] | None = None
     """Under torchrun: ddp, the default, has the model in each process; fsdp shares it out."""
 
@@ -77,7 +91,7 @@ class Arguments(TrainOptions):
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
     with once_for_all():
-        given = parse(Arguments, "train", with_recipes(arguments), ABOUT)
+        given = parse(Arguments, "train", with_recipes(arguments), ABOUT, groups=GROUPS)
         options = given.options()
         if PROCESSES in os.environ or given.parallel is not None:
             require_processes(given)
@@ -93,7 +107,10 @@ def run(arguments: list[str]) -> int:
         from tiedgpt.cli.compare import compare
 
         return compare(given, command)
-    return train_run(options, out, command, track=given.track, parallel=given.parallel)
+    from tiedgpt.cli.show_training import Show
+
+    show = Show(verbose=given.verbose, format=given.format)
+    return train_run(options, out, command, show, track=given.track, parallel=given.parallel)
 
 
 def verify_resume(options: TrainOptions, out: Path) -> int:
@@ -121,11 +138,11 @@ def train_run(
     options: TrainOptions,
     out: Path,
     command: str,
+    show: Show,
     *,
     track: TrackerName | None = None,
     parallel: Parallel | None = None,
     before_data: Callable[[RunDirectory], None] = lambda run: None,
-    show_end: bool = True,
 ) -> int:
     """Train in the directory `out`, or go on there; return the exit code.
 
@@ -142,7 +159,7 @@ def train_run(
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(joined(parallel, training_device()))
         directory = RunDirectory(out)
-        display = Display(out, silent=not world.leads)
+        display = Display(out, show, silent=not world.leads)
         tracker = open_tracker(track) if track is not None and world.leads else None
         if world.leads:
             stack.enter_context(directory.locked())
@@ -150,7 +167,10 @@ def train_run(
             lambda: prepared(options, directory, display, before_data, leads=world.leads)
         )
         if found is None:
-            display.say(f"{out} finished already; generate from it, or train in another --out")
+            display.say(
+                f"{out} finished already: `{program()} generate {out}` writes texts with it; "
+                f"--fork {out} goes on from it in another --out"
+            )
             return EXIT_OK
         asked, task, plan, digest = found
         if plan is None:
@@ -180,12 +200,10 @@ def train_run(
                 display.event(event)
         assert isinstance(event, Ended)
         if not event.finished:
-            display.say(
-                f"stopped and saved after step {event.step:,} of {plan.steps:,}; to go on:\n"
-                f"  {command}"
-            )
+            display.say(f"stopped and saved after step {event.step:,} of {plan.steps:,}; to go on:")
+            display.err.print(f"  {command}")
             return EXIT_INTERRUPTED
-        if show_end and world.leads:
+        if world.leads:
             display.finished(directory, options, task, event)
     return EXIT_OK
 

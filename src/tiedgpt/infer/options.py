@@ -58,7 +58,7 @@ class GenerationConfig:
     processors: Sequence[Processor] = ()
     """Functions that change the logits first, in turn."""
     seed: int | None = None
-    """The same seed draws the same text; None draws anew each time."""
+    """The same seed draws the same text; default: a new one each time."""
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings."""
     stop_ids: Sequence[int] = ()

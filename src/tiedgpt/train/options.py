@@ -105,7 +105,7 @@ class TrainOptions:
     size: str = DEFAULT_SIZE
     """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
     width: int | None = None
-    """Of the states, instead of the size's own: more or fewer heads, and the rate that suits."""
+    """Of the states: more or fewer heads, and the rate that suits; default: the size's."""
     minutes: float | None = None
     """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
@@ -121,17 +121,17 @@ class TrainOptions:
     seed: int = 0
     """Decides the first weights and the order of the data."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary that is trained."""
+    """Tokens of the vocabulary that is trained; default: the size's, 4,096 for mini."""
     context: int | None = None
-    """Tokens in a sequence (n_positions; of a model to --start from at most its own)."""
+    """Tokens in a sequence; default: the size's, 128 for mini, or --start's, its most."""
     batch_size: int | None = None
-    """Sequences in a step."""
+    """Sequences in a step; default: the size's, 8 for mini; 8 after --start, 32 examples."""
     micro_batch: int | None = None
-    """Sequences computed at a time; gradients of a step's parts are added up."""
+    """Sequences computed at a time, their gradients added up; default: what fits, 8,192 tokens."""
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
     """Of the blocks' matrices: auto is muon, and adamw after --start. The rest goes by AdamW."""
     lr: float | None = None
-    """Peak learning rate."""
+    """Peak learning rate; default: the size's, by the width and the optimizer; see --verbose."""
     warmup: float = 0.05
     """Share of the steps in which the rate rises to its peak; then it goes by the schedule."""
     schedule: Schedule = "linear"
@@ -145,25 +145,25 @@ class TrainOptions:
     untie_at: float | None = None
     """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
     weight_decay: float | None = None
-    """Of the blocks' matrices; the shared matrix, norms and biases have none."""
+    """Of the blocks' matrices; W, norms and biases have none; default: the size's, 0.1 for mini."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
     skip_limit: int = 10
     """Stop when so many of the last 200 steps were skipped, their gradient not being finite."""
     patience: int | None = None
-    """Stop after so many evaluations without improvement; else once validation has turned."""
+    """Stop after so many evaluations without improvement; default: once validation has turned."""
     keep: Keep = "best"
     """best: publish the weights that validated best; last: the last ones, after all steps."""
     dropout: float | None = None
-    """On embeddings, attention and what blocks add."""
+    """On embeddings, attention and what blocks add; default: the size's, 0 for mini."""
     window: int | None = None
-    """As GPT-3: every second block sees only this many positions, itself and those before it."""
+    """Every second block sees only the last N positions, as in GPT-3; default: all."""
     bias: bool = True
-    """Products and norms add biases; nanoGPT trains without."""
+    """Train without biases in linear layers and LayerNorms, as nanoGPT does."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
     memory: str | None = None
-    """Most that a process may take: 2 (GB), 800MB; decides how many sequences go at a time."""
+    """Most that a process may take: 2 (GB), 800MB; it decides --micro-batch; default: no limit."""
     recompute: Literal["auto", "off", "blocks"] = "auto"
     """Compute blocks again in backward instead of keeping them; auto: where --memory needs it."""
     compile: Literal["auto", "on", "off"] = "auto"

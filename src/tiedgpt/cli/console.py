@@ -1,0 +1,138 @@
+"""How the command line speaks: errors, hints, notes, facts and tables, all on one kind of console.
+
+Results go to stdout and everything else to stderr. A terminal gets lines that fit it; a pipe gets
+each message in one line, and whole names in tables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from rich.box import Box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LABEL_WIDTH = 10
+"""Of the labels of facts; a longer label pushes its own fact to the right."""
+SHORTEST_NAME = 16
+"""Tables shorten names no further."""
+RULE = Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
+"""A line of dashes below the heads of a table."""
+GOOD, BAD = "bold green", "bold red"
+PIPE_WIDTH = 10_000
+ADVICE = re.compile(
+    r"(?<=\S)[:;] ((?:use|give|name|try|say|choose|omit|leave|wait|train|make|pip install|install|"
+    r"set|write|load|download|merge|resize|put|check|fix|look|free|pack|rename|build|convert|"
+    r"there (?:is|are)|known are|did you mean|expected|download|repair|cut|pick) .*)"
+)
+"""Where a message turns to what to do."""
+
+
+class PatientConsole(Console):
+    """A console whose reader may go away: the work goes on without being shown."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
+        sys.stderr = sys.stdout = open(os.devnull, "w")
+
+
+def console(*, stderr: bool = False, silent: bool = False) -> PatientConsole:
+    """Return a console that shows texts as they are, without markup."""
+    return PatientConsole(
+        stderr=stderr, quiet=silent, highlight=False, markup=False, emoji=False, soft_wrap=True
+    )
+
+
+def say(
+    label: str, text: str, *, style: str = "bold", body: str = "", to: Console | None = None
+) -> None:
+    """Show a labelled text on stderr, or `to`; its lines hang below the first, words are whole."""
+    to = to or console(stderr=True)
+    label = f"{label} " if label else ""
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    text = text.encode("utf-8", "replace").decode()  # names of files may not be text
+    lines = text.split("\n")
+    if to.is_terminal:
+        lines = [part for line in lines for part in _wrapped(line, to.width - len(label))]
+    below = f"\n{' ' * len(label)}"
+    to.print(Text.assemble((label, style), (below.join(lines), body)))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    parts = textwrap.wrap(
+        line, max(width, 20), break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return parts or [""]
+
+
+def fact(label: str, text: str, *, style: str = "", to: Console | None = None) -> None:
+    """Show one of a list of facts, such as `model     4,240,896 parameters`, on stdout or `to`."""
+    say(label.ljust(LABEL_WIDTH - 1), text, body=style, to=to or console())
+
+
+def show_text(text: str, *, style: str = "") -> None:
+    """Print a text on stdout, wrapped at words in a terminal."""
+    say("", text, body=style, to=console())
+
+
+def note(text: str, *, to: Console | None = None) -> None:
+    """Show on stderr what one should know."""
+    say("note:", text, style="bold cyan", to=to)
+
+
+def error(message: str, hint: str | None = None) -> None:
+    """Show on stderr what went wrong, and the hint, or what the message says to do, below it."""
+    message = message.replace("\n", "\\n")
+    if hint is None and (advice := ADVICE.search(message)) is not None:
+        message, hint = message[: advice.start()], advice[1]
+    say("error:", message, style="bold red")
+    if hint is not None:
+        say("hint:", hint, style="bold green")
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    bold: Sequence[int] = (),
+    title: str = "",
+) -> None:
+    """Print a table on stdout.
+
+    A column `>name` is aligned to the right. In a terminal the names in the first column are
+    shortened in the middle until the rows fit. `bold` are numbers of rows.
+    """
+    to, heads = console(), [column.lstrip(">") for column in columns]
+    cells = [heads, *map(list, rows)]
+    if not to.is_terminal:
+        to.width = PIPE_WIDTH
+    else:
+        others = [max(cell_len(row[n]) for row in cells) for n in range(1, len(columns))]
+        room = max(SHORTEST_NAME, to.width - sum(others) - 2 * len(others))
+        for row in cells:
+            row[0] = "\n".join(shortened(line, room) for line in row[0].split("\n"))
+    made = Table(box=RULE, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for column, head in zip(columns, heads, strict=True):
+        side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        made.add_column(head, justify=side, no_wrap=True)
+    for number, row in enumerate(cells[1:]):
+        made.add_row(*map(Text, row), style="bold" if number in bold else "")
+    if title:
+        to.print(Text(title, "italic"))
+    to.print(made, soft_wrap=False)
+
+
+def shortened(name: str, width: int) -> str:
+    """Return the name in at most `width` columns, with `...` in place of its middle."""
+    if cell_len(name) <= width:
+        return name
+    tail = (width - 3) * 2 // 3  # the end of a name tells more
+    return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"

@@ -1,0 +1,157 @@
+"""How the command line looks: help, errors with hints, and tables, in terminals and in pipes."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiedgpt.cli import console
+from tiedgpt.cli.main import VERBS, main
+from tiedgpt.cli.options import as_typed, describe
+from tiedgpt.cli.train import GROUPS, Arguments
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Return what is shown in a terminal of so many columns."""
+
+    def shown(show, columns=40, **environment):
+        stream = Terminal()
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in ({"TERM": "xterm", "COLUMNS": str(columns)} | environment).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        show()
+        return stream.getvalue()
+
+    return shown
+
+
+def test_lines_hang_below_their_label_and_words_stay_whole(terminal):
+    path = "/a/path/that/is/longer/than-the-terminal/is-wide/model.safetensors"
+    text = terminal(lambda: console.error(f"{LONG} {path}", "do this"), NO_COLOR="1")
+    first, *more, hint = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+    assert first.startswith("error: one two") and hint == "hint: do this"
+    assert all(line.startswith("       ") for line in more)
+    assert path in text
+    assert all(len(line) <= 40 for line in [first, *more] if path not in line)
+
+
+def test_only_a_terminal_with_colors_gets_them(terminal, capsys):
+    assert "\x1b[1;31merror:" in terminal(lambda: console.error("no"))
+    assert "31m" not in terminal(lambda: console.error("no"), NO_COLOR="1")
+    assert terminal(lambda: console.error("no"), TERM="dumb") == "error: no\n"
+
+
+def test_a_pipe_gets_a_message_in_one_line(capsys):
+    console.error(f"{LONG} {LONG}: give {LONG}")
+    assert capsys.readouterr().err == f"error: {LONG} {LONG}\nhint: give {LONG}\n"
+
+
+NAME = "transformer.h.0-11.attn.c_attn.weight"
+
+
+def a_table():
+    console.table(("name", ">count"), [(NAME, "1,234"), ("wpe", "5")])
+
+
+def test_tables_shorten_names_in_the_middle_in_a_terminal(terminal):
+    text = re.sub(r"\x1b\[[\d;]*m", "", terminal(a_table, 30))
+    head, rule, first, second = text.splitlines()
+    assert "name" in head and set(rule) == {"-"} and len(rule) <= 30
+    assert first.endswith("c_attn.weight  1,234")
+    assert first.startswith("transf") and "..." in first and len(first) <= 30
+    assert second.startswith("wpe ") and second.endswith(" 5")
+
+
+def test_tables_have_whole_names_in_a_pipe(capsys):
+    a_table()
+    assert NAME in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_80_columns_and_has_real_defaults(verb, capsys):
+    sub = ["show"] if verb == "tie" else []
+    with pytest.raises(SystemExit) as ended:
+        main([verb, *sub, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: tiedgpt {verb}")
+    assert max(map(len, out.splitlines())) < 80
+    for private in ("None", "STR", "{", "default: )"):
+        assert private not in out.replace('{"', ""), private
+
+
+def test_every_option_of_train_is_in_one_group(capsys):
+    grouped = " ".join(GROUPS.values()).split()
+    known = [option.name for option in describe(Arguments) if option.flags]
+    assert sorted(grouped) == sorted(known)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "hint"),
+    [
+        (["trian"], "no verb 'trian'", "did you mean train?"),
+        (["tie", "shwo"], "no verb 'shwo'", "did you mean show?"),
+        (["train", "--mintes", "3"], "has no option --mintes", "did you mean --minutes?"),
+        (["train", "--max_new_tokens", "3"], "no option --max_new_tokens", "--help"),
+        (["train", "--lr", "fast"], "--lr must be a number, got 'fast'", "--help"),
+        (["train", "-m"], "--minutes needs a value: a number", "--help"),
+        (["train", "--task=swim"], "must be one of lm, classify", "--help"),
+        (["generate", "run", "Once upon"], "no place for 'Once upon'", "--prompt 'Once upon'"),
+        (["convert", "a"], "needs SOURCE and DEST", "--help"),
+    ],
+)
+def test_a_command_that_cannot_be_understood_is_code_2_with_a_hint(capsys, arguments, says, hint):
+    assert main(arguments) == 2
+    error, hinted = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and says in error
+    assert hinted.startswith("hint: ") and hint in hinted
+
+
+def test_a_prompt_in_the_place_of_the_model_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "Once upon a time"]) == 2
+    assert "goes after --prompt: --prompt 'Once upon a time'" in capsys.readouterr().err
+
+
+def test_the_newest_run_of_the_right_kind_is_taken(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, task in (("old", "lm"), ("new", "classify")):
+        model = Path("runs", name, "model")
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model.parent / "run.toml").write_text(f'[options]\ntask = "{task}"\n')
+    assert main(["generate"]) == 1
+    assert "newest run: runs/old" in capsys.readouterr().err
+
+
+def test_errors_name_options_as_they_are_typed():
+    names = ("n_head", "resolve", "overwrite", "stop")
+    said = as_typed('give n_head=12, or resolve="tie"; then stop', names)
+    assert said == "give --n-head 12, or --resolve tie; then stop"
+
+
+def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr("tiedgpt.cli.doctor.util.find_spec", lambda name: None)
+    monkeypatch.setattr("tiedgpt.cli.doctor.NEEDED", ("numpy", "no_such_package"))
+    assert main(["doctor", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "no_such_package" in found["missing"]
+    extras = ("formats", "constrain", "plot", "track")
+    for extra in extras:
+        assert f"no: pip install 'tiedgpt[{extra}]'" in found["features"].values()
