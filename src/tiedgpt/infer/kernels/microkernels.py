@@ -8,7 +8,8 @@ values of the cache lie in the same way, and attention's two matmuls are made al
 
 from __future__ import annotations
 
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -33,6 +34,7 @@ from tiedgpt.infer.kernels.simd import (
     splat,
     store,
     vector,
+    widened,
 )  # fmt: skip
 from tiedgpt.infer.kernels.vectors import float_of_bits
 
@@ -42,6 +44,17 @@ GROUP_INT4 = 32
 """4-bit weights that share a scale."""
 
 
+class Operands(NamedTuple):
+    """What a microkernel multiplies: a panel of weights, and the vectors from the first on."""
+
+    weights: Any
+    scales: Any
+    x: Any
+    x_scales: Any
+    x_sums: Any
+    width: Any
+
+
 def _microkernel(n: int) -> Any:
     """Make the matmul of a panel with `n` vectors."""
 
@@ -49,10 +62,17 @@ def _microkernel(n: int) -> Any:
         types.void, ARRAY, ARRAY, types.intp, ARRAY, ARRAY, ARRAY, types.intp, types.intp, ARRAY
     )
     def microkernel(builder, w, s, panel, x, x_scales, x_sums, first, width, out):
-        x = builder.gep(x, [builder.mul(first, width)])
-        at = {"w": w, "s": s, "x": x, "xs": x_scales, "xsum": x_sums}
-        sums = PRECISIONS[_precision(w, s)](builder, at, panel, first, width, n)
-        for m, row in enumerate(sums):
+        precision = _precision(w, s)
+        panel_size = builder.mul(width, i64(PANEL // 2 if precision == "int4" else PANEL))
+        at = Operands(
+            weights=builder.gep(w, [builder.mul(panel, panel_size)]),
+            scales=builder.gep(s, [builder.mul(panel, builder.mul(width, i64(PANEL // 32)))]),
+            x=builder.gep(x, [builder.mul(first, width)]),
+            x_scales=builder.gep(x_scales, [builder.mul(first, builder.lshr(width, i64(6)))]),
+            x_sums=builder.gep(x_sums, [builder.mul(first, builder.lshr(width, i64(5)))]),
+            width=width,
+        )
+        for m, row in enumerate(PRECISIONS[precision](builder, at, n)):
             for part, values in enumerate(row):
                 store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
 
@@ -86,130 +106,121 @@ def loaded(builder: Any, slots: list[list[Any]]) -> list[list[Any]]:
     return [[builder.load(slot) for slot in row] for row in slots]
 
 
-def _fp32(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _fp32(builder: Any, at: Operands, n: int) -> list[list[Any]]:
     """float32 weights (P, K, 64) and vectors (n, K)."""
     sums = cleared(builder, n)
-    base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, width.type(PANEL)))])
-    with cgutils.for_range(builder, width) as loop:
+    with cgutils.for_range(builder, at.width) as loop:
         k = loop.index
-        row = builder.gep(base, [builder.mul(k, k.type(PANEL))])
-        w = [load(builder, builder.gep(row, [k.type(LANES * p)]), f32) for p in range(PARTS)]
+        row = builder.gep(at.weights, [builder.mul(k, i64(PANEL))])
+        w = [load(builder, builder.gep(row, [i64(LANES * p)]), f32) for p in range(PARTS)]
         for m in range(n):
-            place = builder.add(builder.mul(width, k.type(m)), k)
-            x = splat(builder, builder.load(builder.gep(at["x"], [place])))
-            for part in range(PARTS):
-                slot = sums[m][part]
-                builder.store(fma(builder, w[part], x, builder.load(slot)), slot)
+            place = builder.add(builder.mul(at.width, i64(m)), k)
+            x = splat(builder, builder.load(builder.gep(at.x, [place])))
+            for part, slot in zip(w, sums[m], strict=True):
+                builder.store(fma(builder, part, x, builder.load(slot)), slot)
     return loaded(builder, sums)
 
 
-def _bf16(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
+def _bf16(builder: Any, at: Operands, n: int) -> list[list[Any]]:
     """bf16 weights (P, K/2, 64, 2) and vectors (n, K), all as uint16."""
     sums = cleared(builder, n)
-    half = builder.lshr(width, width.type(1))
-    base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, width.type(PANEL)))])
-    words = builder.bitcast(at["x"], i32.as_pointer())
+    words, half = builder.bitcast(at.x, i32.as_pointer()), builder.lshr(at.width, i64(1))
     with cgutils.for_range(builder, half) as loop:
         k = loop.index
-        row = builder.gep(base, [builder.mul(k, k.type(2 * PANEL))])
-        w = [load(builder, builder.gep(row, [k.type(2 * LANES * p)]), i32) for p in range(PARTS)]
+        row = builder.gep(at.weights, [builder.mul(k, i64(2 * PANEL))])
+        w = [load(builder, builder.gep(row, [i64(2 * LANES * p)]), i32) for p in range(PARTS)]
         for m in range(n):
-            place = builder.add(builder.mul(half, k.type(m)), k)
+            place = builder.add(builder.mul(half, i64(m)), k)
             x = builder.load(builder.gep(words, [place]), align=2)
-            for part in range(PARTS):
-                slot = sums[m][part]
-                builder.store(dot16(builder, builder.load(slot), w[part], x), slot)
+            for part, slot in zip(w, sums[m], strict=True):
+                builder.store(dot16(builder, builder.load(slot), part, x), slot)
     return loaded(builder, sums)
 
 
-def _int8(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
-    """int8 weights + 128 (P, K/4, 64, 4), int8 vectors (n, K) with a scale for each 64."""
-    sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
-    kind = width.type
-    groups = builder.lshr(width, kind(6))
-    base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, kind(PANEL)))])
-    words = builder.bitcast(at["x"], i32.as_pointer())
-    quarter = builder.lshr(width, kind(2))
-    with cgutils.for_range(builder, groups) as outer:
-        g = outer.index
-        for m in range(n):
-            two = builder.mul(
-                builder.add(builder.mul(builder.add(first, kind(m)), groups), g), kind(2)
-            )
-            a = builder.load(builder.gep(at["xsum"], [two]))
-            b = builder.load(builder.gep(at["xsum"], [builder.add(two, kind(1))]))
-            begin = splat(builder, builder.mul(builder.add(a, b), i32(-128)))
-            for part in range(PARTS):
-                builder.store(begin, whole[m][part])
-        with cgutils.for_range(builder, kind(GROUP // 4)) as inner:
-            k = builder.add(builder.mul(g, kind(GROUP // 4)), inner.index)
-            row = builder.gep(base, [builder.mul(k, kind(4 * PANEL))])
-            w = [
-                load(builder, builder.gep(row, [kind(4 * LANES * p)]), i8, 64) for p in range(PARTS)
-            ]
-            for m in range(n):
-                place = builder.add(builder.mul(quarter, kind(m)), k)
-                x = builder.load(builder.gep(words, [place]), align=1)
-                for part in range(PARTS):
-                    slot = whole[m][part]
-                    builder.store(dot8(builder, builder.load(slot), w[part], x), slot)
-        for m in range(n):
-            place = builder.add(builder.mul(builder.add(first, kind(m)), groups), g)
-            scale = splat(builder, builder.load(builder.gep(at["xs"], [place])))
-            for part in range(PARTS):
-                product = builder.sitofp(builder.load(whole[m][part]), vector(f32))
-                slot = sums[m][part]
-                builder.store(fma(builder, product, scale, builder.load(slot)), slot)
-    return loaded(builder, sums)
+def _int8(builder: Any, at: Operands, n: int) -> list[list[Any]]:
+    """int8 weights + 128 (P, K/4, 64, 4); vectors as for `_integers`."""
+    return _integers(builder, at, n, GROUP, offset=128, per_byte=1)
 
 
-def _int4(builder: Any, at: dict[str, Any], panel: Any, first: Any, width: Any, n: int) -> Any:
-    """4-bit weights + 8 (P, K/8, 64, 4), with a bf16 scale for each 32; vectors as for int8."""
+def _int4(builder: Any, at: Operands, n: int) -> list[list[Any]]:
+    """4-bit weights + 8 (P, K/8, 64, 4), two in a byte; vectors as for `_integers`."""
+    return _integers(builder, at, n, GROUP_INT4, offset=8, per_byte=2)
+
+
+def _integers(
+    builder: Any, at: Operands, n: int, group: int, *, offset: int, per_byte: int
+) -> list[list[Any]]:
+    """Integer weights plus an offset, and int8 vectors (n, K) with a scale for each 64.
+
+    Products of a group are added up as int32. Where a group is one of 4-bit weights, its sum is
+    multiplied with their bf16 scale, too. Each number of x is used for all 64 rows before the next
+    is read. With 4 bits and six vectors, 16 rows at a time would keep 12 numbers of x beside 24
+    sums, more than there are registers: that took twice as long.
+    """
     sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
-    kind = width.type
-    groups = builder.lshr(width, kind(5))
-    base = builder.gep(at["w"], [builder.mul(panel, builder.mul(width, kind(PANEL // 2)))])
-    scales = builder.gep(at["s"], [builder.mul(panel, builder.mul(groups, kind(PANEL)))])
-    words = builder.bitcast(at["x"], i32.as_pointer())
-    quarter = builder.lshr(width, kind(2))
-    low = constant(i8, 15, 64)
-    with cgutils.for_range(builder, groups) as outer:
+    words, steps = builder.bitcast(at.x, i32.as_pointer()), group // (4 * per_byte)
+    with cgutils.for_range(builder, builder.udiv(at.width, i64(group))) as outer:
         g = outer.index
         for m in range(n):
-            place = builder.add(builder.mul(builder.add(first, kind(m)), groups), g)
-            begin = builder.mul(builder.load(builder.gep(at["xsum"], [place])), i32(-8))
-            for part in range(PARTS):
-                builder.store(splat(builder, begin), whole[m][part])
-        with cgutils.for_range(builder, kind(GROUP_INT4 // 8)) as inner:
-            k = builder.add(builder.mul(g, kind(GROUP_INT4 // 8)), inner.index)
-            row = builder.gep(base, [builder.mul(k, kind(4 * PANEL))])
-            for part in range(PARTS):
-                both = load(builder, builder.gep(row, [kind(4 * LANES * part)]), i8, 64)
-                wide = builder.lshr(builder.bitcast(both, vector(i16, 32)), constant(i16, 4, 32))
-                halves = (
-                    builder.and_(both, low),
-                    builder.and_(builder.bitcast(wide, vector(i8, 64)), low),
-                )
+            begin = splat(builder, builder.mul(_x_sum(builder, at, m, g, group), i32(-offset)))
+            for slot in whole[m]:
+                builder.store(begin, slot)
+        with cgutils.for_range(builder, i64(steps)) as inner:
+            step = builder.add(builder.mul(g, i64(steps)), inner.index)
+            row = builder.gep(at.weights, [builder.mul(step, i64(4 * PANEL))])
+            parts = [load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in range(PARTS)]
+            halves = [parts] if per_byte == 1 else _halves(builder, parts)
+            for half, w in enumerate(halves):
+                place = builder.add(builder.mul(step, i64(per_byte)), i64(half))
                 for m in range(n):
-                    slot = whole[m][part]
-                    for half, w in enumerate(halves):
-                        place = builder.add(builder.mul(quarter, kind(m)), builder.mul(k, kind(2)))
-                        place = builder.add(place, kind(half))
-                        x = builder.load(builder.gep(words, [place]), align=1)
-                        builder.store(dot8(builder, builder.load(slot), w, x), slot)
-        for part in range(PARTS):
-            place = builder.add(builder.mul(g, kind(PANEL)), kind(part * LANES))
-            bits = builder.zext(load(builder, builder.gep(scales, [place]), i16), vector(i32))
-            scale = builder.bitcast(builder.shl(bits, constant(i32, 16)), vector(f32))
-            for m in range(n):
-                token = builder.mul(builder.add(first, kind(m)), builder.lshr(groups, kind(1)))
-                place = builder.add(token, builder.lshr(g, kind(1)))
-                x_scale = splat(builder, builder.load(builder.gep(at["xs"], [place])))
+                    row_start = builder.mul(builder.lshr(at.width, i64(2)), i64(m))
+                    x_at = builder.gep(words, [builder.add(row_start, place)])
+                    x = builder.load(x_at, align=1)
+                    for part, slot in zip(w, whole[m], strict=True):
+                        builder.store(dot8(builder, builder.load(slot), part, x), slot)
+        scales = _group_scales(builder, at, g) if group == GROUP_INT4 else None
+        for m in range(n):
+            x_scale = _x_scale(builder, at, m, builder.udiv(builder.mul(g, i64(group)), i64(GROUP)))
+            for part in range(PARTS):
                 product = builder.sitofp(builder.load(whole[m][part]), vector(f32))
-                product = builder.fmul(product, scale)
+                if scales is not None:
+                    product = builder.fmul(product, scales[part])
                 slot = sums[m][part]
                 builder.store(fma(builder, product, x_scale, builder.load(slot)), slot)
     return loaded(builder, sums)
+
+
+def _halves(builder: Any, parts: list[Any]) -> list[list[Any]]:
+    """Return the low halves of bytes, and their high halves."""
+    low = constant(i8, 15, 64)
+    shifted = [
+        builder.lshr(builder.bitcast(part, vector(i16, 32)), constant(i16, 4, 32)) for part in parts
+    ]
+    high = [builder.bitcast(part, vector(i8, 64)) for part in shifted]
+    return [[builder.and_(part, low) for part in half] for half in (parts, high)]
+
+
+def _x_sum(builder: Any, at: Operands, m: int, g: Any, group: int) -> Any:
+    """Return the sum of group g of vector m, of whose 32s the sums are known."""
+    of_32s = group // 32
+    place = builder.mul(builder.lshr(at.width, i64(5)), i64(m))
+    place = builder.add(place, builder.mul(g, i64(of_32s)))
+    sums = [
+        builder.load(builder.gep(at.x_sums, [builder.add(place, i64(i))])) for i in range(of_32s)
+    ]
+    return reduce(builder.add, sums)
+
+
+def _x_scale(builder: Any, at: Operands, m: int, g: Any) -> Any:
+    """Return the scale of group g of vector m, 16 times."""
+    place = builder.add(builder.mul(builder.lshr(at.width, i64(6)), i64(m)), g)
+    return splat(builder, builder.load(builder.gep(at.x_scales, [place])))
+
+
+def _group_scales(builder: Any, at: Operands, g: Any) -> list[Any]:
+    """Return the scales of group g of a panel's 4-bit weights."""
+    row = builder.gep(at.scales, [builder.mul(g, i64(PANEL))])
+    return [widened(builder, builder.gep(row, [i64(LANES * p)])) for p in range(PARTS)]
 
 
 PRECISIONS = {"fp32": _fp32, "bf16": _bf16, "int8": _int8, "int4": _int4}
