@@ -13,8 +13,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import codegen, config
+from numba import config, types
 from numba.extending import intrinsic
 
 from tiedgpt.infer.kernels.arguments import LANES
@@ -23,7 +22,15 @@ from tiedgpt.infer.kernels.arguments import LANES
 def _feature_list() -> str:
     """Return what Numba compiles for: the CPU's features, or those that NUMBA_CPU_FEATURES says."""
     said: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
-    listed: str = codegen.get_host_cpu_features() if said is None else said
+    if said is not None:
+        return said
+    try:
+        found = llvm.get_host_cpu_features()
+    except RuntimeError:  # LLVM does not know this system
+        return ""
+    if not getattr(config, "ENABLE_AVX", True):
+        found.update({name: False for name in found if name.startswith("avx")})
+    listed: str = found.flatten()
     return listed
 
 
