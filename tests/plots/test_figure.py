@@ -6,7 +6,7 @@ import pytest
 
 from tiedgpt.errors import UserError
 from tiedgpt.plots.figure import save_figure
-from tiedgpt.plots.panel import Line, Panel
+from tiedgpt.plots.panel import Grid, Line, Panel
 
 PANELS = [
     Panel("loss", "tokens", (Line("a", [0, 5e4], [2, 1]), Line("b", [0, 5e4], [3, 1], 1, True))),
@@ -32,3 +32,18 @@ def test_another_name_and_a_missing_matplotlib_are_told_before_anything_is_drawn
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install tiedgpt\[plot\]"):
         save_figure(PANELS, tmp_path / "curves.png", "")
+
+
+def test_texts_are_drawn_as_they_are_and_many_points_as_pixels(tmp_path):
+    cloud = Line("$a_1$", list(range(1, 3000)), list(range(1, 3000)), joined=False)
+    panels = [
+        Panel("$x", "count", (cloud, cloud), log_x=True, y_label="y", notes=[(10, 10, "文 $b$")]),
+        Panel("names", "token", (Line("a", [0, 1], [1, 2]),), x_names=["' $c'", "'文'"]),
+        Grid("grid", "x", "y", "bits", [[1.0, -2.0]], [["$1", "文"]], ["p$", "q$"], signed=True),
+        Grid("numbered", "x", "y", "bits", [[float(n) for n in range(70)]] * 2),
+    ]
+    save_figure(panels, tmp_path / "a.svg", "tokens $", columns=4)
+    drawn = (tmp_path / "a.svg").read_text()
+    assert len(drawn) < 400_000  # a point each would be more
+    for text in ("$x", "文 $b$".encode("ascii", "backslashreplace").decode(), "' $c'", "p$"):
+        assert f"<!-- {text} -->" in drawn

@@ -116,10 +116,12 @@ def _vocabulary(found: Vocabulary) -> tuple[str, Panels]:
             cloud = Line(name, xs, ys, joined=False)
             title = f"{matrix.name}: {name}"
             panels.append(Panel(title, "count of the token", (cloud,), log_x=True, y_label=name))
-        x, y = (f"component {n + 1}, {s:.0%} of it" for n, s in enumerate(matrix.pca_share))
+        x, y = (
+            f"component {n + 1}, {s:.0%} of the variance" for n, s in enumerate(matrix.pca_share)
+        )
         xs, ys = matrix.pca.T.tolist()
         cloud = Line("tokens", xs, ys, joined=False)
-        panels.append(Panel(f"{matrix.name}: variance", x, (cloud,), y_label=y))
+        panels.append(Panel(f"{matrix.name}: main directions", x, (cloud,), y_label=y))
     return f"{len(found.pieces):,} tokens", panels
 
 
@@ -130,7 +132,7 @@ def _gradient_split(found: GradientSplit) -> tuple[str, Panels]:
         f"reading {found.norm_read:.3g}, predicting {found.norm_predict:.3g}, "
         f"cosine {found.cosine:.3f}",
         "token",
-        _lines(parts, marked=True),
+        _lines(parts, marked=True, joined=False),
         y_label="length of the row's gradient",
         x_names=[shown(found.pieces[id]) for id in order],
     )
@@ -159,8 +161,11 @@ def _ablate(found: Ablation) -> tuple[str, Panels]:
     texts = [[f"{x:+.2f}" for x in row] for row in found.heads] if few else ()
     unit, values = "change of the loss, nats", found.heads.tolist()
     heads = Grid("without a head", "head", "layer", unit, values, texts, signed=True)
+    layers = [str(layer) for layer in range(len(found.mlp))]
     parts = _lines({"attention": found.attention, "MLP": found.mlp}, marked=True)
-    whole = Panel("without a layer's attention, or MLP", "layer", parts, y_label=unit)
+    whole = Panel(
+        "without a layer's attention, or MLP", "layer", parts, y_label=unit, x_names=layers
+    )
     instead = {"zero": "nothing", "mean": "its mean"}[found.mode]
     return f"loss {found.loss:.3f} nats, and without a part, which gives {instead}", [heads, whole]
 

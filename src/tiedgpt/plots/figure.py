@@ -47,7 +47,7 @@ def save_figure(
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    with rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
+    with rc_context({"font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(5.2 * columns + 0.6, 3.3 * rows + 0.4), layout="constrained")
         figure.suptitle(_drawable(title), fontsize=12)
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -66,17 +66,24 @@ def save_figure(
 
 
 def _drawable(text: str) -> str:
-    """Return a text in which characters that the font lacks are escaped."""
+    """Return a text as it is: no mathematics, and characters that the font lacks escaped."""
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont("DejaVu Sans"))
-    return "".join(c if c == "\n" or font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+    known = (c if c == "\n" or font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+    return "".join(known).replace("$", r"\$")
 
 
 def _name(axis: Any, names: Sequence[str]) -> None:
-    """Write names at the places 0, 1, ... of an axis, if there is room for them."""
+    """Write names at the places 0, 1, ... of an axis, or numbers if there is no room for them."""
+    from matplotlib.ticker import MaxNLocator
+
     if 0 < len(names) <= MOST_NAMES:
         axis.set_ticks(range(len(names)), [_drawable(name) for name in names], fontsize=7)
+        if axis.axis_name == "x" and max(map(len, names)) > 3:
+            axis.set_tick_params(rotation=90)
+    else:
+        axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _fill_grid(grid: Grid, place: Any) -> None:
@@ -86,7 +93,6 @@ def _fill_grid(grid: Grid, place: Any) -> None:
     place.figure.colorbar(image, ax=place, label=grid.unit)
     _name(place.xaxis, grid.x_names)
     _name(place.yaxis, grid.y_names)
-    place.tick_params(axis="x", rotation=90 if grid.x_names else 0)
     for y, row in enumerate(grid.texts):
         for x, text in enumerate(row):
             red, green, blue, _ = image.cmap(image.norm(grid.values[y][x]))
@@ -104,11 +110,11 @@ def _fill(panel: Panel, place: Any) -> None:
         place.plot(
             line.xs,
             line.ys,
-            label=line.name,
+            label=_drawable(line.name),
             color=COLORS[line.color % len(COLORS)],
             linewidth=1.4 if line.joined else 0,
             marker="o" if line.marked or not line.joined or len(line.xs) == 1 else None,
-            markersize=3 if line.joined else 1.5,
+            markersize=3 if line.joined or line.marked else 1.5,
             rasterized=len(line.xs) > MANY,
         )
     for x, y, text in panel.notes:
@@ -117,7 +123,6 @@ def _fill(panel: Panel, place: Any) -> None:
         place.set_xscale("log")
     elif panel.x_names:
         _name(place.xaxis, panel.x_names)
-        place.tick_params(axis="x", rotation=90)
     elif any(abs(x) >= 1000 for line in panel.lines for x in line.xs):
         place.xaxis.set_major_formatter(EngFormatter(sep=""))
     if (limits := panel.limits()) is not None:
