@@ -23,7 +23,7 @@ from tiedgpt.infer.kernels.arguments import (
     Weights,
     phases_of,
 )
-from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import Choice, Chosen
@@ -47,7 +47,7 @@ class PackedRunner:
         self.threads = default_threads() if threads is None else check_threads(threads)
         self.packed = model
         self.config = model.config
-        self._weights = _weights(model)
+        self._weights = Record(_weights(model))
 
     def heed_caller(self) -> None:
         """Nothing: kernels compute on threads of their own."""
@@ -66,7 +66,7 @@ class PackedSession:
     """See `session.Session`."""
 
     def __init__(
-        self, model: PackedModel, weights: Weights, slots: int, capacity: int, threads: int
+        self, model: PackedModel, weights: Record, slots: int, capacity: int, threads: int
     ) -> None:
         self._cache = _cache(model, slots, capacity)
         self.position_bytes = -(-sum(a.nbytes for a in self._cache) // (slots * capacity))
@@ -76,6 +76,8 @@ class PackedSession:
         self._pool = ThreadPool(threads)
         self._dtype = np.dtype(DTYPES[model.precision])
         self._buffers: Buffers | None = None
+        self._buffers_record: Record | None = None
+        self._cache_record = Record(self._cache)
 
     def read(
         self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
@@ -102,7 +104,9 @@ class PackedSession:
             batch, owners = self._next_batch(slots, rest, every)
             buffers = self._buffers_for(len(batch.ids), max(1, len(batch.outputs)))
             phases = phases_of(self.config.n_layer)
-            self._pool.run(forward, phases, self._weights, buffers, self._cache, batch)
+            self._pool.run(
+                forward, phases, self._weights, self._buffers_record, self._cache_record, batch
+            )
             for owner, first, end in owners:
                 rows = buffers.logits[first:end, : self.config.vocab_size]
                 parts[owner].append(rows.copy() if any(rest) else rows)
@@ -195,6 +199,7 @@ class PackedSession:
             p=np.zeros((threads, QUERIES, padded(self.capacity)), f32),
             mixed=np.zeros((threads, QUERIES, padded(config.head_dim)), f32),
         )
+        self._buffers_record = Record(self._buffers)
         return self._buffers
 
     def cut(self, slot: int, length: int) -> None:

@@ -99,7 +99,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
     names = set()
 
     def failing(step, me):
-        if step.arguments[2] is not session._cache:  # a late helper of another session's
+        if step.arguments[2] is not session._cache_record:  # a late helper of another session's
             return compiled(step, me)
         if threading.current_thread() is main:
             waited = failed if not failed.is_set() else served

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.kernels.arguments import Control
+from tiedgpt.infer.kernels.compile_cache import Record
 from tiedgpt.infer.kernels.simd import FEATURE_LIST, f32, i32, i64
 
 LINKER = "cc"
@@ -92,6 +93,8 @@ def machine_code(compiled: Any, symbol: str) -> tuple[bytes, str]:
 
 def _blank(value: Any) -> Any:
     """Return an argument whose type is that of all that a kernel is compiled for together."""
+    if isinstance(value, Record):
+        value = value.arguments
     if isinstance(value, np.ndarray):
         return np.empty((0,) * value.ndim, value.dtype)
     return type(value)(*map(_blank, value)) if isinstance(value, tuple) else value

@@ -81,6 +81,14 @@ class Kernel:
         return FUNCTION(compiled.address)
 
 
+class Record:
+    """Arguments of many steps, flattened once: arrays in place, which must stay as they are."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments, self.words, self.kinds = arguments, list[int](), list[Any]()
+        _flatten(arguments, self.words, self.kinds)
+
+
 class Step:
     """A step of a kernel: each thread calls it with its number and returns when all is done.
 
@@ -123,9 +131,12 @@ def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> Non
                 raise ValueError(
                     f"kernels take contiguous arrays only, got strides {value.strides}"
                 )
-            words.append(value.__array_interface__["data"][0])
+            words.append(value.ctypes.data)
             words += value.shape
             kinds += (value.dtype, value.ndim)
+        elif isinstance(value, Record):
+            words += value.words
+            kinds += value.kinds
         elif isinstance(value, tuple):
             _flatten(value, words, kinds)
         else:
