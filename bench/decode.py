@@ -22,7 +22,7 @@ from bandwidth import Bandwidth
 from formats import Files, add_options, files_of
 from peers import open_way
 from tiedgpt import GPTConfig
-from tiedgpt.infer.packed_session import CACHE_DTYPES
+from tiedgpt.infer.packed_session import DTYPES
 from tiedgpt.weights.packed import layout
 from tiedgpt.weights.packed_panels import padded
 from turns import (
@@ -53,7 +53,7 @@ def streamed_bytes(config: GPTConfig, precision: str, positions: float) -> float
         for name, (shape, dtype) in layout(config, precision).items()
         if name != "wpe"
     )
-    dtype = np.dtype(CACHE_DTYPES[precision])
+    dtype = np.dtype(DTYPES[precision])
     vector = padded(config.head_dim) * dtype.itemsize + (4 if dtype == np.int8 else 0)
     return weights + 2 * config.n_layer * config.n_head * vector * positions
 
