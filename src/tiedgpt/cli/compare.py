@@ -23,7 +23,7 @@ from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.schedule import Growth
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def read_recipes(given: Arguments) -> list[Recipe]:
         slug = "-".join(letters.split())[:60] or "recipe"
         if any(recipe.out == out / slug for recipe in recipes):
             slug += f"-{len(recipes) + 1}"
-        recipes.append(Recipe(text, one.options(), out / slug, says))
+        options = one.options()  # of one size, so that only what is asked for differs
+        recipes.append(Recipe(text, replace(options, size=options.named_size), out / slug, says))
     return recipes
 
 
@@ -135,11 +136,11 @@ def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
 
 def _tokens(options: TrainOptions, steps: int = 1000) -> int:
     """Return the tokens of so many steps, or what stands in their proportion."""
-    rows = options.batch_size or options.default_batch_size()
+    rows = options.default_batch_size()
     growth = Growth(
         batch_size=rows,
         micro_batch=rows,
-        row_units=options.context or SIZES[options.size].n_positions,
+        row_units=options.context or options.shape.n_positions,
         batch_warmup=round(options.batch_warmup * steps),
         length_warmup=round(options.length_warmup * steps),
     )
@@ -159,7 +160,7 @@ def take_data(first: Recipe, options: TrainOptions, run: RunDirectory) -> None:
 
 def _vocabulary(options: TrainOptions) -> int | None:
     fresh = options.tokenizer == "bpe" and options.start is None
-    return options.vocab_size or (SIZES[options.size].vocab_size if fresh else None)
+    return options.vocab_size or (options.shape.vocab_size if fresh else None)
 
 
 def _link(source: str, target: str) -> None:

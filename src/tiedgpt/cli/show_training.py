@@ -31,7 +31,7 @@ from tiedgpt.train.events import (
     Untied,
 )
 from tiedgpt.train.memory import memory_line
-from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
@@ -97,8 +97,7 @@ class Display:
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
         examples = len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
         epochs = plan.growth(task.row_units).units_before(plan.steps) / max(1, examples)
-        minutes = options.minutes or (DEFAULT_MINUTES if options.task == "lm" else None)
-        takes = f", about {minutes:g} minutes" if minutes and options.steps is None else ""
+        takes = "" if plan.minutes is None else f", about {plan.minutes:g} minutes"
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
             f"a step's batch in {parts} parts": parts > 1,
@@ -113,7 +112,9 @@ class Display:
         kind = next(iter(described))
         self._fact(kind, f"{source}: {described[kind]}")
         self._fact("tokens", described["tokens"])
-        self._fact("model", f"{options.start or options.size}: {_parameters(config, described)}")
+        self._fact("model", f"{options.start or plan.size}: {_parameters(config, described)}")
+        if plan.reason:
+            self._fact("chosen", plan.reason)
         self._fact(
             "training",
             f"{plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}, {epochs:.1f} epochs"

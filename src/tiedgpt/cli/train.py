@@ -18,7 +18,7 @@ import tyro
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import AUTO, TrainOptions
 from tiedgpt.train.tracking import TrackerName
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Arguments(TrainOptions):
     data: tyro.conf.Positional[tuple[str, ...]] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
-    """The run's directory; default: runs/ and a name from the data and the size."""
+    """The run's directory; default: runs/ and a name from the data, and the size if given."""
     track: TrackerName | None = None
     """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
     compare: Annotated[
@@ -285,13 +285,13 @@ def with_recipes(arguments: list[str]) -> list[str]:
 
 
 def default_out(options: TrainOptions) -> Path:
-    """Return runs/NAME-SIZE or, of other tasks and starts, runs/NAME-TASK, NAME from the data."""
+    """Return runs/NAME of the data, with -SIZE, -TASK or -fork where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
     kind = kind if options.fork is None else "fork"
-    return Path("runs") / f"{name}-{kind}"
+    return Path("runs") / (name if kind == AUTO else f"{name}-{kind}")
 
 
 @contextlib.contextmanager

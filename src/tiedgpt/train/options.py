@@ -12,7 +12,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
+AUTO = "auto"
 DEFAULT_SIZE = "mini"
+"""Where nothing says for how long, or on how much text, and where a head is trained."""
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
 """Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
@@ -68,7 +70,9 @@ PUBLISHED_RATES = {
 }  # fmt: skip
 """Peak rates of the presets: Brown et al. 2020, table 2.1."""
 SIZES = {
+    "nano": _size(2, 64, 2, 128, vocab_size=512, lr=1.6e-2, weight_decay=0.3),
     "tiny": _size(2, 128, 4, 128, vocab_size=1024, lr=1.2e-2, lr_adamw=4e-3, weight_decay=0.3),
+    "little": _size(2, 192, 6, 128, vocab_size=1024, lr=1e-2, lr_adamw=3e-3, weight_decay=0.3),
     "mini": _size(4, 256, 4, 128, vocab_size=4096, lr=3e-3, batch_size=8),
     "small": _size(6, 384, 6, 256, vocab_size=4096, lr=2e-3),
     "medium": _size(8, 512, 8, 512, vocab_size=8192, lr=1e-3),
@@ -94,7 +98,7 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """One dial, `size`, derives the rest; everything derived can be set."""
+    """What was not set is derived: from the time, the text and the machine, or from `size`."""
 
     data: tuple[str, ...] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
@@ -102,8 +106,8 @@ class TrainOptions:
     """lm: predict text. The others read .jsonl: classify texts, tag words, choose, answer."""
     start: str | None = None
     """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
-    size: str = DEFAULT_SIZE
-    """tiny, mini, small, medium, or a published size: gpt1, gpt2 .. -xl, gpt3-small .. -175b."""
+    size: str = AUTO
+    """auto: by text, time and speed; nano, tiny, little, mini, small, medium; gpt1 .. gpt3-175b."""
     width: int | None = None
     """Of the states: more or fewer heads, and the rate that suits; default: the size's."""
     minutes: float | None = None
@@ -177,8 +181,8 @@ class TrainOptions:
                 "--start begins with a model's weights, --fork with a run's weights and optimizer: "
                 "give one of them"
             )
-        if self.size not in SIZES:
-            raise UserError(f"no size {self.size!r}; there are {', '.join(SIZES)}")
+        if self.size not in (AUTO, *SIZES):
+            raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
         if self.minutes is not None and self.steps is not None:
             raise UserError("give --minutes or --steps, not both")
         self._require_ranges()
@@ -227,30 +231,48 @@ class TrainOptions:
             )
         if self.width is not None and (self.width < 1 or self.width % self._head_width()):
             raise UserError(
-                f"--width {self.width}: the heads of --size {self.size} are "
+                f"--width {self.width}: the heads of --size {self.named_size} are "
                 f"{self._head_width()} wide, and a width is a multiple of that"
             )
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the size of a fresh model is to be chosen: see `choice.py`."""
+        fresh = self.task == "lm" and self.start is None and self.fork is None
+        return fresh and self.size == AUTO and self.width is None and self.steps is None
+
+    @property
+    def named_size(self) -> str:
+        """The size, also where none is chosen."""
+        return DEFAULT_SIZE if self.size == AUTO else self.size
+
+    @property
+    def shape(self) -> Size:
+        """What belongs to the size."""
+        return SIZES[self.named_size]
+
     def _head_width(self) -> int:
-        return SIZES[self.size].n_embd // SIZES[self.size].n_head
+        return self.shape.n_embd // self.shape.n_head
 
     def default_batch_size(self) -> int:
-        """Return the rows of a step where none are asked for."""
+        """Return the rows of a step."""
+        if self.batch_size is not None:
+            return self.batch_size
         if self.task != "lm":
             return LABELLED_BATCH
-        return SIZES[self.size].batch_size if self.start is None else START_BATCH
+        return self.shape.batch_size if self.start is None else START_BATCH
 
     def default_rate(self, config: GPTConfig) -> float:
         """Return the peak rate where none is asked for."""
         if self.start is not None:
             return START_RATE / config.n_embd
-        size, rule = SIZES[self.size], self.rule()
+        size, rule = self.shape, self.rule()
         rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
         return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
 
     def default_weight_decay(self) -> float:
         """Return the decay of the blocks' matrices where none is asked for."""
-        return SIZES[self.size].weight_decay if self.start is None else 0.1
+        return self.shape.weight_decay if self.start is None else 0.1
 
     def rule(self) -> Rule:
         """Return the optimizer of the blocks' matrices."""
@@ -260,7 +282,7 @@ class TrainOptions:
 
     def model_config(self, *, vocab_size: int, bos: int | None, eos: int | None) -> GPTConfig:
         """Return the config of the size that was asked for, on this vocabulary."""
-        size = SIZES[self.size]
+        size = self.shape
         dropout = size.dropout if self.dropout is None else self.dropout
         heads = size.n_head if self.width is None else self.width // self._head_width()
         return GPTConfig(
@@ -271,7 +293,7 @@ class TrainOptions:
             n_head=heads,
             bias=self.bias,
             attention_windows=None if self.window is None else (0, self.window),
-            norm=PRESETS.get(self.size, {}).get("norm", "pre"),
+            norm=PRESETS.get(self.named_size, {}).get("norm", "pre"),
             embd_pdrop=dropout,
             attn_pdrop=dropout,
             resid_pdrop=dropout,

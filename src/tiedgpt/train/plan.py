@@ -16,6 +16,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.blocks import decide, in_training
+from tiedgpt.train.choice import FIRST, LADDER, MOST_PASSES, expected_loss, settled
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
@@ -35,6 +36,8 @@ MICRO_BATCH_TOKENS = 8192
 EVALUATIONS = 10
 SAMPLE_SHARE = 0.1
 """Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
+MEASURED = 0.01
+"""Of the time: so long a size is measured, if its steps are not longer."""
 FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
 SAME_PACE = 0.05
@@ -90,6 +93,8 @@ class Plan:
     """Whether blocks are compiled, "on" or "off"."""
     minutes: float | None = None
     """The time from which the steps were measured; None where it does not decide."""
+    size: str = ""
+    """The name of the shape, of a fresh model."""
     reason: str = ""
     """Why this size was chosen, where it was."""
     since: int = 0
@@ -166,7 +171,9 @@ def make_plan(
     Raises `NoRoomError` for a model that cannot fit in memory, before anything is built. In a
     `world` of several processes all must call this, and get the same.
     """
-    world = world or World(device)
+    world, reason = world or World(device), ""
+    if options.chooses and task.text_tokens is not None:
+        options, reason = chosen(options, task, task.text_tokens, world)
     draft = world.lead(lambda: drafted(options, task, world))
     world.lead(lambda: world.require_work(draft))
     steps, batch_size, minutes = options.steps, draft.batch_size, None
@@ -181,6 +188,7 @@ def make_plan(
         draft,
         steps=steps,
         minutes=minutes,
+        reason=reason,
         **scheduled(options, steps),
         **paused(steps),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
@@ -236,7 +244,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     compiles, _ = decide(options.compile, device, one_shape=one_shape)
     draft = Plan(
         steps=options.steps or 1,
-        batch_size=options.batch_size or options.default_batch_size(),
+        batch_size=options.default_batch_size(),
         micro_batch=1,
         optimizer=options.rule(),
         lr=options.lr or options.default_rate(config),
@@ -251,6 +259,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         skip_limit=options.skip_limit,
         patience=options.patience,
         keep=options.keep,
+        size=options.named_size if options.start is None else "",
         schedule=options.schedule,
         untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
@@ -325,28 +334,101 @@ def faster_dtype(config: GPTConfig, device: torch.device) -> str:
     return "bf16" if seconds["bf16"] < 0.8 * seconds["fp32"] else "fp32"
 
 
-def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
-    """Turn minutes into steps by timing a few steps of a throw-away model, in all processes."""
+def chosen(
+    options: TrainOptions, task: Task, text_tokens: int, world: World
+) -> tuple[TrainOptions, str]:
+    """Return the options with what suits text, time and machine, and why: see `choice.py`.
+
+    The task has the model of that size afterwards. Sizes are measured as far as is needed.
+    """
+    minutes = options.minutes or DEFAULT_MINUTES
+    found: dict[str, tuple[float, TrainOptions, float]] = {}
+
+    def judged(size: str) -> float:
+        if size not in found:
+            plain = replace(options, dropout=options.dropout or 0.0)
+            sized = settled(plain, size, math.inf, text_tokens)
+            per_second = speed(sized, task, world, seconds=MEASURED * minutes * 60)
+            tokens = min(minutes * 60 * per_second, MOST_PASSES * text_tokens)
+            loss = expected_loss(size, tokens, text_tokens)
+            found[size] = loss, settled(options, size, tokens, text_tokens), per_second
+        return found[size][0]
+
+    place = LADDER.index(FIRST)
+    for way in (1, -1):
+        while 0 <= place + way < len(LADDER) and judged(LADDER[place + way]) < judged(
+            LADDER[place]
+        ):
+            place += way
+    best = LADDER[place]
+    _, sized, per_second = found[best]
+    task.resize(resized(sized, task))
+    time_passes = minutes * 60 * per_second / text_tokens
+    passes = min(time_passes, MOST_PASSES)
+    sizes = ", ".join(size for size in LADDER if size in found)
+    reason = (
+        f"{best} has the lowest expected loss of {sizes} in {minutes:g} minutes here: "
+        f"{passes:.1f} passes at {per_second:,.0f} tokens/s, dropout {task.config.resid_pdrop:g}"
+    )
+    if time_passes > MOST_PASSES:
+        rows = sized.default_batch_size() * task.context
+        steps = math.ceil(MOST_PASSES * text_tokens / rows)
+        task.notes.append(
+            f"warning: {text_tokens:,} tokens are too little text for {minutes:g} minutes: "
+            f"{time_passes:,.0f} passes would learn it by heart, so this run ends after "
+            f"{MOST_PASSES}, in about {steps * rows / per_second:,.0f} s; more text is worth more "
+            "than more time"
+        )
+        sized = replace(sized, steps=steps, minutes=None)
+    return sized, reason
+
+
+def resized(options: TrainOptions, task: Task) -> GPTConfig:
+    """Return the task's config with the shape that the options name."""
+    config = task.config
+    return options.model_config(
+        vocab_size=config.vocab_size, bos=config.bos_token_id, eos=config.eos_token_id
+    )
+
+
+def speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
+    """Return the tokens a second at which a size of a fresh model is trained."""
+    task.resize(resized(options, task))
+    plan = world.lead(lambda: drafted(options, task, world))
+    step = step_seconds(task, plan, world, seconds=seconds)
+    return plan.batch_size * task.row_units / step
+
+
+def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> float:
+    """Return how long a step takes, by steps of a throw-away model, in all processes.
+
+    It is the lower quartile of many: a busy moment of the machine makes some of them longer.
+    """
     model = world.place(in_training(task.build().train(), plan))
     rules = world.optimizers(groups_and_optimizers(task, model, replace(plan, lr=1e-5), 0)[1])
     batch_of = task.batches(plan)
     times: list[float] = []
 
-    def seconds() -> float:
+    def passed() -> float:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    while len(times) < 3 or (sum(times) < 4 and len(times) < 30):
+    while len(times) < 4 or (sum(times) < seconds and len(times) < 60):
         began = time.perf_counter()
         train_step(model, rules, batch_of(len(times)), plan, world, task=task)
-        times.append(world.lead(seconds))
-    step = statistics.median(times[1:])
-    # A forward is a third of a step; evaluations, by one process, see a twentieth of it, the last
-    # all of the text.
+        times.append(world.lead(passed))
+    return statistics.quantiles(times[1:], n=4)[0]
+
+
+def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
+    """Return how many steps, with the evaluations between and after them, take so long."""
+    step = step_seconds(task, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
+    # A forward is a third of a step; evaluations, by one process, see a tenth of what is trained
+    # on, the last one all of the text.
     forward = step / 3 * world.size
     last = forward * task.held_out_rows / plan.batch_size
-    return max(1, int((minutes * 60 - last) / (step + forward / 20)))
+    return max(1, int((minutes * 60 - last) / (step + forward * SAMPLE_SHARE)))
 
 
 def record(

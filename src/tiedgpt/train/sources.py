@@ -34,7 +34,8 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import checkpoints, load_moments, load_weights, step_of
-from tiedgpt.train.options import FRESH_ONLY, SIZES, TrainOptions, flag
+from tiedgpt.train.choice import vocabulary
+from tiedgpt.train.options import AUTO, FRESH_ONLY, TrainOptions, flag
 from tiedgpt.train.plan import Plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
@@ -275,7 +276,8 @@ def prepare(
     task: LanguageModelling | Labelled
     if isinstance(sources, Texts):
         task = LanguageModelling(run, config, tokenizer, **made)
-        task.require_enough()
+        if not options.chooses:  # which looks for a context that is short enough
+            task.require_enough()
         task.notes = sources.left_out()
     else:
         task = LABELLED[options.task](sources, config, tokenizer, **made)
@@ -294,6 +296,8 @@ def _encode(
     """Encode texts into shards; return the tokenizer."""
     split = plan_split(texts.corpus, texts.validation)
     train = (document.text for side, document in split if side == "train")
+    if options.size == AUTO and options.vocab_size is None and options.tokenizer == "bpe":
+        options = replace(options, vocab_size=vocabulary(split.characters))
     tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
     tokenizer.save_pretrained(run.tokenizer)
     encode_corpus(split, tokenizer, run.data, progress=progress)
@@ -314,7 +318,7 @@ def _tokenizer(
     if options.tokenizer == "char":
         return Tokenizer.characters(whole)
     if options.tokenizer == "bpe":
-        size = options.vocab_size or SIZES[options.size].vocab_size
+        size = options.vocab_size or options.shape.vocab_size
         return Tokenizer.train(_at_most(iter(train), TOKENIZER_CHARACTERS), size)
     return Tokenizer.from_pretrained(options.tokenizer)
 

@@ -54,6 +54,8 @@ class Task(Loss, ABC):
     """Rows of an epoch, where epochs are what one counts in."""
     held_out_rows = 0.0
     """Rows that the last evaluation takes."""
+    text_tokens: int | None = None
+    """Tokens of a text to train on; with it the size of a fresh model can be chosen."""
 
     def __init__(
         self,
@@ -72,6 +74,11 @@ class Task(Loss, ABC):
         """Tables of run.toml that tell what the data hold."""
         self.notes: list[str] = []
         """What is worth telling of the data."""
+
+    def resize(self, config: GPTConfig) -> None:
+        """Have a model of this config from now on, with all its positions as context."""
+        self.config = config
+        self.context = self.row_tokens = config.n_positions
 
     @abstractmethod
     def build(self) -> Model:

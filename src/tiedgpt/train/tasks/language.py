@@ -47,8 +47,18 @@ class LanguageModelling(Task):
         self.counted = {"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)}
         self._train, self._held_out = _open_shards(run, self.encoded)
         self._byte_lengths = _byte_lengths(tokenizer, config)
+        self.text_tokens = encoded.train.tokens
+        self._count_rows()
+
+    def _count_rows(self) -> None:
         self.row_units = self.row_tokens = self.context
         self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
+
+    def resize(self, config: GPTConfig) -> None:
+        """Have a model of this config from now on; `UserError` where the text is too short."""
+        super().resize(config)
+        self._count_rows()
+        self.require_enough()
 
     def require_enough(self) -> None:
         """Raise `UserError` for text shorter than the context."""

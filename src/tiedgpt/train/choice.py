@@ -1,0 +1,88 @@
+"""Which model to train for a text and a time: the rule of `--size auto`. No torch.
+
+A size is judged by the loss that it is expected to end with, in bits per byte and up to a constant
+that is the same for all of them:
+
+    A / N^ALPHA  +  B / D'^BETA            (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3)
+
+N are the parameters of its blocks. D are the tokens that it sees in the time at its measured speed,
+and D' what they are worth, as the text of U tokens is seen again and again: a pass is worth less
+the more there were (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
+
+    D' = U + U R (1 - exp(-(D/U - 1) / R)),    R = 15.4
+
+`chosen` in `plan.py` measures one size after the other from `FIRST` on, larger and larger, then
+smaller, and stops where the expected loss rises. What else is chosen:
+
+- a text is seen at most `MOST_PASSES` times: what is left of the time would be spent on learning it
+  by heart;
+- dropout by the number of passes (`DROPOUT`);
+- a vocabulary of a token for each 1,000 characters of text, a power of two (`vocabulary`);
+- the context is the size's own, and at most a sixteenth of the text (`context`);
+- a batch is the size's own, and smaller where there would be fewer than `LEAST_STEPS` steps.
+
+The rate goes with the size (`options.py`). The constants are fitted to runs on texts of 0.3 to 2.4
+MB for 15 to 420 seconds of two cores; `bench/auto_size.py` measures what the choice is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tiedgpt.train.options import SIZES, TrainOptions
+
+LADDER = ("nano", "tiny", "little", "mini", "small", "medium")
+FIRST = "tiny"
+A, ALPHA = 8.0, 0.34
+B, BETA = 108.0, 0.39
+R = 15.4
+MOST_PASSES = 20
+DROPOUT = ((8.0, 0.2), (4.0, 0.1))
+"""From so many passes on, this much."""
+LEAST_STEPS = 300
+VOCABULARY = 384, 8192
+"""The smallest and the largest that is chosen."""
+
+
+def worth(tokens: float, text_tokens: int) -> float:
+    """Return how many tokens seen once are worth `tokens` of a text of `text_tokens`."""
+    again = max(0.0, tokens / text_tokens - 1)
+    return min(tokens, text_tokens) + text_tokens * R * (1 - math.exp(-again / R))
+
+
+def expected_loss(size: str, tokens: float, text_tokens: int) -> float:
+    """Return what a size is expected to end with, up to a constant, in bits per byte."""
+    shape = SIZES[size]
+    parameters = 12 * shape.n_layer * shape.n_embd**2
+    return A / parameters**ALPHA + B / worth(tokens, text_tokens) ** BETA
+
+
+def vocabulary(characters: int) -> int:
+    """Return the tokens of a vocabulary that is trained on a text of so many characters."""
+    least, most = VOCABULARY
+    return max(least, min(most, 2 ** round(math.log2(max(1, characters / 1000)))))
+
+
+def context(size: str, text_tokens: int) -> int:
+    """Return the context of a size on a text: a power of two where the text is short."""
+    short = 2 ** math.floor(math.log2(max(1.0, text_tokens / 16)))
+    return max(min(SIZES[size].n_positions, short), min(8, text_tokens - 1), 1)
+
+
+def settled(options: TrainOptions, size: str, tokens: float, text_tokens: int) -> TrainOptions:
+    """Return the options with this size, and with what goes with so many tokens on this text.
+
+    What the options say themselves stays as it is.
+    """
+    passes = tokens / text_tokens
+    dropout = next((share for least, share in DROPOUT if passes >= least), SIZES[size].dropout)
+    row = options.context or context(size, text_tokens)
+    batch = max(1, int(min(SIZES[size].batch_size, tokens / row / LEAST_STEPS)))
+    return replace(
+        options,
+        size=size,
+        context=row,
+        batch_size=options.batch_size or batch,
+        dropout=dropout if options.dropout is None else options.dropout,
+    )

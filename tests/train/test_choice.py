@@ -1,0 +1,110 @@
+"""The rule of `--size auto`, as a table, and what it does with texts that are hardly texts."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import CPU
+from tiedgpt.cli.main import main
+from tiedgpt.errors import UserError
+from tiedgpt.train import plan as plan_module
+from tiedgpt.train.choice import LADDER, MOST_PASSES, context, settled, vocabulary, worth
+from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.plan import make_plan
+from tiedgpt.train.tasks.language import LanguageModelling
+
+SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
+"""Tokens a second of two cores, as they were measured."""
+
+
+def choice(monkeypatch, new_run, config, *, minutes, tokens, speed=1.0, **asked):
+    """Return the plan, the task and the options for a text of so many tokens."""
+    run, tokenizer = new_run()
+    task = LanguageModelling(run, config, tokenizer)
+    task.text_tokens = tokens
+    monkeypatch.setattr(
+        plan_module, "speed", lambda options, *_, **__: speed * SPEEDS.get(options.size, 400)
+    )
+    monkeypatch.setattr(plan_module, "measured_steps", lambda *_: 1000)
+    plan = make_plan(TrainOptions(minutes=minutes, **asked), task, CPU)
+    return plan, task
+
+
+def test_a_tokens_worth_falls_with_every_pass():
+    assert worth(500, 1000) == 500 and worth(1000, 1000) == 1000
+    assert worth(4000, 1000) == pytest.approx(3700, abs=100)  # four passes are nearly as good
+    assert worth(1e9, 1000) == pytest.approx(16_400)
+
+
+def test_vocabulary_and_context_go_with_the_text():
+    assert [vocabulary(n) for n in (30, 30_000, 300_000, 1_100_000, 2_400_000, 10**9)] == [
+        384, 384, 384, 1024, 2048, 8192,
+    ]  # fmt: skip
+    assert [context("tiny", n) for n in (5, 25, 500, 3_000, 10**6)] == [4, 8, 16, 128, 128]
+
+
+def test_what_was_asked_for_is_not_chosen(monkeypatch, new_run, config):
+    asked = {"context": 32, "batch_size": 3, "dropout": 0.3, "lr": 0.5, "weight_decay": 0.7}
+    plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=600_000, **asked)
+    assert (plan.batch_size, plan.lr, plan.weight_decay) == (3, 0.5, 0.7)
+    assert (task.context, task.config.resid_pdrop) == (32, 0.3)
+    assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
+
+
+def test_a_record_says_what_was_chosen_and_why(monkeypatch, new_run, config):
+    plan, task = choice(monkeypatch, new_run, config, minutes=1.0, tokens=620_000)
+    shape = SIZES[plan.size]
+    assert (task.config.n_layer, task.config.n_embd) == (shape.n_layer, shape.n_embd)
+    assert plan.reason.startswith(f"{plan.size} has the lowest expected loss of")
+    assert "1 minutes here" in plan.reason and "passes" in plan.reason
+    assert plan.minutes == 1.0 and plan.steps == 1000
+    assert not task.notes
+
+
+def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_heart(
+    monkeypatch, new_run, config
+):
+    plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=20_000)
+    assert "warning: 20,000 tokens are too little text for 3 minutes" in task.notes[0]
+    seen = plan.steps * plan.batch_size * task.context
+    assert seen == pytest.approx(MOST_PASSES * 20_000, rel=0.01) and plan.minutes is None
+    assert task.config.resid_pdrop > 0 and plan.steps >= 100
+
+
+def test_dropout_goes_with_the_passes_and_short_runs_have_small_batches():
+    many = [settled(TrainOptions(), "tiny", n * 1e6, 1_000_000) for n in (1, 5, 12)]
+    assert [options.dropout for options in many] == [0.0, 0.1, 0.2]
+    assert [options.batch_size for options in many] == [16] * 3
+    assert settled(TrainOptions(), "tiny", 128 * 900, 10_000).batch_size == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 30, "one short line of thirty bytes", "é" * 15, "\n".join("xy" * 40)]
+)
+def test_texts_that_are_hardly_texts_are_trained_on(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text)
+    assert main(["train", "text.txt", "--minutes", "0.005", "--dtype", "fp32"]) == 0
+    last = json.loads(Path("runs/text/metrics.jsonl").read_text().splitlines()[-1])
+    lines = map(json.loads, Path("runs/text/metrics.jsonl").read_text().splitlines())
+    scored = [line["val_loss"] for line in lines if "val_loss" in line]
+    assert last["final"] and last["val_loss"] <= min(scored) + 1e-6
+    assert tomllib.loads(Path("runs/text/run.toml").read_text())["training"]["reason"]
+
+
+def test_text_that_is_not_utf_8_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("café".encode("latin-1") * 20)
+    assert main(["train", "latin.txt", "--minutes", "0.01"]) == 3
+    assert "latin.txt is not text in UTF-8" in capsys.readouterr().err
+    assert not Path("runs").exists() or not list(Path("runs").glob("*/model"))
+
+
+def test_every_size_of_the_ladder_is_larger_than_the_one_before():
+    sizes = [12 * SIZES[name].n_layer * SIZES[name].n_embd ** 2 for name in LADDER]
+    assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes)
+    with pytest.raises(UserError, match="there are auto, nano, tiny, little, mini"):
+        dataclasses.replace(TrainOptions(), size="huge")
