@@ -128,7 +128,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["train", "empty.txt"], 1, "empty.txt"),
         (["train", "latin.txt"], 3, "latin.txt"),
         (["train", "pictures"], 1, "pictures"),
-        (["train", "short.txt", "--tokenizer", "char"], 1, "context"),
+        (["train", "short.txt", "--tokenizer", "char", "--size", "tiny"], 1, "context"),
         (["train", "one.txt", "--tokenizer", "char"], 1, "one.txt|validat|text"),
         (["train", "lines.jsonl"], 3, "lines.jsonl"),
         (["train", "cats.txt", "--size", "huge"], 1, "huge"),

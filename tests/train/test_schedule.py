@@ -203,4 +203,4 @@ def test_a_width_of_ones_own_has_more_heads_and_a_transferred_rate():
     assert adamw.default_rate(config) == pytest.approx(size.lr_adamw / 4)
     for wrong in ({"width": 100}, {"start": "x", "width": 512}):
         with pytest.raises(UserError, match="--width"):
-            TrainOptions(size="mini" if "start" in wrong else "tiny", **wrong)
+            TrainOptions(size="auto" if "start" in wrong else "tiny", **wrong)

@@ -16,7 +16,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.blocks import decide, in_training
-from tiedgpt.train.choice import FIRST, LADDER, MOST_PASSES, expected_loss, settled
+from tiedgpt.train.choice import FIRST, MOST_PASSES, expected_loss, ladder, settled
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
@@ -354,20 +354,20 @@ def chosen(
             found[size] = loss, settled(options, size, tokens, text_tokens), per_second
         return found[size][0]
 
-    place = LADDER.index(FIRST)
+    sizes = ladder(text_tokens)
+    place = sizes.index(FIRST) if FIRST in sizes else 0
+    judged(sizes[place])
     for way in (1, -1):
-        while 0 <= place + way < len(LADDER) and judged(LADDER[place + way]) < judged(
-            LADDER[place]
-        ):
+        while 0 <= place + way < len(sizes) and judged(sizes[place + way]) < judged(sizes[place]):
             place += way
-    best = LADDER[place]
+    best = sizes[place]
     _, sized, per_second = found[best]
     task.resize(resized(sized, task))
     time_passes = minutes * 60 * per_second / text_tokens
     passes = min(time_passes, MOST_PASSES)
-    sizes = ", ".join(size for size in LADDER if size in found)
+    tried = ", ".join(size for size in sizes if size in found)
     reason = (
-        f"{best} has the lowest expected loss of {sizes} in {minutes:g} minutes here: "
+        f"{best} has the lowest expected loss of {tried} in {minutes:g} minutes here: "
         f"{passes:.1f} passes at {per_second:,.0f} tokens/s, dropout {task.config.resid_pdrop:g}"
     )
     if time_passes > MOST_PASSES:
