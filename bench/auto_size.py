@@ -1,0 +1,152 @@
+"""What the choice of `--size auto` is worth: the size chosen and its neighbours, trained as long.
+
+    python bench/auto_size.py [--texts docs licences] [--minutes 1 3] [--speeds tiny=25000 ...]
+
+Two texts of different kinds, whose length depends on the Python and the packages installed: the
+documentation inside this Python, and the licences of its packages, each paragraph once. For each
+text and budget the rule chooses a size by the speeds measured here, or by `--speeds` (tokens a
+second), so that sizes can be compared while the machine does something else. The chosen size and
+those beside it are trained for the steps that the minutes are worth at these speeds, by the loop
+of `tiedgpt train` and with all that the rule says for that size. The score is bits per byte on all
+held-out text. A JSON line for each choice is added to bench/results/auto_size-DATE.jsonl.
+
+The constants A, ALPHA, B and BETA of `train/choice.py` were fitted to the final scores of such runs;
+a line has, beside the scores, what the rule expected of each size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sysconfig
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, settled
+from tiedgpt.train.events import Ended
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.parallel import World
+from tiedgpt.train.plan import make_plan, resized, speed, training_device
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import open_sources, prepare
+from tiedgpt.train.trainer import Trainer
+
+MEASURED_SECONDS = 2.0
+
+
+def licences() -> str:
+    """Return the licences of the packages of this Python, each paragraph once."""
+    seen: set[str] = set()
+    kept = []
+    for path in sorted(Path(sysconfig.get_path("purelib")).rglob("*")):
+        if path.is_file() and re.match("LICEN|COPYING|NOTICE|ThirdParty", path.name, re.I):
+            for paragraph in re.split(r"\n\s*\n", path.read_text(errors="ignore")):
+                key = " ".join(paragraph.split())
+                if key and key not in seen:
+                    seen.add(key)
+                    kept.append(paragraph)
+    return "\n\n".join(kept)
+
+
+def data(name: str, scratch: Path) -> tuple[str, ...]:
+    """Return the data of a text as `tiedgpt train` takes them."""
+    if name == "docs":
+        return ()
+    path = scratch / "licences.txt"
+    path.write_text(licences(), encoding="utf-8")
+    return (str(path),)
+
+
+def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
+    """Return the bits per byte that training by these options ends with; the data are there."""
+    with tempfile.TemporaryDirectory(dir=scratch) as place:
+        fresh = RunDirectory(Path(place))
+        for name in ("data", "tokenizer"):
+            os.symlink(run.path / name, fresh.path / name)
+        task = prepare(fresh, options, open_sources(options))
+        plan = make_plan(options, task, training_device())
+        for event in Trainer(fresh, task, plan, training_device()).run():
+            pass
+    assert isinstance(event, Ended)
+    return event.metrics["val_bits_per_byte"]
+
+
+def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -> dict[str, Any]:
+    """Return the size that is chosen and what it and its neighbours end with."""
+    options = TrainOptions(data=data(name, scratch), minutes=minutes)
+    run = RunDirectory(scratch / name)
+    run.path.mkdir(exist_ok=True)
+    task = prepare(run, options, open_sources(options))
+    text_tokens = task.text_tokens
+    assert text_tokens is not None
+    world = World(training_device())
+    expected, asked = {}, {}
+    for size in ladder(text_tokens):
+        whole = settled(replace(options, dropout=0.0), size, float("inf"), text_tokens)
+        if size not in speeds:
+            speeds[size] = speed(whole, task, world, seconds=MEASURED_SECONDS)
+        tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
+        expected[size] = expected_loss(size, tokens, text_tokens)
+        sized = settled(options, size, tokens, text_tokens)
+        steps = max(
+            1, round(tokens / (sized.default_batch_size() * resized(sized, task).n_positions))
+        )
+        asked[size] = replace(sized, steps=steps, minutes=None)
+        if expected[size] > 1.5 * min(expected.values()):
+            break  # larger ones take long to measure
+    sizes = list(expected)
+    chosen = min(sizes, key=expected.__getitem__)
+    place = sizes.index(chosen)
+    scores = {}
+    for size in sizes[max(0, place - 1) : place + 2]:
+        scores[size] = round(trained(asked[size], run, scratch), 4)
+        print(f"{name} {minutes:g} min {size}: {scores[size]} bits per byte", flush=True)
+    best = min(scores.values())
+    return {
+        "text": name,
+        "minutes": minutes,
+        "text tokens": text_tokens,
+        "chosen": chosen,
+        "over the best": f"{100 * (scores[chosen] / best - 1):.1f} %",
+        "bits per byte": scores,
+        "steps": {size: asked[size].steps for size in scores},
+        "dropout": {size: asked[size].dropout for size in scores},
+        "expected": {size: round(value, 3) for size, value in expected.items()},
+        "tokens a second": {size: round(speeds[size]) for size in expected},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--texts", nargs="+", default=["docs", "licences"])
+    parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--speeds", nargs="*", default=[], help="SIZE=TOKENS_PER_SECOND ...")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    given.results.mkdir(exist_ok=True)
+    path = given.results / f"auto_size-{time.strftime('%Y-%m-%d')}.jsonl"
+    pairs = (text.partition("=") for text in given.speeds)
+    known = {size: float(number) for size, _, number in pairs}
+    for name in given.texts:
+        speeds = dict(known)
+        for minutes in given.minutes:
+            with tempfile.TemporaryDirectory() as scratch:
+                found = choice(name, minutes, speeds, Path(scratch))
+            machine = f"{os.cpu_count()} cores, {training_device()}, torch {torch.__version__}"
+            line = {"date": time.strftime("%Y-%m-%d"), "machine": machine, **found}
+            print(json.dumps(line, indent=2))
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
