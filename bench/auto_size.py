@@ -10,8 +10,8 @@ those beside it are trained for the steps that the minutes are worth at these sp
 of `tiedgpt train` and with all that the rule says for that size. The score is bits per byte on all
 held-out text. A JSON line for each choice is added to bench/results/auto_size-DATE.jsonl.
 
-The constants A, ALPHA, B and BETA of `train/choice.py` were fitted to the final scores of such runs;
-a line has, beside the scores, what the rule expected of each size.
+The constants A, ALPHA, B and BETA of `train/choice.py` were fitted to final scores of such runs; a
+line has, beside the scores, what the rule expected of each size.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
             os.symlink(run.path / name, fresh.path / name)
         task = prepare(fresh, options, open_sources(options))
         plan = make_plan(options, task, training_device())
-        for event in Trainer(fresh, task, plan, training_device()).run():
-            pass
-    assert isinstance(event, Ended)
-    return event.metrics["val_bits_per_byte"]
+        *_, ended = Trainer(fresh, task, plan, training_device()).run()
+    assert isinstance(ended, Ended)
+    return ended.metrics["val_bits_per_byte"]
 
 
 def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -> dict[str, Any]:

@@ -229,7 +229,9 @@ class Display:
             how = f' --prompt "{prompt}"' if prompt else ""
             verbs = f"generate {here}{how}", f"plot {here}", f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
-        fact("score", f"validation {_scored(ended.metrics, 4)}", to=out)
+        score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
+        part = f"loss {ended.sample_nats:.4f} on the part scored between steps"
+        fact("score", f"{score}; {part}", to=out)
         fact("model", _parameters(config, task.describe(config)), to=out)
         loads = ", which transformers loads too" if theirs else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
