@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,6 +82,30 @@ def test_tables_shorten_names_in_the_middle_in_a_terminal(terminal):
 def test_tables_have_whole_names_in_a_pipe(capsys):
     a_table()
     assert NAME in capsys.readouterr().out
+
+
+def test_the_options_of_generate_are_known_without_the_engine():
+    heavy = "{'torch', 'numba', 'tiedgpt.infer.engine'} & set(sys.modules)"
+    code = f"import sys, tiedgpt.cli.generate; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_finished_training_tells_what_can_be_done_and_its_result_is_data(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("cats.txt").write_text("".join(f"{n} cats sat.\n" for n in range(200)))
+    quick = ["--steps", "2", "--context", "16", "-b", "2", "-s", "tiny", "--tokenizer", "char"]
+    command = ["train", "cats.txt", *quick, "-o", "run", "-f", "json"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["run"] == "run" and result["steps"] == 2 and result["val_loss"] > 0
+    assert "training  2 steps of 2 x 16 tokens" in err and "AdamW" not in err
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "finished already" in err and "generate run" in err and "--fork" in err
 
 
 @pytest.mark.parametrize("verb", VERBS)

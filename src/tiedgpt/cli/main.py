@@ -36,6 +36,10 @@ EXAMPLES = """\
   tiedgpt train my.txt --size small
   tiedgpt generate --prompt "Return a new"
 """
+EXIT_CODES = (
+    "0 well, 1 a request that cannot be met, 2 one that cannot be understood, 3 damaged input, "
+    "4 no room, 5 diverged, 6 a check failed, 75 interrupted and saved"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,7 +100,8 @@ def _show_verbs() -> None:
     to.print(Text.assemble(("usage: tiedgpt VERB [options]", "bold"), "\n"))
     for verb, about in VERBS.items():
         say(f"  {verb:<8} ", about, style="cyan", to=to)
-    to.print(f"\n{EXAMPLES}\n`tiedgpt VERB --help` tells more.")
+    to.print(f"\n{EXAMPLES}\n`tiedgpt VERB --help` tells more.\n")
+    say("exit codes:", EXIT_CODES, to=to)
 
 
 def _fail(arguments: list[str], problem: TiedGPTError | str, code: int) -> int:

@@ -103,7 +103,8 @@ def require_lasting(config: GPTConfig, plan: Plan, row_tokens: int, world: World
     if room is not None and lasting > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
-            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}"
+            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}: "
+            "use a smaller model"
         )
     batch = 4 * 8 * plan.batch_size * row_tokens
     if room is not None and lasting + batch > room:

@@ -70,7 +70,7 @@ def local_directory(
         why = f"the hub says {error.response.status_code}"
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
-    raise UserError(f"{name} is no file or directory here, and {why}")
+    raise UserError(f"{name} is no file or directory here, and {why}: check the name")
 
 
 def _listing(name: str, revision: str | None) -> list[str]:
