@@ -77,7 +77,7 @@ def test_another_text_behind_the_same_name_is_noticed(text, capfd):
 def test_data_may_come_through_a_pipe(text):
     done = tiedgpt("train", "-", *QUICK, "--tokenizer", "char", input=text.read_text())
     assert done.returncode == 0, done.stderr
-    assert Path("runs/stdin-tiny/model/model.safetensors").exists()
+    assert Path("runs/stdin-tiny-1/model/model.safetensors").exists()
 
 
 def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
@@ -144,7 +144,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
     Path("empty.txt").write_text("")
     Path("one.txt").write_text("a")
     Path("short.txt").write_text("only a few words here")
-    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    Path("latin.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     Path("lines.jsonl").write_text('{"text": "fine"}\n{"txet": 1}\n')
     Path("pictures").mkdir()
     Path("pictures/a.png").write_bytes(b"\x89PNG\0\0")

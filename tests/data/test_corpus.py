@@ -30,12 +30,15 @@ def test_a_folder_is_searched_through_in_sorted_order_and_counts_what_it_skips(w
     write("f/a.txt", "first")
     write("f/.hidden", "no")
     write("f/.git/config", "no")
+    write("f/__pycache__/a.txt", "no")
+    write("f/cache/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55")
+    write("f/cache/a.txt", "no")
     write("f/image.png", b"\x89PNG\0\0")
     write("f/late.bin", b"x" * 70_000 + b"\0")
     (tmp_path / "f" / "dangling").symlink_to("nowhere")
     corpus = documents([str(tmp_path / "f")])
     assert [d.text for d in corpus] == ["first", "second", "third"]
-    assert {os.path.basename(p) for p in corpus.skipped} == {"image.png", "late.bin", "dangling"}
+    assert {os.path.basename(p) for p in corpus.skipped} == {"dangling"}
 
 
 def test_a_glob_finds_files_and_folders(write, tmp_path):
@@ -94,10 +97,10 @@ def test_blank_documents_are_dropped(write):
 
 @pytest.mark.parametrize(
     "content",
-    [b"caf\xe9 au lait", b"\xef\xbb\xbfcaf\xe9", b"text\0more", "text".encode("utf-16")],
+    [b"\xef\xbb\xbfcaf\xe9", b"text\0more", bytes(range(1, 256)) * 9],
 )
 def test_bytes_that_are_no_utf8_text_are_refused_with_the_remedy(write, content):
-    with pytest.raises(CorruptInputError, match=r"a\.txt is not text in UTF-8.*iconv") as caught:
+    with pytest.raises(CorruptInputError, match=r"a\.txt is not text.*--encoding") as caught:
         texts(write("a.txt", content))
     assert "\n" not in str(caught.value)
 
@@ -178,11 +181,41 @@ def test_runs_inside_a_folder_are_no_text(tmp_path):
     assert [document.text for document in documents([str(tmp_path)])] == ["text"]
 
 
-def test_a_file_of_another_encoding_is_an_error_where_named_and_left_out_where_found(tmp_path):
+def test_a_file_of_another_encoding_is_left_out_where_it_was_found(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     corpus = documents([str(tmp_path)])
     assert [document.text for document in corpus] == ["text"]
     assert [os.path.basename(path) for path in corpus.skipped] == ["b.txt"]
-    with pytest.raises(CorruptInputError, match="not text in UTF-8"):
-        list(documents([str(tmp_path / "b.txt")]))
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Le café était fermé, déjà vu.\n", "cp1252"),
+        ("café", "cp1252"),
+        ("Привет мир, как дела сегодня?\n" * 4, "cp1251"),
+        ("日本語のテキストです。今日はいい天気ですね。\n" * 3, "shift_jis"),
+        ("text", "utf-16"),
+    ],
+)
+def test_the_encoding_of_a_named_file_is_guessed_and_told(write, text, encoding):
+    path = write("a.txt", text.encode(encoding))
+    corpus = documents([path])
+    assert [document.text for document in corpus] == [text]
+    assert list(corpus.guessed.values()) == [encoding]
+
+
+def test_an_encoding_can_be_named(write, tmp_path):
+    path = write("f/a.txt", "Grüße".encode("latin-1"))
+    for source in (path, str(tmp_path / "f")):
+        corpus = documents([source], encoding="latin-1")
+        assert [document.text for document in corpus] == ["Grüße"] and not corpus.guessed
+    write("f/b.txt", "auch UTF-8: ü")
+    assert len(list(documents([str(tmp_path / "f")], encoding="latin-1"))) == 2
+    wide = write("c.txt", "wide".encode("utf-16-le"))
+    assert [document.text for document in documents([wide], encoding="utf-16-le")] == ["wide"]
+    with pytest.raises(UserError, match="knows no such encoding"):
+        list(documents([path], encoding="klingon"))
+    with pytest.raises(CorruptInputError, match="nor in ascii"):
+        list(documents([path], encoding="ascii"))

@@ -228,15 +228,15 @@ def test_train_a_head_from_the_command_line(files, capfd, task):
     out, err = capfd.readouterr()
     measures = ("accuracy ", "accuracy by label ", "exact match ")
     assert "validation loss" in out and any(measure in out for measure in measures)
-    assert f"from runs/{task}-{task}".split()[1] in out
+    assert f"from runs/{task}-{task}-1".split()[1] in out
     assert "examples" in err
-    tables = tomllib.loads(Path(f"runs/{task}-{task}/run.toml").read_text())
+    tables = tomllib.loads(Path(f"runs/{task}-{task}-1/run.toml").read_text())
     assert tables["options"]["task"] == task and tables["train_examples"]["examples"] == 72
     assert main(command) == 0
     assert "finished already" in capfd.readouterr().err
     lines = Path(f"{task}.jsonl")
     lines.write_text(lines.read_text() + json.dumps(record(task, 99)) + "\n")
-    assert main(command) == 1
+    assert main([*command, "--out", f"runs/{task}-{task}-1"]) == 1
     assert "is another than when" in capfd.readouterr().err
 
 

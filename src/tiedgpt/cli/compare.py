@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import as_training, duration, label
 from tiedgpt.cli.source import program
-from tiedgpt.cli.train import ABOUT, Arguments, default_out, train_run
+from tiedgpt.cli.train import ABOUT, Arguments, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing
 from tiedgpt.train.history import History, read_history
 from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.runs import RUNS, run_name
 from tiedgpt.train.schedule import Growth
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def compare(given: Arguments, command: str) -> int:
 def read_recipes(given: Arguments) -> list[Recipe]:
     """Return the recipes that --compare names; one alone is compared with the options as given."""
     base = replace(given, compare=())
-    out = Path(given.out or f"{default_out(given.options())}-compared")
+    out = Path(given.out or RUNS / f"{run_name(given.options())}-compared")
     if (out / "run.toml").exists():
         raise UserError(f"{out} is a run itself: give --out another directory for the comparison")
     recipes: list[Recipe] = []

@@ -27,7 +27,7 @@ def find_rate(options: TrainOptions) -> int:
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import open_sources, prepare
 
-    device = training_device()
+    device = training_device(options.device)
     with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:
         run = RunDirectory(Path(scratch))
         display = Display(run.path, Show())

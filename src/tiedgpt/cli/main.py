@@ -25,6 +25,7 @@ VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "generate": "continue a text",
     "eval": "how well a model predicts a text, or answers",
+    "runs": "the runs so far, with their scores",
     "plot": "the curves of runs, in the terminal or as a figure",
     "inspect": "what a model predicts and why: by position, layer, head, row of W",
     "convert": "any GPT into the format of another tool, proven",

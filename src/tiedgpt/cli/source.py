@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tomllib
 from pathlib import Path
+from typing import Literal
 
 from tiedgpt.errors import UserError
+from tiedgpt.train.runs import RUNS, can_generate
 
-RUNS = Path("runs")
 
-
-def source_or_newest(source: str | None, *, task: str | None = None) -> str:
+def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:
     """Return the source given, or the newest run under runs/ that has a model (of the task)."""
     return source if source is not None else str(newest_run("model/config.json", task))
 
 
-def newest_run(holding: str, task: str | None = None) -> Path:
+def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
-    runs = [run for run in runs if task in (None, _task(run))]
+    runs = [run for run in runs if task is None or can_generate(run)]
     if not runs:
         what = "no run" if task is None else f"no run of --task {task}"
         raise UserError(f"no run is named and runs/ has {what}: name one, or train first")
@@ -30,15 +29,6 @@ def newest_run(holding: str, task: str | None = None) -> Path:
 
     note(f"newest run: {newest}")
     return newest
-
-
-def _task(run: Path) -> str | None:
-    """Return the task that a run's record says it trains."""
-    try:
-        task: str = tomllib.loads((run / "run.toml").read_text())["options"]["task"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return task
 
 
 def program() -> str:

@@ -18,15 +18,18 @@ import tyro
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
-from tiedgpt.train.options import AUTO, TrainOptions
-from tiedgpt.train.tracking import TrackerName
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.runs import RUNS, make_longer, run_for, run_name, times_longer
+from tiedgpt.train.tracking import Start, TrackerName
 
 if TYPE_CHECKING:
     from tiedgpt.cli.show_training import Display, Show
-    from tiedgpt.train.parallel import Parallel
+    from tiedgpt.train.events import Ended
+    from tiedgpt.train.parallel import Parallel, World
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.tasks.labelled import Labelled
+    from tiedgpt.train.sources import Texts
+    from tiedgpt.train.tasks.labelled import Examples, Labelled
     from tiedgpt.train.tasks.language import LanguageModelling
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
@@ -43,13 +46,13 @@ With --task, train a head on its body from examples in .jsonl, one a line:
 
 The same command again goes on where the last one stopped."""
 GROUPS = {
-    "data": "task val text_field tokenizer vocab_size",
-    "model": "size start fork width context dropout window bias untie_at",
-    "time": "minutes steps patience keep",
+    "data": "task val text_field encoding tokenizer vocab_size",
+    "model": "size start fork width context dropout window bias freeze untie_at",
+    "time": "minutes steps epochs eval_every patience keep",
     "optimization": "optimizer lr find_lr schedule warmup cooldown batch_size batch_warmup "
     "length_warmup weight_decay grad_clip skip_limit seed",
-    "memory and speed": "memory micro_batch recompute dtype compile parallel",
-    "output": "out verbose format track compare verify_resume",
+    "memory and speed": "device memory micro_batch recompute dtype compile parallel",
+    "output": "out sample_prompt verbose format track compare verify_resume",
 }
 
 
@@ -60,7 +63,7 @@ class Arguments(TrainOptions):
     data: tyro.conf.Positional[tuple[str, ...]] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
-    """The run's directory; default: runs/ and a name from the data, and the size if given."""
+    """The run's directory; default: runs/NAME-1, or -2, ... where these options are other ones."""
     track: TrackerName | None = None
     """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
     compare: Annotated[
@@ -95,10 +98,10 @@ def run(arguments: list[str]) -> int:
         options = given.options()
         if PROCESSES in os.environ or given.parallel is not None:
             require_processes(given)
-    out = Path(given.out) if given.out else default_out(options)
+    out = Path(given.out) if given.out else None
     command = f"{program()} train {shlex.join(arguments)}".rstrip()
     if given.verify_resume:
-        return verify_resume(options, out)
+        return verify_resume(options, out or RUNS / run_name(options))
     if given.find_lr:
         from tiedgpt.cli.find_rate import find_rate
 
@@ -136,7 +139,7 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
 
 def train_run(
     options: TrainOptions,
-    out: Path,
+    out: Path | None,
     command: str,
     show: Show,
     *,
@@ -146,66 +149,90 @@ def train_run(
 ) -> int:
     """Train in the directory `out`, or go on there; return the exit code.
 
-    `before_data` is called before a fresh run's data are prepared, and may put them there.
+    `out` None is the run that these options mean, or a new one. `before_data` is called before a
+    fresh run's data are prepared, and may put them there.
     """
     from tiedgpt.cli.show_training import Display
-    from tiedgpt.train.events import Ended
     from tiedgpt.train.parallel import joined
     from tiedgpt.train.plan import make_plan, record, training_device
     from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.tracking import Tracking, open_tracker
-    from tiedgpt.train.trainer import Trainer
+    from tiedgpt.train.sources import open_sources
+    from tiedgpt.train.tracking import open_tracker
 
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(joined(parallel, training_device()))
-        directory = RunDirectory(out)
-        display = Display(out, show, silent=not world.leads)
-        tracker = open_tracker(track) if track is not None and world.leads else None
+        world = stack.enter_context(joined(parallel, training_device(options.device)))
+        if out is not None:
+            world.lead(lambda: require_same(options, RunDirectory(out)))
+        sources = world.after_first(lambda: open_sources(options) if options.data else None)
+        digest = world.lead(lambda: sources.digest() if sources is not None else None)
+        directory = RunDirectory(out or world.lead(lambda: run_for(options, digest)))
+        display = Display(directory.path, show, silent=not world.leads)
+        start = open_tracker(track) if track is not None and world.leads else None
         if world.leads:
             stack.enter_context(directory.locked())
         found = world.after_first(
-            lambda: prepared(options, directory, display, before_data, leads=world.leads)
+            lambda: prepared(options, directory, display, before_data, sources, digest)
         )
         if found is None:
             display.say(
-                f"{out} finished already: `{program()} generate {out}` writes texts with it; "
-                f"--fork {out} goes on from it in another --out"
+                f"{directory.path} finished already: `{program()} generate {directory.path}` "
+                "writes texts with it; more --minutes, --steps or --epochs go on with it"
             )
             return EXIT_OK
-        asked, task, plan, digest = found
+        asked, task, plan = found
         if plan is None:
             display.say("measuring this machine")
             plan = make_plan(asked, task, world.device, world=world)
             tables = record(options, task.config, plan, task.counted, digest, world)
             world.lead(lambda: directory.write_record(tables))
         display.plan(options, plan, task, world)
-        with contextlib.ExitStack() as training:
-            stop = training.enter_context(stop_on_signals())
-            training.enter_context(display.training(plan))
-            log = None
-            if track is not None and tracker is not None:
-                tracking = Tracking(track, tracker, out, directory.read_record(), warn=display.say)
-                log = training.enter_context(tracking).log
-            trainer = Trainer(
-                directory,
-                task,
-                plan,
-                world.device,
-                fork=Path(options.fork) / "checkpoints" if options.fork is not None else None,
-                stop_requested=stop,
-                track=log,
-                world=world,
-            )
-            for event in trainer.run():
-                display.event(event)
-        assert isinstance(event, Ended)
-        if not event.finished:
-            display.say(f"stopped and saved after step {event.step:,} of {plan.steps:,}; to go on:")
+        ended = shown(options, directory, task, plan, display, world, track, start)
+        if not ended.finished:
+            display.say(f"stopped and saved after step {ended.step:,} of {plan.steps:,}; to go on:")
             display.err.print(f"  {command}")
             return EXIT_INTERRUPTED
         if world.leads:
-            display.finished(directory, options, task, event)
+            display.finished(directory, options, task, ended)
     return EXIT_OK
+
+
+def shown(
+    options: TrainOptions,
+    directory: RunDirectory,
+    task: LanguageModelling | Labelled,
+    plan: Plan,
+    display: Display,
+    world: World,
+    track: TrackerName | None,
+    start: Start | None,
+) -> Ended:
+    """Train, show and track what happens; return how it ended."""
+    from tiedgpt.train.events import Ended
+    from tiedgpt.train.tracking import Tracking
+    from tiedgpt.train.trainer import Trainer
+
+    with contextlib.ExitStack() as training:
+        stop = training.enter_context(stop_on_signals())
+        training.enter_context(display.training(plan))
+        log = None
+        if track is not None and start is not None:
+            tables = directory.read_record()
+            tracking = Tracking(track, start, directory.path, tables, warn=display.say)
+            log = training.enter_context(tracking).log
+        trainer = Trainer(
+            directory,
+            task,
+            plan,
+            world.device,
+            fork=Path(options.fork) / "checkpoints" if options.fork is not None else None,
+            stop_requested=stop,
+            track=log,
+            world=world,
+        )
+        for event in trainer.run():
+            display.event(event)
+    assert isinstance(event, Ended)
+    return event
 
 
 def prepared(
@@ -213,10 +240,10 @@ def prepared(
     directory: RunDirectory,
     display: Display,
     before_data: Callable[[RunDirectory], None],
-    *,
-    leads: bool,
-) -> tuple[TrainOptions, LanguageModelling | Labelled, Plan | None, str | None] | None:
-    """Return the options, a fork's with what it has from its run, the task, plan and text's digest.
+    sources: Texts | Examples | None,
+    digest: str | None,
+) -> tuple[TrainOptions, LanguageModelling | Labelled, Plan | None] | None:
+    """Return the options, a fork's with what it has from its run, the task and the plan.
 
     The plan is None for a fresh run. Returns None for a run that is finished.
     """
@@ -227,17 +254,12 @@ def prepared(
         if source not in (None, "bpe", "char") and not Path(source).exists():
             display.say(f"{source}: looked for on the Hugging Face hub")
     out, tables = directory.path, directory.read_record()
-    if tables and (differences := options.differences(tables.get("options", {}))):
-        raise UserError(
-            f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
-            f"options to go on, or another --out, with --fork {out} to begin where it stands"
-        )
-    sources = open_sources(options) if options.data or not tables else None
-    digest = sources.digest() if sources and options.data and leads else None
-    if tables and leads and digest != tables.get("text", {}).get("sha256"):
+    if tables and digest != tables.get("text", {}).get("sha256"):
         raise UserError(
             f"the text is another than when {out} began: give another --out, or the same text"
         )
+    if (times := require_same(options, directory)) is not None:
+        tables = make_longer(directory, options, times)
     config, plan = recorded(tables) if tables else (None, None)
     if tables and directory.finished():
         return None
@@ -246,7 +268,20 @@ def prepared(
         before_data(directory)
     with display.bar("reading text") as progress:
         task = prepare(directory, asked, sources or open_sources(options), config, progress)
-    return asked, task, plan, digest
+    return asked, task, plan
+
+
+def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
+    """Raise `UserError` where a run has other options; return how many times as long it goes on."""
+    out, tables = directory.path, directory.read_record()
+    differences = options.differences(tables.get("options", {})) if tables else []
+    times = times_longer(options, tables) if differences and directory.finished() else None
+    if differences and times is None:
+        raise UserError(
+            f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
+            f"options to go on, or another --out, with --fork {out} to begin where it stands"
+        )
+    return times
 
 
 @contextlib.contextmanager
@@ -282,16 +317,6 @@ def with_recipes(arguments: list[str]) -> list[str]:
         else:
             tied.append(argument)
     return tied
-
-
-def default_out(options: TrainOptions) -> Path:
-    """Return runs/NAME of the data, with -SIZE, -TASK or -fork where one of them was given."""
-    first = options.data[0] if options.data else "python-docs"
-    stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
-    kind = options.size if options.task == "lm" and options.start is None else options.task
-    kind = kind if options.fork is None else "fork"
-    return Path("runs") / (name if kind == AUTO else f"{name}-{kind}")
 
 
 @contextlib.contextmanager

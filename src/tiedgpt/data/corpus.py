@@ -17,6 +17,14 @@ from typing import Any, BinaryIO
 from tiedgpt.errors import CorruptInputError, UserError
 
 STDIN = "-"
+CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
+"""Folders of other programs, which are not searched."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""How text in UTF-16 begins that is marked as such."""
+ENCODINGS = (
+    "cp1252", "cp1251", "cp1253", "koi8_r", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr",
+)  # fmt: skip
+"""What is taken for possible where the encoding of text is guessed."""
 PEEK = 65536  # bytes at the beginning of a file; one with a NUL among them is not read on
 
 
@@ -40,8 +48,12 @@ class FileCorpus:
     text_field: str
     paths: dict[str, bool] = field(default_factory=dict)
     """Each file, and whether it was named: then it must be text. If it was found, it may be not."""
+    encoding: str = "auto"
+    """Of files that are not UTF-8."""
     skipped: set[str] = field(default_factory=set)
-    """Paths that were left out because they are not text in UTF-8 or not regular files."""
+    """Paths found in folders that were left out: in another encoding, or not regular files."""
+    guessed: dict[str, str] = field(default_factory=dict)
+    """The encodings of named files that are not UTF-8."""
     streams: dict[str, bytes] = field(default_factory=dict, repr=False)
     """The bytes of pipes and standard input, which can be read only once."""
 
@@ -70,20 +82,43 @@ class FileCorpus:
                     yield from _lines(file, self.text_field, name)
                     return
                 data = file.read(PEEK)
-                if b"\0" not in data:
+                if not self._binary(data):
                     data += file.read()
         except OSError as error:
             raise _unreadable(path, error) from error
-        text = _decode(data)
+        text = None if self._binary(data) else self._text(data, path, name)
         if text is not None:
             yield Document(name, text.replace("\r\n", "\n"))
         elif self.paths[path]:
+            which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
             raise CorruptInputError(
-                f"{name} is not text in UTF-8: name text files, or convert it with `iconv -f "
-                "ENCODING -t UTF-8 FILE > NEW` (often ENCODING is LATIN1, CP1252 or UTF-16)"
+                f"{name} is not text in UTF-8{which}: name text files, or their --encoding (often "
+                "cp1252 or utf-16)"
             )
-        else:
+        elif not self._binary(data):
             self.skipped.add(path)
+
+    def _binary(self, data: bytes) -> bool:
+        return b"\0" in data and not data.startswith(UTF_16) and self.encoding == "auto"
+
+    def _text(self, data: bytes, path: str, name: str) -> str | None:
+        """Return the text of bytes in UTF-8, in UTF-16 that is marked, or in `encoding`."""
+        encodings = ["utf-16" if data.startswith(UTF_16) else "utf-8-sig"]
+        if self.encoding != "auto":
+            encodings.insert(0 if b"\0" in data else 1, self.encoding)
+        elif self.paths[path] and (found := _guessed(data)) is not None:
+            encodings.append(found)
+        for encoding in encodings:
+            try:
+                text = data.decode(encoding)
+            except UnicodeDecodeError:
+                continue
+            except LookupError:
+                raise UserError(f"--encoding {encoding}: Python knows no such encoding") from None
+            if encoding not in ("utf-8-sig", self.encoding):
+                self.guessed[name] = encoding
+            return text
+        return None
 
     def _open(self, path: str) -> BinaryIO:
         if path != STDIN and os.path.isfile(path):
@@ -94,18 +129,22 @@ class FileCorpus:
         return io.BytesIO(self.streams[path])
 
 
-def documents(sources: Sequence[str], *, text_field: str = "text") -> FileCorpus:
+def documents(
+    sources: Sequence[str], *, text_field: str = "text", encoding: str = "auto"
+) -> FileCorpus:
     """Return the documents of files, folders, globs and `-` (standard input).
 
     A text file is one document. A `.jsonl` file has one document per line, in the field
-    `text_field`. Folders are searched recursively, in sorted order, without hidden files; files in
-    them that are not text are listed in `.skipped`. A file that is reached twice is read once.
-    Names are checked now, contents when the documents are iterated.
+    `text_field`. Folders are searched recursively, in sorted order, without hidden files, caches
+    and binary files; files in them that are not UTF-8 are listed in `.skipped`. A file that is
+    reached twice is read once. Names are checked now, contents when the documents are iterated.
+
+    A text file is UTF-8, or else in `encoding`; "auto" guesses that of a file that was named.
 
     Raises:
         UserError: a source is missing, a glob matches nothing, or a folder has no files.
     """
-    corpus = FileCorpus(text_field)
+    corpus = FileCorpus(text_field, encoding=encoding)
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
         named = source == STDIN or (os.path.exists(source) and not os.path.isdir(source))
@@ -127,10 +166,11 @@ def _search(source: str) -> list[str]:
     paths = [path for path in matches if not os.path.isdir(path)]
     for folder in filter(os.path.isdir, matches):
         for directory, folders, files in os.walk(folder, onerror=_fail):
-            if "run.toml" in files:  # the directory of a training run holds no training text
+            if "run.toml" in files or "CACHEDIR.TAG" in files:  # a training run, or a cache
                 folders.clear()
                 continue
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            shown = (name for name in folders if not name.startswith(".") and name not in CACHES)
+            folders[:] = sorted(shown)
             visible = sorted(name for name in files if not name.startswith("."))
             paths += [os.path.join(directory, name) for name in visible]
     if not paths and is_folder:
@@ -146,12 +186,17 @@ def _fail(error: OSError) -> None:
     raise _unreadable(error.filename, error) from error
 
 
-def _decode(data: bytes) -> str | None:
-    """Return the text of UTF-8 bytes without the byte order mark; None for any other bytes."""
-    try:
-        return None if b"\0" in data else data.decode("utf-8-sig")
-    except UnicodeDecodeError:
+def _guessed(data: bytes) -> str | None:
+    """Return the encoding of text that is not UTF-8, by what is frequent; None for other bytes."""
+    high = len(data) - len(data.translate(None, bytes(range(128, 256))))
+    if high == 0 or data.startswith(b"\xef\xbb\xbf"):  # it is UTF-8, or says so
         return None
+    if high <= len(data) / 4:
+        return "cp1252"  # western: few of its letters are beyond ASCII
+    from charset_normalizer import from_bytes
+
+    found = from_bytes(data[: 4 * PEEK], cp_isolation=list(ENCODINGS)).best()
+    return None if found is None else found.encoding
 
 
 def _lines(file: BinaryIO, text_field: str, name: str) -> Iterator[Document]:

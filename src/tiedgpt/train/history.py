@@ -91,8 +91,8 @@ def history(name: str, text: str) -> History:
     skipped, finished = 0, False
     for line in filter(None, map(_parsed, text.splitlines())):
         step = line.pop("step")
-        if line.pop("final", False) is True:
-            finished = True
+        finished = line.pop("final", False) is True
+        if finished:
             numbers = {k: v for k, v in line.items() if isinstance(v, (int, float))}
             final = {k: v for k, v in numbers.items() if not k.startswith(PART)}
             parts = {k.removeprefix(PART): v for k, v in numbers.items() if k.startswith(PART)}

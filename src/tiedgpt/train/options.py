@@ -114,12 +114,16 @@ class TrainOptions:
     """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
     """Train for this many steps instead."""
+    epochs: float | None = None
+    """Train for this many passes over the data instead."""
     tokenizer: str = "bpe"
     """bpe: trained on the data, or --start's; char: its characters; a directory, file or name."""
     val: str | None = None
     """Validate on this text, or these examples; default: a tenth of the data."""
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
+    encoding: str = "auto"
+    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, and told."""
     fork: str | None = None
     """Begin with the weights and the optimizer of this run (its --out), under these options."""
     seed: int = 0
@@ -148,10 +152,16 @@ class TrainOptions:
     """Share of the steps in which rows grow, from an eighth of the context; the rest is cut."""
     untie_at: float | None = None
     """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
+    freeze: str | None = None
+    """What stays as it is: wte, wpe, h.0, h.*.attn, body (under a head); several with commas."""
     weight_decay: float | None = None
     """Of the blocks' matrices; W, norms and biases have none; default: the size's, 0.1 for mini."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
+    eval_every: int | None = None
+    """Steps between evaluations; default: a tenth of all."""
+    sample_prompt: str | None = None
+    """What the samples begin with that are shown at evaluations."""
     skip_limit: int = 10
     """Stop when so many of the last 200 steps were skipped, their gradient not being finite."""
     patience: int | None = None
@@ -166,6 +176,8 @@ class TrainOptions:
     """Train without biases in linear layers and LayerNorms, as nanoGPT does."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
+    device: str = "auto"
+    """Where it is trained: cpu, cuda, cuda:1, mps; auto: on a GPU where there is one."""
     memory: str | None = None
     """Most that a process may take: 2 (GB), 800MB; it decides --micro-batch; default: no limit."""
     recompute: Literal["auto", "off", "blocks"] = "auto"
@@ -183,8 +195,8 @@ class TrainOptions:
             )
         if self.size not in (AUTO, *SIZES):
             raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
-        if self.minutes is not None and self.steps is not None:
-            raise UserError("give --minutes or --steps, not both")
+        if sum(given is not None for given in (self.minutes, self.steps, self.epochs)) > 1:
+            raise UserError("give one of --minutes, --steps and --epochs, not both")
         self._require_ranges()
         self._require_together()
         if self.memory is not None:
@@ -192,10 +204,13 @@ class TrainOptions:
 
     def _require_ranges(self) -> None:
         """Raise `UserError` for a number that cannot be."""
-        counts = ("steps", "context", "batch_size", "micro_batch", "skip_limit", "patience")
+        counts = (
+            *("steps", "context", "batch_size", "micro_batch", "skip_limit", "patience"),
+            "eval_every",
+        )
         shares = ("warmup", "cooldown", "batch_warmup", "length_warmup")
         for names, least, most, expected in (
-            (("minutes", "lr", "grad_clip"), math.ulp(0), 1e300, "a positive number"),
+            (("minutes", "epochs", "lr", "grad_clip"), math.ulp(0), 1e300, "a positive number"),
             ((*counts, "window"), 1, math.inf, "at least 1"),
             (("vocab_size",), 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
             (shares, 0, 1, "a share from 0 to 1"),
@@ -213,6 +228,7 @@ class TrainOptions:
         """Raise `UserError` for options that cannot be given together."""
         for name, default in (
             ("text_field", "text"), ("batch_warmup", 0), ("length_warmup", 0), ("untie_at", None),
+            ("sample_prompt", None),
         ):  # fmt: skip
             if self.task != "lm" and getattr(self, name) != default:
                 raise UserError(f"{flag(name)} {getattr(self, name)} is for --task lm")

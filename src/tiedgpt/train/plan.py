@@ -158,9 +158,15 @@ class Plan:
         return None if self.dtype == "fp32" else DTYPES[self.dtype]
 
 
-def training_device() -> torch.device:
-    """Return the GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def training_device(name: str = "auto") -> torch.device:
+    """Return the device of that name; auto is the GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here: {why}") from None
 
 
 def make_plan(
@@ -177,28 +183,32 @@ def make_plan(
     draft = world.lead(lambda: drafted(options, task, world))
     world.lead(lambda: world.require_work(draft))
     steps, batch_size, minutes = options.steps, draft.batch_size, None
-    if steps is None and options.minutes is None and task.epoch_rows is not None:
-        steps = math.ceil(DEFAULT_EPOCHS * task.epoch_rows / batch_size)
+    epochs = options.epochs
+    if epochs is None and options.minutes is None and options.task != "lm":
+        epochs = DEFAULT_EPOCHS
+    if steps is None and epochs is not None:
+        share = growing_share(options, draft, task.row_units)
+        steps = math.ceil(epochs * task.epoch_rows / batch_size / share)
     if steps is None:
         minutes = options.minutes or DEFAULT_MINUTES
         steps = measured_steps(minutes, task, draft, world)
         steps = round(steps / growing_share(options, draft, task.row_units))
-    rows = SAMPLE_SHARE * paused(steps)["eval_every"] * batch_size
+    rows = SAMPLE_SHARE * paused(steps, options.eval_every)["eval_every"] * batch_size
     return replace(
         draft,
         steps=steps,
         minutes=minutes,
         reason=reason,
         **scheduled(options, steps),
-        **paused(steps),
+        **paused(steps, options.eval_every),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
     )
 
 
-def paused(steps: int) -> dict[str, Any]:
+def paused(steps: int, eval_every: int | None = None) -> dict[str, Any]:
     """Return the fields of a plan of so many steps that say when it pauses."""
     return {
-        "eval_every": max(1, min(steps // EVALUATIONS, 1000)),
+        "eval_every": eval_every or max(1, min(steps // EVALUATIONS, 1000)),
         "save_every": max(1, min(steps // 4, 1000)),
     }
 
@@ -219,7 +229,7 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     steps = max(step + 1, grown + int(rest))
     if abs(steps / plan.steps - 1) < SAME_PACE:
         return None
-    scale = steps / plan.steps
+    scale, usual = steps / plan.steps, paused(plan.steps)["eval_every"]
     untie_at = plan.untie_at
     if untie_at is not None and untie_at > step:
         untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
@@ -228,9 +238,23 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
         steps=steps,
         cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
         untie_at=untie_at,
-        **paused(steps),
+        **paused(steps, None if plan.eval_every == usual else plan.eval_every),
         since=step,
         before=plan,
+    )
+
+
+def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
+    """Return the plan by which a run that ended after `step` steps goes on for so many times."""
+    steps = max(step + 1, options.steps or round(plan.steps * times))
+    cooldown = scheduled(options, steps)["cooldown"]
+    return replace(
+        plan,
+        steps=steps,
+        cooldown=min(cooldown, steps - plan.warmup),
+        **paused(steps, options.eval_every),
+        since=step,
+        before=replace(plan, before=None),
     )
 
 
@@ -474,4 +498,9 @@ def recorded(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
         plan = Plan(**tables["training"], before=None if before is None else Plan(**before))
         return GPTConfig(**tables["model"]), plan
     except (KeyError, TypeError, TiedGPTError) as error:
-        raise CorruptInputError(f"run.toml is damaged: {error}; give another --out") from None
+        wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
+        raise CorruptInputError(
+            f"run.toml is damaged or of another edition (tiedgpt {wrote} wrote it, this is "
+            f"{tiedgpt.__version__}): {error}; give another --out, with --start DIRECTORY/model to "
+            "begin with its model"
+        ) from None

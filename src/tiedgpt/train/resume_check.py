@@ -87,7 +87,7 @@ def _plan(options: TrainOptions, run: RunDirectory) -> Plan:
     asked = fork_options(options, {})
     task = prepare(run, asked, open_sources(asked))
     few = replace(asked, minutes=None, steps=STEPS + 1)
-    plan = make_plan(few, task, training_device())
+    plan = make_plan(few, task, training_device(options.device))
     plan = replace(
         plan,
         warmup=2,
@@ -124,7 +124,7 @@ def _train(path: Path, options: TrainOptions, die_after: int | None, threads: in
     fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
     try:
         task = prepare(run, asked, open_sources(asked), config)
-        trainer = Trainer(run, task, plan, training_device(), fork=fork)
+        trainer = Trainer(run, task, plan, training_device(options.device), fork=fork)
         trainer.stop_requested = lambda: trainer.step >= STEPS
         for event in trainer.run():
             if isinstance(event, Stepped) and event.step == die_after:

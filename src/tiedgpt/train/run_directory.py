@@ -88,6 +88,16 @@ class RunDirectory:
                         with contextlib.suppress(OSError):  # something else was put there
                             self.path.rmdir()
 
+    def in_use(self) -> bool:
+        """Whether a training is in it now."""
+        try:
+            with (self.path / ".lock").open("a+") as lock:
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False
+
     def _clear_unless_planned(self) -> None:
         """Without run.toml there was no first step, and data may be of other options."""
         if self.record.exists():
@@ -110,6 +120,18 @@ class RunDirectory:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return False
         return latest.read_text(errors="replace").strip() == name
+
+    def reopen(self) -> int:
+        """Let a run that is finished go on; return its last step.
+
+        Its last line becomes that of an evaluation like the others.
+        """
+        *lines, last = map(json.loads, self._metrics_text().splitlines())
+        score = {k.removeprefix("part_"): v for k, v in last.items() if k.startswith("part_")}
+        with replacing(self.metrics) as temporary:
+            every = [*lines, {"step": last["step"], **score}]
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in every), "utf-8")
+        return int(last["step"])
 
     def _metrics_text(self) -> str:
         return self.metrics.read_text(encoding="utf-8", errors="replace")

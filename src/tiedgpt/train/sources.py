@@ -217,24 +217,26 @@ class Texts:
             whole.update(hashlib.sha256(document.text.encode()).digest())
         return whole.hexdigest()
 
-    def left_out(self) -> list[str]:
-        """Return a note of the files that are no text."""
-        parts = (self.corpus, self.validation)
-        skipped = sorted(path for p in parts if isinstance(p, FileCorpus) for path in p.skipped)
-        if not skipped:
-            return []
-        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        return [f"left out {len(skipped)} files that are no text: {names}"]
+    def notes(self) -> list[str]:
+        """Return what is worth telling of the files: left out, or in another encoding."""
+        parts = [part for part in (self.corpus, self.validation) if isinstance(part, FileCorpus)]
+        skipped = sorted(path for part in parts for path in part.skipped)
+        guessed = [pair for part in parts for pair in part.guessed.items()]
+        notes = [f"{name} is read as {how}; --encoding names another" for name, how in guessed]
+        if skipped:
+            names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+            notes.append(f"left out {len(skipped)} files that are not UTF-8: {names}")
+        return notes
 
 
 def open_sources(options: TrainOptions) -> Texts | Examples:
     """Open what is to be trained on: the examples of --task, texts, or Python's documentation."""
     if options.task != "lm":
         return read_examples(LABELLED[options.task], options.data, options.val)
-    field = options.text_field
+    how = {"text_field": options.text_field, "encoding": options.encoding}
     return Texts(
-        documents(options.data, text_field=field) if options.data else python_documentation(),
-        None if options.val is None else documents([options.val], text_field=field),
+        documents(options.data, **how) if options.data else python_documentation(),
+        None if options.val is None else documents([options.val], **how),
     )
 
 
@@ -278,9 +280,11 @@ def prepare(
         task = LanguageModelling(run, config, tokenizer, **made)
         if not options.chooses:  # which looks for a context that is short enough
             task.require_enough()
-        task.notes = sources.left_out()
+        task.notes = sources.notes()
+        task.sample_prompt = options.sample_prompt or ""
     else:
         task = LABELLED[options.task](sources, config, tokenizer, **made)
+    task.frozen = options.freeze or ""
     if isinstance(origin, Forked):
         task.counted |= origin.table(options)
     return task

@@ -50,8 +50,8 @@ class Task(Loss, ABC):
     """What is counted: tokens, examples."""
     row_units = 1
     """Units in a row of a batch."""
-    epoch_rows: int | None = None
-    """Rows of an epoch, where epochs are what one counts in."""
+    epoch_rows = 1
+    """Rows of an epoch."""
     held_out_rows = 0.0
     """Rows that the last evaluation takes."""
     text_tokens: int | None = None
@@ -68,6 +68,8 @@ class Task(Loss, ABC):
         self.tokenizer = tokenizer
         self.context = context or config.n_positions
         self.start = start
+        self.frozen = ""
+        """What stays as it is (`--freeze`)."""
         self.row_tokens = self.context
         """Tokens in the longest row, by which a row's memory is judged."""
         self.counted: dict[str, dict[str, Any]] = {}

@@ -28,6 +28,7 @@ from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays, body_of
+from tiedgpt.train.optim import freeze
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Task
 
@@ -104,7 +105,6 @@ class Labelled(Task):
     """Train a head, and the body under it; see `task.Task`."""
 
     tokenizer: Tokenizer
-    epoch_rows: int
     fields: ClassVar[str]
     """What a line looks like, for messages."""
     head_class: ClassVar[type[Head]]
@@ -191,7 +191,7 @@ class Labelled(Task):
         """Return a fresh head on a fresh body."""
         make: Callable[..., Head] = self.head_class
         labels = {"labels": self.examples.labels} if self.examples.labels else {}
-        return make(GPT(self.config), **labels)
+        return freeze(make(GPT(self.config), **labels), self.frozen)
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return the batch of each step; an epoch visits every example once, in its own order."""

@@ -16,6 +16,7 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
+from tiedgpt.train.optim import freeze
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
@@ -52,6 +53,9 @@ class LanguageModelling(Task):
 
     def _count_rows(self) -> None:
         self.row_units = self.row_tokens = self.context
+        self.epoch_rows = max(1, -(-(self.encoded.train.tokens - 1) // self.context))
+        self.sample_prompt = ""
+        """What samples begin with."""
         self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
 
     def resize(self, config: GPTConfig) -> None:
@@ -76,7 +80,7 @@ class LanguageModelling(Task):
 
     def build(self) -> GPT:
         """Return a GPT with fresh weights."""
-        return GPT(self.config)
+        return freeze(GPT(self.config), self.frozen)
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""
@@ -125,10 +129,13 @@ class LanguageModelling(Task):
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
         """Return how the model begins a text."""
         engine = Engine(model, tokenizer=self.tokenizer, slots=1)
-        start = [self.config.bos_token_id or 0]
-        return engine.generate(
+        prompt = self.sample_prompt
+        room = max(1, self.config.n_positions - SAMPLE_TOKENS)
+        start = self.tokenizer.encode(prompt)[-room:] or [self.config.bos_token_id or 0]
+        written = engine.generate(
             start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed
-        ).text
+        )
+        return prompt + written.text
 
 
 def _byte_lengths(tokenizer: Tokenizer, config: GPTConfig) -> np.ndarray:

@@ -1,0 +1,65 @@
+"""`tiedgpt runs [FOLDER]`: the runs so far, with their scores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from tiedgpt.cli.console import table
+from tiedgpt.cli.options import parse
+from tiedgpt.cli.plot import duration, validated
+from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.train.runs import RUNS, Standing, runs_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """List the runs so far, the newest last."""
+
+    folder: tyro.conf.Positional[str] = str(RUNS)
+    """Where the runs are."""
+    format: Literal["human", "json"] = "human"
+    """json: a list of objects."""
+
+
+def run(arguments: list[str]) -> int:
+    """List the runs; return the exit code."""
+    given = parse(Arguments, "runs", arguments, "List the runs so far, the newest last.")
+    runs = list(runs_in(Path(given.folder)))
+    if given.format == "json":
+        print(json.dumps([_plain(each) for each in runs], indent=1))
+        return EXIT_OK
+    if not runs:
+        raise UserError(f"there is no run in {given.folder}: train first, or name a folder of runs")
+    rows = []
+    for each in runs:
+        history = each.history
+        steps = f"{history.step:,}"
+        if not history.finished and each.steps is not None:
+            steps += f" of {each.steps:,}"
+        when = datetime.fromtimestamp(each.changed).strftime("%b %d %H:%M")
+        score = validated(history)
+        rows.append((each.path.name, each.task, steps, duration(history.seconds), score, when))
+    table(["run", "task", ">steps", ">time", ">validation", ">changed"], rows)
+    return EXIT_OK
+
+
+def _plain(each: Standing) -> dict[str, object]:
+    history = each.history
+    scores = {k: history.last(k) for k in history.columns if k.startswith("val_")}
+    return {
+        "run": str(each.path),
+        "task": each.task,
+        "finished": history.finished,
+        "steps": history.step,
+        "planned": each.steps,
+        history.unit: history.units,
+        "seconds": history.seconds,
+        **scores,
+        "changed": each.changed,
+    }

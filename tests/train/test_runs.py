@@ -1,0 +1,205 @@
+"""Which run a command means, how a run is made longer, and `tiedgpt runs`."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.conftest import TEXT
+from tests.train.trials import metrics
+from tiedgpt.cli.main import main
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.train.history import read_history
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.runs import can_generate, run_for, times_longer
+from tiedgpt.weights.safetensors_file import SafetensorsFile
+
+QUICK = ("--size", "tiny", "--width", "32", "--tokenizer", "char", "--context", "16")
+QUICK += ("--batch-size", "2", "--dtype", "fp32")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("cats.txt").write_text(TEXT)
+    return tmp_path
+
+
+def train(*more):
+    return main(["train", "cats.txt", *QUICK, *more])
+
+
+def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
+    assert train("--steps", "6") == 0
+    assert train("--steps", "6", "--seed", "1") == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["cats-tiny-1", "cats-tiny-2"]
+    assert train("--steps", "6") == 0
+    assert "finished already" in capfd.readouterr().err
+    first = metrics(Path("runs/cats-tiny-1"))
+
+    assert train("--steps", "10") == 0  # the first run goes on
+    assert "going on after step 6" in capfd.readouterr().err
+    assert len(list(Path("runs").iterdir())) == 2
+    history = read_history(Path("runs/cats-tiny-1"))
+    assert history.finished and history.step == 10
+    both = metrics(Path("runs/cats-tiny-1"))
+    assert both[: len(first) - 1] == first[:-1], "what was done stays"
+    assert sum("final" in line for line in both) == 1
+    record = tomllib.loads(Path("runs/cats-tiny-1/run.toml").read_text())
+    assert record["training"]["steps"] == record["options"]["steps"] == 10
+    assert (record["training"]["since"], record["training_before"]["steps"]) == (6, 6)
+    losses = [line["lr"] for line in both if "lr" in line]
+    assert losses[5] < losses[6] and losses[-1] < losses[6]
+
+    assert train("--steps", "4") == 0  # fewer is another run
+    assert Path("runs/cats-tiny-3").is_dir()
+    Path("cats.txt").write_text(TEXT + "a dog\n")
+    assert train("--steps", "6") == 0  # so is other text
+    assert Path("runs/cats-tiny-4").is_dir()
+
+    capfd.readouterr()
+    assert main(["runs"]) == 0
+    out = capfd.readouterr().out
+    assert out.count("bits/byte") == 4 and "cats-tiny-3" in out
+    assert main(["runs", "--format", "json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    assert [run["run"] for run in listed][-1] == "runs/cats-tiny-4"
+    assert listed[-1]["finished"] and listed[-1]["val_loss"] > 0
+    assert main(["runs", "nowhere"]) == 1
+
+
+def write_run(path: Path, options: TrainOptions, architecture="GPT2LMHeadModel") -> None:
+    (path / "model").mkdir(parents=True)
+    run = RunDirectory(path)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    run.write_record({"options": given, "training": {"steps": 5}, "text": {"sha256": "abc"}})
+    (path / "model" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+
+
+def test_a_number_is_found_among_damaged_and_foreign_directories(folder):
+    options = TrainOptions(data=("cats.txt",), size="tiny")
+    assert run_for(options, "abc") == Path("runs/cats-tiny-1")
+    write_run(Path("runs/cats-tiny-2"), options)
+    assert run_for(options, "abc") == Path("runs/cats-tiny-2")
+    assert run_for(options, "other") == Path("runs/cats-tiny-3")
+    Path("runs/cats-tiny-5").mkdir()
+    Path("runs/cats-tiny-5/run.toml").write_text("[broken")
+    Path("runs/cats-tiny-x").mkdir()
+    assert run_for(options, "abc") == Path("runs/cats-tiny-2")
+    assert run_for(TrainOptions(data=("cats.txt",), size="tiny", seed=1), "abc").name[-1] == "6"
+
+
+def test_longer_is_said_in_one_unit():
+    def times(then, now):
+        tables = {"options": {k: v for k, v in vars(TrainOptions(**then)).items() if v is not None}}
+        return times_longer(TrainOptions(**now), tables)
+
+    assert times({"steps": 10}, {"steps": 25}) == 2.5
+    assert times({}, {"minutes": 6}) == 2
+    assert times({"minutes": 4}, {"minutes": 6}) == 1.5
+    labelled = {"task": "classify", "data": ("x.jsonl",)}
+    assert times(labelled, labelled | {"epochs": 6}) == 2
+    for then, now in (
+        ({"steps": 10}, {"steps": 10}),
+        ({"steps": 10}, {"steps": 9}),
+        ({"steps": 10}, {"minutes": 60}),
+        ({"steps": 10}, {"steps": 20, "seed": 1}),
+    ):
+        assert times(then, now) is None
+
+
+def test_the_newest_run_that_can_generate_is_taken(folder, capfd):
+    options = TrainOptions(data=("cats.txt",), size="tiny")
+    write_run(Path("runs/lm"), options)
+    write_run(Path("runs/bare"), options)
+    write_run(Path("runs/classify"), options, "GPT2ForSequenceClassification")
+    for name in ("bare", "classify"):
+        Path(f"runs/{name}/run.toml").unlink()
+    assert can_generate(Path("runs/bare"))
+    shutil.rmtree("runs/bare")
+    assert can_generate(Path("runs/lm")) and not can_generate(Path("runs/classify"))
+    assert source_or_newest(None, task="lm") == "runs/lm"
+
+
+def test_a_run_of_another_edition_is_refused_with_its_version(folder, capfd):
+    assert train("--steps", "2", "--out", "old") == 0
+    record = Path("old/run.toml")
+    record.write_text(record.read_text().replace('optimizer = "muon"', "", 1))
+    lines = record.read_text().splitlines()
+    at = lines.index("[training]")
+    lines = [line for n, line in enumerate(lines) if n < at or not line.startswith("optimizer")]
+    record.write_text("\n".join(lines))
+    assert train("--steps", "2", "--out", "old") == 3
+    said = capfd.readouterr().err
+    assert "tiedgpt 0.1.0 wrote it" in said and "--start DIRECTORY/model" in said
+
+
+def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, capfd):
+    more = ("--epochs", "0.02", "--eval-every", "3", "--sample-prompt", "line 7", "--device", "cpu")
+    assert train(*more, "--freeze", "wte,h.0.attn", "--out", "run") == 0
+    said = capfd.readouterr().err
+    assert "line 7" in said and "stays as it is" in said
+    record = tomllib.loads(Path("run/run.toml").read_text())
+    windows = -(-(record["train_text"]["tokens"] - 1) // 16)
+    assert record["training"]["steps"] == -(-windows * 2 // 200)
+    assert [line["step"] for line in metrics(Path("run")) if "sample" in line][:2] == [3, 6]
+    steps = sorted(Path("run/checkpoints").glob("step-*"))
+    first, last = (SafetensorsFile.open(step / "model.safetensors") for step in steps[-2:])
+    still = {name for name in last.entries if torch.equal(first.read(name), last.read(name))}
+    frozen = {name for name in last.entries if name.startswith(("wte.", "h.0.attn."))}
+    assert still == frozen and len(frozen) > 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("--freeze", "head"), "--freeze head: no parameter has such a name: body, wte, wpe, h"),
+        (("--freeze", "body"), "leaves nothing to train"),
+        (("--device", "cuda:99"), "--device cuda:99 cannot be used here"),
+        (("--device", "toaster"), "--device toaster cannot be used here"),
+        (("--epochs", "2", "--minutes", "1"), "--epochs, not both"),
+        (("--eval-every", "0"), "--eval-every must be at least 1"),
+        (("--encoding", "klingon"), "--encoding klingon"),
+    ],
+)
+def test_impossible_options_are_one_line(folder, capfd, wrong, says):
+    Path("cats.txt").write_bytes(b"caf\xe9 " * 200)
+    length = () if wrong[0] == "--epochs" else ("--steps", "2")
+    assert train(*length, *wrong) == 1
+    assert says in " ".join(capfd.readouterr().err.split())
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+@pytest.mark.parametrize("text", ["one line of text, and no more, " * 99, "x" * 4000])
+def test_texts_of_one_line_and_of_one_character_train(folder, capfd, text, tokenizer):
+    Path("cats.txt").write_text(text)
+    assert train("--steps", "2", "--tokenizer", tokenizer, "--context", "2") == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "says"),
+    [
+        (b"only 30 bytes are in this file", 1, "tokens and the context is 64"),
+        (b"", 1, "no text in cats.txt"),
+        (b"\n\n \n", 1, "no text in cats.txt"),
+        (b"\0\1\2" * 99, 3, "cats.txt is not text"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_in_one_line(folder, capfd, content, code, says):
+    Path("cats.txt").write_bytes(content)
+    assert train("--steps", "2", "--context", "64") == code
+    said = " ".join(capfd.readouterr().err.split())
+    assert says in said and "Traceback" not in said
+
+
+def test_a_row_without_its_label_is_named(folder, capfd):
+    lines = ['{"text": "a cat", "label": "cat"}', '{"text": "a dog", "label": "dog"}'] * 9
+    lines.insert(11, '{"text": "a cow"}')
+    Path("x.jsonl").write_text("\n".join(lines))
+    assert main(["train", "x.jsonl", "--task", "classify", "--steps", "2"]) == 3
+    assert "x.jsonl:12: the label None" in capfd.readouterr().err
