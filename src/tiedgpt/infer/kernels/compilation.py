@@ -39,11 +39,6 @@ OF_ERRORS = re.compile(
 
 def compiled(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     """Return the C callback (record, number of the thread) of a kernel of (control, ...)."""
-    if getattr(numba.config, "DISABLE_JIT", 0):
-        raise UserError(
-            "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
-            "compute with torch (backend='torch', --backend torch)"
-        )
     counters = types.Array(types.int64, 1, "C")
     kinds = [numba.typeof(_blank(argument)) for argument in arguments]
     read = _reader(types.Tuple([counters, types.int64, *kinds]))

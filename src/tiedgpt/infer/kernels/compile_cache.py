@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tiedgpt.errors import TiedGPTError
+from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import replacing
 from tiedgpt.infer.kernels.arguments import control_for
 
@@ -63,6 +63,13 @@ class Kernel:
         return self.functions[kinds]
 
     def _compile(self, file: str, arguments: tuple[Any, ...]) -> Function:
+        import numba
+
+        if getattr(numba.config, "DISABLE_JIT", 0):  # functions imported now would stay plain
+            raise UserError(
+                "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
+                "compute with torch (backend='torch', --backend torch)"
+            )
         _tell[-1]()
         from tiedgpt.infer.kernels import compilation
 
