@@ -1,5 +1,6 @@
 """Any number of threads ask one engine; what ends badly ends alone."""
 
+import asyncio
 import copy
 import gc
 import os
@@ -172,6 +173,30 @@ def test_a_result_that_takes_too_long_is_a_timeout_error_and_goes_on(engine, end
     assert not generation.done
     generation.cancel()
     assert generation.result(timeout=60).ids
+
+
+def test_a_future_that_is_given_up_does_not_end_the_engine(engine, endless):
+    async def give_up(generation):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(generation.future), 0.01)
+
+    generation = engine.submit([5], **endless)
+    asyncio.run(give_up(generation))
+    generation.cancel()
+    assert generation.result(timeout=60).finish_reason == "cancelled"
+    assert engine.submit([5], **SHORT).result(timeout=60).ids
+
+
+def test_an_engine_without_a_thread_tries_again(engine, monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    with Engine(engine.model) as other:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            other.submit([5], **SHORT)
+        monkeypatch.undo()
+        assert other.submit([5], **SHORT).result(timeout=60).ids
 
 
 def test_a_queue_that_is_full_refuses_and_calls_that_wait_wait(engine, endless):

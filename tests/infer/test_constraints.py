@@ -197,6 +197,10 @@ def test_after_a_dead_end_a_matcher_serves_the_next_text():
         {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
         {"grammar": 'start: "a" rest'},
         {"grammar": ""},
+        {"grammar": b"start: A"},
+        {"regex": re.compile("a+")},
+        {"regex": "\ud800"},
+        {"json_schema": {"const": object()}},
     ],
     ids=str,
 )

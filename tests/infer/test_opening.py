@@ -153,6 +153,8 @@ def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
         Engine(source, "fp16", backend="kernels")
     with pytest.raises(UserError, match="backend='cuda'"):
         Engine(source, backend="cuda")
+    with pytest.raises(UserError, match=r"tokenizer must be a tiedgpt\.Tokenizer"):
+        Engine(source, tokenizer=["the", "cat"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="on CPUs only"):
         Engine(source, "int4")

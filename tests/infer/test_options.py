@@ -101,6 +101,8 @@ def test_words_that_are_ruled_out_do_not_appear(engine):
         {"draft_tokens": 0},
         {"speculate": "oracle"},
         {"context_end": "wrap"},
+        {"processors": len},
+        {"processors": [None]},
     ],
     ids=str,
 )
@@ -130,6 +132,11 @@ def test_numbers_may_be_of_numpy_or_torch():
     assert (config.seed, config.top_k, config.temperature) == (3, 5, 0.5)
     assert config.stop_ids == (3, 4) and config.prompt_logprobs == 2
     assert type(config.seed) is type(config.top_k) is int
+
+
+def test_one_is_true_where_a_choice_is_true():
+    for true in (True, 1, np.True_):
+        assert GenerationConfig(num_beams=2, early_stopping=true).early_stopping is True
 
 
 def test_an_option_at_its_default_contradicts_nothing():

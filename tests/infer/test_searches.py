@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,8 +236,9 @@ def test_no_prompt_at_all_is_an_error_of_ours(engine):
     for ask in (engine.stream, engine.submit):
         with pytest.raises(UserError, match="must be text or ids"):
             ask(None)
-    with pytest.raises(UserError, match="neither a text nor ids"):
-        engine.generate(None)
+    for wrong in (None, 5, b"a", {"input_ids": [5]}, {5}, np.array(5)):
+        with pytest.raises(UserError, match="neither a text nor ids"):
+            engine.generate(wrong)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {}])

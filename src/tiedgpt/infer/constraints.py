@@ -73,12 +73,17 @@ class Constraint:
                 "regex, json_schema and grammar need a token that ends the text, and the model has "
                 "none: give its config an eos_token_id that its tokenizer has"
             )
+        name = next(name for name, value in vars(self).items() if value is not None)
         trie = token_trie(tokenizer, end, config.vocab_size)
-        start = LLMatcher(trie, self._text(tokenizer), log_level=0)
+        try:
+            start = LLMatcher(trie, self._text(tokenizer), log_level=0)
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{name} is no text, or has what cannot be text: {error}") from None
         if not start.is_error():
             start.compute_bitmask()
         if start.is_error():
-            name = next(name for name, value in vars(self).items() if value is not None)
             raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
         return Matcher(start)
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
@@ -85,6 +86,10 @@ def runner_for(
     """Return what computes a model, its tokenizer, and notes on how it was opened; see `Engine`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
+    if not isinstance(tokenizer, (Tokenizer, NoneType)):
+        raise UserError(
+            f"tokenizer must be a tiedgpt.Tokenizer or where one is, got {type(tokenizer).__name__}"
+        )
     notes: tuple[str, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
         runner, notes = _from_source(model_or_source, how, resolve=resolve, **config)

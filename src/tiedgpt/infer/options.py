@@ -108,11 +108,13 @@ class GenerationConfig:
             if getattr(self, name) not in choices:
                 known = ", ".join(map(repr, choices))
                 raise UserError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+            self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs, 0))
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
         self._set("bad_words", _words(self.bad_words))
+        self._set("processors", _processors(self.processors))
         _check_bias(self.logit_bias)
         self._check_together()
 
@@ -316,3 +318,9 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
         if not len(word):
             raise UserError(f"bad_words must not be empty, got {word!r}")
     return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
+
+
+def _processors(processors: Any) -> tuple[Processor, ...]:
+    if not isinstance(processors, Sequence) or not all(map(callable, processors)):
+        raise UserError(f"processors must be a list of functions, got {processors!r}")
+    return tuple(processors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import cast
 
 from tiedgpt.core.config import GPTConfig
@@ -24,7 +24,7 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
                 "one (--tokenizer, or Engine(..., tokenizer=)), or give ids"
             )
         ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__len__"):
+    elif not _is_list(prompt):
         raise UserError(f"a prompt must be text or ids, got {prompt!r}")
     else:
         ids = [operator.index(token) if is_id(token) else token for token in prompt]
@@ -71,8 +71,15 @@ def one_or_many(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]
     """Return the prompts as a list, and whether a list was given."""
     if isinstance(prompts, str):
         return [prompts], False
-    if isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__len__"):
+    if not _is_list(prompts):
         raise UserError(f"{prompts!r} is neither a text nor ids, nor a list of them")
     if len(prompts) and is_id(prompts[0]):
         return [cast(Prompt, prompts)], False
     return list(cast(Sequence[Prompt], prompts)), True
+
+
+def _is_list(value: object) -> bool:
+    """Whether it is a list, or a tuple or an array of any library's."""
+    if isinstance(value, (bytes, bytearray, Mapping, Set)):
+        return False
+    return hasattr(value, "__len__") and getattr(value, "shape", None) != ()

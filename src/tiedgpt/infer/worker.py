@@ -109,6 +109,7 @@ class Worker:
             )
         self._runner.heed_caller()
         generation = Generation(self, request)
+        generation.future.set_running_or_notify_cancel()  # it cannot be cancelled
         if emit and request.text is not None:
             request.text.emit = generation.tokens.put
         with self._lock:
@@ -158,9 +159,9 @@ class Worker:
         self._room = threading.Semaphore(self._most)
         self._active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
         self._scheduler: Scheduler | None = None
-        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
         self._thread.start()
+        self._process = os.getpid()  # once it runs: the system may have no thread to give
 
     def _run(self) -> None:
         """Run commands and steps until the worker is closed; sleep while nothing is active."""
