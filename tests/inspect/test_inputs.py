@@ -158,7 +158,7 @@ def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(saved, mode
         vocabulary(saved),
         vocabulary(model, counts=saved / "data"),
         vocabulary(model, tokenizer, counts=saved / "text.txt"),
-        vocabulary(model, counts=counts),
+        vocabulary(model, counts=counts.tolist()),
     ):
         np.testing.assert_array_equal(found.count, counts)
         np.testing.assert_array_equal(found.unseen, np.flatnonzero(counts == 0))

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,13 +88,11 @@ def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeyp
     assert "pip install tiedgpt[plot]" in capfd.readouterr().err
 
 
-def test_a_table_of_a_whole_vocabulary_takes_no_time(model, capfd):
+def test_a_table_may_have_the_whole_vocabulary(model, capfd):
     found = vocabulary(model)
     n = 50_257
     some = np.random.default_rng(0).random(n, np.float32)
     rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
     found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))
-    start = time.process_time()
     SHOW["vocabulary"](found, n)
-    assert time.process_time() - start < 20  # on any machine; bench/ has no claim here
     assert capfd.readouterr().out.count("' word") == n

@@ -228,17 +228,13 @@ def _positions(found: Positions, _: int) -> None:
 def _lens(found: Lens, _: int) -> None:
     at = found.position
     print(f"after token {at}, {shown(found.pieces[at])}: each state, read by final norm and head")
-    tops = [
-        (_words((found.words[id] for id in ids), 16), probs)
-        for ids, probs in zip(
-            found.top_ids[:, at].T, np.exp(found.top_logprob[:, at].T), strict=True
-        )
-    ]
-    ranks = found.target_rank[:, at]
+    columns: list[tuple[str, Iterable[Any]]] = [("state", found.layers)]
+    for k in range(min(2, found.top_ids.shape[2])):
+        columns.append(("likely", _words(found.words[id] for id in found.top_ids[:, at, k])))
+        columns.append(("prob", np.exp(found.top_logprob[:, at, k])))
     _table(
-        ("state", found.layers),
-        *((n, v) for top in tops[:2] for n, v in zip(("likeliest", "prob"), top, strict=True)),
-        ("rank of next", ranks if ranks[-1] else [None] * len(ranks)),
+        *columns,
+        ("rank of next", [rank or None for rank in found.target_rank[:, at]]),
         ("KL bits", found.kl_bits[:, at]),
     )
     print("\nKL is from the model's own prediction\nearly layers were not trained to be read so")
@@ -354,12 +350,7 @@ def _ablate(found: Ablation, _: int) -> None:
     )
 
 
-SHOW: dict[str, Callable[[Any, int], None]] = {
-    "positions": _positions,
-    "lens": _lens,
-    "dot": _dot,
-    "vocabulary": _vocabulary,
-    "gradient-split": _gradient_split,
-    "attention": _attention,
-    "ablate": _ablate,
-}
+_SHOWING: tuple[Callable[[Any, int], None], ...] = (
+    _positions, _lens, _dot, _vocabulary, _gradient_split, _attention, _ablate,
+)  # fmt: skip
+SHOW = {function.__name__[1:].replace("_", "-"): function for function in _SHOWING}

@@ -170,12 +170,7 @@ def _ablate(found: Ablation) -> tuple[str, Panels]:
     return f"loss {found.loss:.3f} nats, and without a part, which gives {instead}", [heads, whole]
 
 
-FIGURES: dict[str, Callable[[Any], tuple[str, Panels]]] = {
-    "positions": _positions,
-    "lens": _lens,
-    "dot": _dot,
-    "vocabulary": _vocabulary,
-    "gradient-split": _gradient_split,
-    "attention": _attention,
-    "ablate": _ablate,
-}
+_FIGURES: tuple[Callable[[Any], tuple[str, Panels]], ...] = (
+    _positions, _lens, _dot, _vocabulary, _gradient_split, _attention, _ablate,
+)  # fmt: skip
+FIGURES = {function.__name__[1:].replace("_", "-"): function for function in _FIGURES}

@@ -12,35 +12,9 @@ Each takes a `tiedgpt.GPT`, a path, a run directory, a hub name or transformers'
 It returns numpy arrays in a dataclass with `.to_json()`. Logits are held for 64 positions at most.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from tiedgpt.inspect.gradients import gradient_split
+from tiedgpt.inspect.layers import ablate, attention, lens
+from tiedgpt.inspect.predictions import dot, positions
+from tiedgpt.inspect.rows import vocabulary
 
-if TYPE_CHECKING:
-    from tiedgpt.inspect.gradients import gradient_split as gradient_split
-    from tiedgpt.inspect.layers import ablate as ablate
-    from tiedgpt.inspect.layers import attention as attention
-    from tiedgpt.inspect.layers import lens as lens
-    from tiedgpt.inspect.predictions import dot as dot
-    from tiedgpt.inspect.predictions import positions as positions
-    from tiedgpt.inspect.rows import vocabulary as vocabulary
-
-_MODULES = {
-    "positions": "predictions",
-    "lens": "layers",
-    "dot": "predictions",
-    "vocabulary": "rows",
-    "gradient_split": "gradients",
-    "attention": "layers",
-    "ablate": "layers",
-}
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'tiedgpt.inspect' has no attribute {name!r}")
-    return getattr(import_module(f"tiedgpt.inspect.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = ["ablate", "attention", "dot", "gradient_split", "lens", "positions", "vocabulary"]

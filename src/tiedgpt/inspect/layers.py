@@ -65,7 +65,7 @@ def lens(
     """
     subject = open_subject(model, tokenizer, text)
     gpt, ids, targets = subject.model, subject.ids, subject.targets
-    at = subject.place(position)
+    at = index(position, ids.shape[1], "position")
     with inference(gpt):
         layers, states = _states(gpt, ids, after_attention)
         by_state: list[list[dict[str, Tensor]]] = [[] for _ in states]

@@ -44,10 +44,6 @@ class Subject:
         words = {id: piece(self.tokenizer, id) for id in every}
         return {"ids": ids, "pieces": tuple(words[id] for id in ids.tolist()), "words": words}
 
-    def place(self, position: int, name: str = "position") -> int:
-        """Return a position from 0 to T - 1; negative ones count from the end."""
-        return index(position, self.ids.shape[1], name)
-
 
 def index(given: int, n: int, name: str) -> int:
     """Return an index from 0 to n - 1; negative ones count from the end."""

@@ -89,7 +89,7 @@ def positions(
 
 def _poke(subject: Subject, at: int, id: int | None) -> tuple[tuple[int, int, int], Tensor]:
     """Return what is changed, and the body's output (1, T, D) for it."""
-    at, size = subject.place(at, "poke"), subject.model.config.vocab_size
+    at, size = index(at, subject.ids.shape[1], "poke"), subject.model.config.vocab_size
     ids, old = subject.ids.clone(), int(subject.ids[0, at])
     ids[0, at] = new = (old + 1) % size if id is None else index(id, size, "poke_with")
     return (at, old, new), subject.model.body(ids)
@@ -145,7 +145,7 @@ def dot(
     for a head that is not linear.
     """
     subject = open_subject(model, tokenizer, text)
-    gpt, at = subject.model, subject.place(position)
+    gpt, at = subject.model, index(position, subject.ids.shape[1], "position")
     with inference(gpt):
         state = gpt.body(subject.ids)[:, at : at + 1]
         logits = logits_of(gpt, state).double()

@@ -106,8 +106,9 @@ def vocabulary(
     if isinstance(counts, (str, os.PathLike)):
         where = os.fspath(counts)
         counts = _counted(where, found, size)
-    if counts is not None and (np.shape(counts) != (size,) or np.min(counts) < 0):
-        raise UserError(f"counts must be ({size},), each >= 0, got {np.shape(counts)}")
+    counts = None if counts is None else np.asarray(counts)
+    if counts is not None and (counts.shape != (size,) or counts.min() < 0):
+        raise UserError(f"counts must be ({size},), each >= 0, got {counts.shape}")
     n = size if own_rank_rows is None else min(own_rank_rows, size)
     if n < 0:
         raise UserError(f"own_rank_rows must be >= 0, got {n}")
