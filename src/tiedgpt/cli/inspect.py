@@ -61,25 +61,24 @@ class Arguments:
     plot: Path | None = None
     """Write a figure, too: .png, .svg or .pdf (pip install tiedgpt[plot])."""
     top: int | None = None
-    """How many tokens to list (positions, lens, dot); how many rows to show (vocabulary,
-    gradient-split)."""
+    """positions, lens, dot: tokens to list; vocabulary, gradient-split: rows to show."""
     position: int | None = None
-    """Which position to show (lens, dot); default: the last."""
+    """lens, dot: which position to show; default: the last."""
     poke: int | None = None
-    """Change the token at this position, and show which predictions move (positions)."""
+    """positions: change the token at this position, and show which predictions move."""
     poke_with: int | None = None
-    """The id to change it to; default: the next id (positions)."""
+    """positions: the id to change it to; default: the next id."""
     after_attention: bool = False
-    """Show the states between attention and MLP, too (lens)."""
+    """lens: show the states between attention and MLP, too."""
     layer: int | None = None
-    """Whose heads to show; -1 is the last; default: 0 (attention)."""
+    """attention: whose heads to show, -1 being the last layer; default: 0."""
     mode: Literal["zero", "mean"] | None = None
-    """What replaces a part's output: zero, or its mean over the text (ablate); default: zero."""
+    """ablate: what replaces a part's output, zero or its mean over the text; default: zero."""
     counts: str | None = None
-    """Where to count tokens: a run, a folder of token shards, a text (vocabulary); default: the
-    data of SOURCE, if it is a run."""
+    """vocabulary: a run, a folder of token shards or a text to count tokens in; default: SOURCE,
+    if it is a run."""
     own_rank_rows: int | None = None
-    """How many rows to ask whether they can win (vocabulary); default: 1,024."""
+    """vocabulary: how many rows to ask whether they can win; default: 1,024."""
 
 
 SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "mode", "counts",
@@ -126,6 +125,8 @@ def _inspect(given: Arguments) -> Any:
         options.pop("top", None)
     for name in options.keys() - signature(function).parameters.keys():
         raise UserError(f"--{name.replace('_', '-')} is not for inspect {given.name}: leave it out")
+    if given.top is not None and given.top < 1:
+        raise UserError(f"--top must be at least 1, got {given.top}")
     if given.plot is not None:
         from tiedgpt.plots.figure import require_figures
 
@@ -133,9 +134,10 @@ def _inspect(given: Arguments) -> Any:
     if given.name != "vocabulary":
         if (given.text is None) == (not given.ids):
             raise UserError("give --text, or --ids, for the model to read")
-        read = sys.stdin.buffer.read() if given.text == "-" else (given.text or "").encode()
+        options["text"] = given.ids or given.text
         try:
-            options["text"] = given.ids or read.decode()
+            if given.text == "-" and sys.stdin is not None:
+                options["text"] = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
     if given.name == "ablate":
