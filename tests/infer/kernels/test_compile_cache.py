@@ -88,6 +88,14 @@ def test_a_file_that_cannot_be_loaded_is_passed_over(kernel, tmp_path, suffix):
     assert weigh(kernel()) == EXPECTED
 
 
+def test_a_cache_beside_the_working_directory_is_used(kernel, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", ".")
+    weigh(kernel())
+    monkeypatch.setattr(compile_cache.Kernel, "_compile", None)
+    assert weigh(kernel()) == EXPECTED
+
+
 def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said(
     kernel, monkeypatch
 ):

@@ -162,12 +162,12 @@ def _places() -> list[Path]:
 def _load(file: str) -> Function | None:
     """Return the function in a kept file, if there is one that is whole and can be loaded."""
     for path in (path for place in _places() for path in place.glob(f"{file}-*")):
-        with suppress(OSError, RuntimeError, ValueError):
+        with suppress(OSError, RuntimeError, ValueError, AttributeError):
             data = path.read_bytes()
             if zlib.crc32(data) != int(path.stem[-8:], 16):
                 continue
             if path.suffix == ".so":
-                return FUNCTION((SYMBOL, ctypes.CDLL(str(path))))
+                return FUNCTION((SYMBOL, ctypes.CDLL(str(path.resolve()))))
             return FUNCTION(_address_in(data))
     return None
 
