@@ -91,9 +91,3 @@ class Objective(nn.Module):
         weights = shares or [1.0] * len(terms)
         kept = [t * w for t, w in zip(terms, weights, strict=True) if w or not any(weights)]
         return torch.stack(kept).sum() if len(kept) > 1 else kept[0]
-
-
-def shares_of(task: Loss, rows: Arrays, whole: Arrays) -> list[float]:
-    """Return the share that some rows of a batch have in the targets of each term of its loss."""
-    counts = zip(task.n_targets(rows), task.n_targets(whole), strict=True)
-    return [n / max(1, total) for n, total in counts]
