@@ -72,7 +72,9 @@ def run(session, steps):
         if isinstance(wanted[0], Choice):
             answer = session.choose(wanted)
         else:
-            reads = [session.read([r.slot], [r.ids], every=r.every) for r in wanted]
+            reads = [
+                session.read([r.slot], [r.ids], every=[r.slot] if r.every else ()) for r in wanted
+            ]
             answer = [logits.copy() for (logits,) in reads]
 
 

@@ -94,7 +94,7 @@ def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
     new = [11, 12, 13]
     expected = both_ways(model, new)
     at_once = guided(model)
-    (scores,) = at_once.read([1], [PROMPT + new], every=True)
+    (scores,) = at_once.read([1], [PROMPT + new], every=[1])
     np.testing.assert_allclose(log_p(scores[3:]), expected, atol=1e-4)
     assert scores.shape == (7, 61)
     in_parts = guided(model)
@@ -102,7 +102,7 @@ def test_a_prompt_read_in_parts_is_guided_as_one_read_at_once(twins):
     in_parts.read([1], [PROMPT[2:3]])
     (scores,) = in_parts.read([1], [[PROMPT[3], *new[:1]]])
     np.testing.assert_allclose(log_p(scores[0]), expected[1], atol=1e-4)
-    (scores,) = in_parts.read([1], [new[1:]], every=True)
+    (scores,) = in_parts.read([1], [new[1:]], every=[1])
     np.testing.assert_allclose(log_p(scores), expected[2:], atol=1e-4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import numpy as np
@@ -32,8 +32,6 @@ from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.packed import PackedModel
 from tiedgpt.weights.packed_panels import PANEL, padded
 
-AT_ONCE = 512
-"""Tokens read in one batch; longer prompts go in several."""
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """What activations and the KV cache are kept in."""
 
@@ -80,37 +78,26 @@ class PackedSession:
         self._cache_record = Record(self._cache)
 
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slots, ids)
         self._check_ids(ids)
         self._model.require_whole()
-        before = list(self.lengths)
+        if not len(slots):
+            return []
+        batch, rows = self._batch(slots, ids, every)
         try:
-            return self._read(slots, ids, every)
-        except BaseException as error:  # Ctrl-C: what was not computed is not held
-            self.lengths[:] = before
-            if isinstance(error, MemoryError):
-                raise NoRoomError(f"no memory is left to read {sum(map(len, ids))} ids") from None
-            raise
-
-    def _read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool
-    ) -> list[Logits]:
-        parts: list[list[Logits]] = [[] for _ in slots]
-        rest = [list(some) for some in ids]
-        while any(rest):
-            batch, owners = self._next_batch(slots, rest, every)
-            buffers = self._buffers_for(len(batch.ids), max(1, len(batch.outputs)))
+            buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
             phases = phases_of(self.config.n_layer)
             self._pool.run(
                 forward, phases, self._weights, self._buffers_record, self._cache_record, batch
             )
-            for owner, first, end in owners:
-                rows = buffers.logits[first:end, : self.config.vocab_size]
-                parts[owner].append(rows.copy() if any(rest) else rows)
-        return [each[0] if len(each) == 1 else np.concatenate(each) for each in parts]
+        except MemoryError:
+            raise NoRoomError(f"no memory is left to read {len(batch.ids)} ids") from None
+        for slot, new in zip(slots, ids, strict=True):  # unless it was cut short, as by Ctrl-C
+            self.lengths[slot] += len(new)
+        return [buffers.logits[first:end, : self.config.vocab_size] for first, end in rows]
 
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
         """Choose a token for each; see `Session.choose`."""
@@ -140,36 +127,27 @@ class PackedSession:
                 if not 0 <= wrong < self.config.vocab_size:
                     raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
-    def _next_batch(
-        self, slots: Sequence[int], rest: list[list[int]], every: bool
-    ) -> tuple[Batch, list[tuple[int, int, int]]]:
-        """Return what is read at once, and whose logits are in which rows."""
+    def _batch(
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
+    ) -> tuple[Batch, list[tuple[int, int]]]:
+        """Lay ids side by side; return also which rows of logits each slot's will be."""
         tokens: list[int] = []
         where: list[int] = []
         positions: list[int] = []
         sequences: list[tuple[int, int]] = []
         outputs: list[int] = []
-        owners: list[tuple[int, int, int]] = []
-        for number, slot in enumerate(slots):
-            some = rest[number][: AT_ONCE - len(tokens)]
-            if not some:
-                continue
-            del rest[number][: len(some)]
-            begin, length = len(tokens), self.lengths[slot]
-            tokens += some
-            where += [slot] * len(some)
-            positions += range(length, length + len(some))
-            sequences.append((begin, len(tokens)))
-            self.lengths[slot] = length + len(some)
-            before = len(outputs)
-            if every:
-                outputs += range(begin, len(tokens))
-            elif not rest[number]:
-                outputs.append(len(tokens) - 1)
-            if len(outputs) > before:
-                owners.append((number, before, len(outputs)))
+        rows: list[tuple[int, int]] = []
+        for slot, new in zip(slots, ids, strict=True):
+            begin, end = len(tokens), len(tokens) + len(new)
+            tokens += new
+            where += [slot] * len(new)
+            positions += range(self.lengths[slot], self.lengths[slot] + len(new))
+            sequences.append((begin, end))
+            first = len(outputs)
+            outputs += range(begin if slot in every else end - 1, end)
+            rows.append((first, len(outputs)))
         arrays = (tokens, where, positions, sequences, outputs)
-        return Batch(*(np.array(values, np.int64) for values in arrays)), owners
+        return Batch(*(np.array(values, np.int64) for values in arrays)), rows
 
     def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
         """Return buffers for as many tokens, kept from batch to batch."""

@@ -226,31 +226,19 @@ class Scheduler:
         return decoding
 
     def _read(self, parts: list[Part]) -> None:
-        """Read, in one call, or in two if only some want all logits; learn what it costs."""
+        """Read what is due of each in one call; learn what it costs."""
         began = time.perf_counter()
-        few = 2 if any(read.every for _, read, _ in parts) else 0  # costs less than a call
-        groups: tuple[list[Part], list[Part]] = ([], [])
-        for part in parts:
-            groups[part[1].every or part[2] <= few].append(part)
-        for every, group in enumerate(groups):
-            if group:
-                self._read_together(group, every=bool(every), hold=not every and bool(groups[1]))
+        slots = [read.number for _, read, _ in parts]
+        ids = [read.ids[len(read.ids) - read.n_left :][:n] for _, read, n in parts]
+        every = {read.number for _, read, _ in parts if read.every}
+        answers = self.session.read(slots, ids, every=every)
+        for (_, read, n), new, logits in zip(parts, ids, answers, strict=True):
+            self.pool.held[read.number] += new
+            read.add(n, logits)
         for request, read, _ in parts:
             if read.logits is not None and any(other.n_left for other in request.reads):
                 read.logits = read.logits.copy()
         self._learn(parts, time.perf_counter() - began)
-
-    def _read_together(self, parts: list[Part], *, every: bool, hold: bool) -> None:
-        """Read in one call; with `hold` the logits outlast the next."""
-        ids = []
-        for _, read, n in parts:
-            first = len(read.ids) - read.n_left
-            ids.append(read.ids[first : first + n])
-        answers = self.session.read([read.number for _, read, _ in parts], ids, every=every)
-        for (_, read, n), new, logits in zip(parts, ids, answers, strict=True):
-            self.pool.held[read.number] += new
-            logits = logits[-1:] if every and not read.every else logits
-            read.add(n, logits.copy() if hold else logits)
 
     def _learn(self, parts: list[Part], seconds: float) -> None:
         """Note what a step took."""

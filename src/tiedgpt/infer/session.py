@@ -6,7 +6,7 @@ logits come out, and nothing here knows of text, sampling or torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +20,8 @@ Logits = NDArray[np.float32]
 """(n, V): for every token, how likely it is next, after 1 or all of the ids that were read."""
 
 
-class Slots(Protocol):
-    """Room for sequences, each of which holds the positions that were read of it."""
+class Session(Protocol):
+    """Sequences in slots, which go on from where they are."""
 
     @property
     def config(self) -> GPTConfig:
@@ -49,17 +49,13 @@ class Slots(Protocol):
     def copy(self, source: int, target: int) -> None:
         """Let a slot hold what another holds."""
 
-
-class Session(Slots, Protocol):
-    """Sequences in slots, which go on from where they are."""
-
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids[i] to slot slots[i]; return the logits (1, V) after the last id of each.
 
-        Any number of ids each, at least one; each slot at most once. With `every`, the logits
-        (n, V) after every id that was read. They hold until the next read.
+        Any number of ids each, at least one; each slot at most once. Of the slots in `every`, the
+        logits (n, V) after every id that was read. They hold until the next read.
         """
 
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:

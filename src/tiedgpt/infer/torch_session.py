@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": t
 FEW_IDS = 16
 """Ids up to which a shorter sequence is padded, rather than read alone."""
 MAX_PADDED = 1.25
-"""Longer ones are padded where all take at most this many times what they hold,"""
-MAX_IDS = 4096
-"""and at most this many ids: activations take memory, and nothing is gained beyond."""
+"""Longer ones are padded where all take at most this many times what they hold."""
 
 
 class TorchRunner:
@@ -96,7 +94,7 @@ class TorchSession:
         return [self._cache.lengths[row] for row in self._rows]
 
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: bool = False
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids to slots and return logits; see `Session.read`."""
         check_read(self, slots, ids)
@@ -140,27 +138,24 @@ class TorchSession:
         return filters.score(logits, targets, n_tokens)
 
     def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide what is to be read into what is read at once: steps, and prompts of a length."""
+        """Divide what is to be read into what is read at once, padded or of one length."""
         counts = [len(new) for new in ids]
         groups = []
         few = [i for i, count in enumerate(counts) if count <= FEW_IDS]
         many = [i for i, count in enumerate(counts) if count > FEW_IDS]
         for together in filter(None, (few, many)):
             longest = max(counts[i] for i in together)
-            padded = longest * len(together)
-            little = padded <= min(MAX_PADDED * sum(counts[i] for i in together), MAX_IDS)
+            little = longest * len(together) <= MAX_PADDED * sum(counts[i] for i in together)
             room = max(self.lengths[slots[i]] for i in together) + longest <= self.capacity
             if room and (together is few or little):
                 groups.append(together)
-            elif together is few:
-                same = sorted({counts[i] for i in few})
-                groups += [[i for i in few if counts[i] == count] for count in same]
             else:
-                groups += [[i] for i in many]
+                same = sorted({counts[i] for i in together})
+                groups += [[i for i in together if counts[i] == count] for count in same]
         return groups
 
     def _read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: bool
+        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
     ) -> list[Logits]:
         """Read rows at once: (B, T) ids -> (B, T, D) states -> logits where they are wanted."""
         first = self._make_neighbours([self._rows[slot] for slot in slots])
@@ -173,11 +168,9 @@ class TorchSession:
         h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
         ends = [before[row] + count for row, count in enumerate(counts)]
         self._cache.lengths[first : first + len(order)] = ends
-        if every:
-            wanted = torch.cat([h[row, :count] for row, count in enumerate(counts)])
-        else:
-            wanted = h[torch.arange(len(order)), torch.tensor(counts) - 1]
-        rows = counts if every else [1] * len(counts)
+        rows = [len(ids[i]) if slots[i] in every else 1 for i in order]
+        shapes = enumerate(zip(counts, rows, strict=True))
+        wanted = torch.cat([h[row, count - n : count] for row, (count, n) in shapes])
         logits = self.model.logits(wanted).float().cpu().split(rows)
         read = {i: its.numpy() for i, its in zip(order, logits, strict=True)}
         return [read[i] for i in range(len(order))]

@@ -292,22 +292,18 @@ def test_sampling_that_was_cut_short_leaves_the_pool_usable(monkeypatch):
     ],
     ids=str,
 )
-def test_a_session_chooses_as_the_reference_does(monkeypatch, options):
+def test_a_session_chooses_as_the_reference_does(options):
     session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(slots=3, capacity=24)
     config = GenerationConfig(**options)
     seen = [[1, 2, 3], [4], [5, 6]]
-    for most in (512, 4):  # in one call of the kernels, and in several
-        monkeypatch.setattr("tiedgpt.infer.packed_session.AT_ONCE", most)
-        for slot in range(3):
-            session.cut(slot, 0)
-        rows = [logits[-1] for logits in session.read(range(3), seen)]
-        choices = [
-            Choice(config, row, ids, 1, 90, uniform)
-            for row, ids, uniform in zip(rows, seen, (0.1, 0.5, 0.9), strict=True)
-        ]
-        for got, expected in zip(session.choose(choices), choose(choices), strict=True):
-            assert got.token == expected.token
-            assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
-        logprobs, ranks = session.score(np.array(rows), [11, 12, 13])
-        expected = filters.score(rows, [11, 12, 13])
-        assert logprobs == pytest.approx(expected[0], abs=1e-5) and ranks == expected[1]
+    rows = [logits[-1] for logits in session.read(range(3), seen)]
+    choices = [
+        Choice(config, row, ids, 1, 90, uniform)
+        for row, ids, uniform in zip(rows, seen, (0.1, 0.5, 0.9), strict=True)
+    ]
+    for got, expected in zip(session.choose(choices), choose(choices), strict=True):
+        assert got.token == expected.token
+        assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
+    logprobs, ranks = session.score(np.array(rows), [11, 12, 13])
+    expected = filters.score(rows, [11, 12, 13])
+    assert logprobs == pytest.approx(expected[0], abs=1e-5) and ranks == expected[1]
