@@ -10,7 +10,8 @@ from tokenizers import models
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
-from tiedgpt.infer.constraints import Constraint
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.constraints import matcher_for
 from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.gpt1 import lower_case_tokenizer
@@ -62,7 +63,7 @@ def runner_for(tokenizer, seed=0, **config):
 
 
 def constrained(runner, tokenizer, **constraint):
-    return Constraint(**constraint).matcher(tokenizer, runner.config)
+    return matcher_for(constraint, tokenizer, runner.config)
 
 
 def sample(runner, tokenizer, matcher, seed, n=250):
@@ -221,9 +222,7 @@ def test_text_that_the_characters_cannot_spell_is_refused():
 
 def test_one_constraint_at_a_time():
     with pytest.raises(UserError, match="regex and grammar"):
-        Constraint(regex="a", grammar='start: "a"')
-    with pytest.raises(UserError, match="none"):
-        Constraint()
+        GenerationConfig(regex="a", grammar='start: "a"')
 
 
 def test_a_model_that_ends_no_text_is_refused():

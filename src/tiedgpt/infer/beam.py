@@ -46,11 +46,6 @@ class _Beam:
     slot: int
 
 
-def unchanged(ids: Sequence[int], scores: Array) -> Array:
-    """Return the scores as they are."""
-    return scores
-
-
 def beam_search(
     slots: Slots,
     prompt: Sequence[int],
@@ -59,7 +54,7 @@ def beam_search(
     max_new_tokens: int,
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
-    adjust: Adjust = unchanged,
+    adjust: Adjust = lambda ids, scores: scores,
     n_tokens: int | None = None,
 ) -> Steps[list[Hypothesis]]:
     """Find at most `num_beams` continuations of the prompt's ids, the best first.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,90 +30,77 @@ WHITESPACE = {"whitespace_pattern": " "}
 """In JSON, at most one blank between two parts; a schema's own "x-guidance" overrules it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """The form of the whole new text, said in exactly one of these ways."""
+def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
+    """Compile a constraint for a vocabulary; return what keeps texts to it.
 
-    regex: str | None = None
-    """A regular expression in Rust's syntax: no look-around, no back-references; \\d is 0 to 9."""
-    json_schema: str | Mapping[str, Any] | None = None
-    """A JSON schema, as JSON text or as a dictionary; {} is any JSON."""
-    grammar: str | None = None
-    """A context-free grammar in Lark's syntax; it begins with the rule `start`."""
+    `form` holds one of these by its name: a `regex` in Rust's syntax (no look-around, no
+    back-references; digits are 0 to 9); a `json_schema` as JSON text or a dictionary ({} is any
+    JSON); a `grammar` in Lark's syntax, which begins with the rule `start`.
 
-    def __post_init__(self) -> None:
-        given = [name for name, value in vars(self).items() if value is not None]
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
-            raise UserError(f"one of regex, json_schema, grammar makes a constraint: {what} given")
+    Raises UserError if the extra `constrain` is not installed, the constraint is no valid one,
+    no text of this vocabulary meets it, or the vocabulary cannot be constrained exactly.
+    """
+    try:
+        from llguidance import LLMatcher
 
-    def matcher(self, tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
-        """Compile the constraint for a vocabulary; return what keeps texts to it.
-
-        Raises UserError if the extra `constrain` is not installed, the constraint is no valid one,
-        no text of this vocabulary meets it, or the vocabulary cannot be constrained exactly.
-        """
-        try:
-            from llguidance import LLMatcher
-
-            from tiedgpt.infer.token_trie import token_trie
-        except ImportError:
-            raise UserError(
-                "regex, json_schema and grammar need llguidance: pip install 'tiedgpt[constrain]'"
-            ) from None
-        end = config.eos_token_id
-        if tokenizer.kind == "gpt1":
-            raise UserError(
-                "GPT-1's tokens do not say whether a blank follows: regex, json_schema and grammar "
-                "cannot be kept exactly with them; use a model with a byte-level BPE or characters"
-            )
-        if end is None or end >= len(tokenizer):
-            raise UserError(
-                "regex, json_schema and grammar need a token that ends the text, and the model has "
-                "none: give its config an eos_token_id that its tokenizer has"
-            )
-        name = next(name for name, value in vars(self).items() if value is not None)
-        trie = token_trie(tokenizer, end, config.vocab_size)
-        try:
-            start = LLMatcher(trie, self._text(tokenizer), log_level=0)
-        except UserError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{name} is no text, or has what cannot be text: {error}") from None
-        if not start.is_error():
-            start.compute_bitmask()
-        if start.is_error():
-            raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
-        return Matcher(start)
-
-    def _text(self, tokenizer: Tokenizer) -> str:
-        """Write the constraint as llguidance reads it."""
-        from llguidance import LLMatcher, regex_to_lark
-
-        if self.regex is not None:
-            pattern = f"/(?:{regex_to_lark(self.regex, 'd')})/"
-            if tokenizer.kind == "char":  # only what these characters can finish may be begun
-                known = "".join(rf"\x{{{ord(letter):x}}}" for letter in _characters(tokenizer))
-                pattern += f" & /[{known}]*/"
-            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {pattern}")
-        if self.grammar is not None:
-            return LLMatcher.grammar_from_lark(self.grammar)
-        schema = self.json_schema
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except ValueError as error:
-                raise UserError(f"json_schema is not JSON: {error}") from None
-        if not isinstance(schema, Mapping):
-            raise UserError(f"json_schema={schema!r} is not a JSON object")
-        return LLMatcher.grammar_from_json_schema(
-            dict(schema),
-            defaults=WHITESPACE,  # type: ignore[arg-type]
+        from tiedgpt.infer.token_trie import token_trie
+    except ImportError:
+        raise UserError(
+            "regex, json_schema and grammar need llguidance: pip install 'tiedgpt[constrain]'"
+        ) from None
+    end = config.eos_token_id
+    if tokenizer.kind == "gpt1":
+        raise UserError(
+            "GPT-1's tokens do not say whether a blank follows: regex, json_schema and grammar "
+            "cannot be kept exactly with them; use a model with a byte-level BPE or characters"
         )
+    if end is None or end >= len(tokenizer):
+        raise UserError(
+            "regex, json_schema and grammar need a token that ends the text, and the model has "
+            "none: give its config an eos_token_id that its tokenizer has"
+        )
+    [(name, value)] = form.items()
+    trie = token_trie(tokenizer, end, config.vocab_size)
+    try:
+        start = LLMatcher(trie, _lark(name, value, tokenizer), log_level=0)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is no text, or has what cannot be text: {error}") from None
+    if not start.is_error():
+        start.compute_bitmask()
+    if start.is_error():
+        raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
+    return Matcher(start)
+
+
+def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
+    """Write the constraint as llguidance reads it."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    if name == "regex":
+        pattern = f"/(?:{regex_to_lark(value, 'd')})/"
+        if tokenizer.kind == "char":  # only what these characters can finish may be begun
+            known = "".join(rf"\x{{{ord(letter):x}}}" for letter in _characters(tokenizer))
+            pattern += f" & /[{known}]*/"
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {pattern}")
+    if name == "grammar":
+        return LLMatcher.grammar_from_lark(value)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise UserError(f"json_schema={value!r} is not a JSON object")
+    return LLMatcher.grammar_from_json_schema(
+        dict(value),
+        defaults=WHITESPACE,  # type: ignore[arg-type]
+    )
 
 
 class Matcher:
-    """Rules out what a text's constraint forbids; a `Processor`. Made by `Constraint.matcher`.
+    """Rules out what a text's constraint forbids; a `Processor`. Made by `matcher_for`.
 
     It serves any number of texts in turn: it goes back to where a text parts from the one before,
     and reads on from there, at about a microsecond a token.

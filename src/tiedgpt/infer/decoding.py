@@ -28,7 +28,7 @@ def decode(slots: Slots, sequence: Sequence) -> Steps[Completion]:
         if is_scored:
             unread = unread[:SCORED_AT_ONCE]
         elif len(unread) == 1:
-            draft = sequence.draft(slots.price.of, capacity - n_held - 1)
+            draft = sequence.draft(slots.pool.price.of, capacity - n_held - 1)
         read = Read(0, unread + draft, bool(draft) or is_scored, len(draft))
         (logits,) = yield from slots.read([read])
         if is_scored:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.constraints import Constraint, Matcher
+from tiedgpt.infer.constraints import Matcher, matcher_for
 from tiedgpt.infer.decoding import decode, search
 from tiedgpt.infer.guidance import Guidance, GuidedSlots
 from tiedgpt.infer.opening import How, runner_for
@@ -216,7 +216,7 @@ class Engine:
             return None
         if self.tokenizer is None:
             raise UserError("regex, json_schema and grammar need a tokenizer")
-        return Constraint(**config.form).matcher(self.tokenizer, self.runner.config)
+        return matcher_for(config.form, self.tokenizer, self.runner.config)
 
     def _submit(self, prompt: Prompt, config: GenerationConfig, *, wait: bool) -> Generation:
         request = self._request(self._ids(prompt), config, self._matcher(config))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.filters import Array
 from tiedgpt.infer.session import Logits
 from tiedgpt.infer.slots import Read, Slots, Steps
 
@@ -45,24 +44,20 @@ class Guidance:
             )
 
 
-class GuidedSlots:
+class GuidedSlots(Slots):
     """Half of some slots, which begin with the prompt, each with a twin in the other half.
 
     A slot is shorter by as much as the negative prompt is longer than the prompt; see `Slots`.
     """
 
     def __init__(self, inner: Slots, guidance: Guidance) -> None:
-        self._inner, self._guidance = inner, guidance
-        self.config, self.price = inner.config, inner.price
-        self.capacity = inner.capacity - guidance.longer
+        super().__init__(inner.pool, inner.numbers)
+        self.capacity -= guidance.longer
+        self._guidance = guidance
 
     def __len__(self) -> int:
         """The number of slots."""
-        return len(self._inner) // 2
-
-    def length(self, slot: int) -> int:
-        """Return how many positions of a slot are filled."""
-        return self._inner.length(slot)
+        return len(self.numbers) // 2
 
     def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
         """Append ids to slots; logits from the prompt's last token on are guided log P'.
@@ -80,7 +75,7 @@ class GuidedSlots:
                 ids = [*negative, *after] if begins else after
                 twins[slot] = Read(len(self) + slot, ids, read.every, read.drafted)
                 n_guided[slot] = len(after) + begins if read.every else 1
-        logits = yield from self._inner.read([*reads, *twins.values()])
+        logits = yield from super().read([*reads, *twins.values()])
         twin_logits = dict(zip(twins, logits[len(reads) :], strict=True))
         return [
             self._guided(own, twin_logits[read.slot], n_guided[read.slot])
@@ -90,33 +85,19 @@ class GuidedSlots:
         ]
 
     def _guided(self, own: Logits, twin: Logits, n: int) -> Logits:
-        """Guide the last n rows."""
+        """Guide the last n rows: logits (n, V) are log P up to a shift, which changes nothing."""
         logits = own.copy()
-        logits[-n:] = guided(own[-n:], twin[-n:], self._guidance.scale)
+        logits[-n:] = twin[-n:] + self._guidance.scale * (own[-n:] - twin[-n:])
         return logits
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first positions of a slot, and what its twin has in their place."""
-        self._inner.truncate(slot, length)
+        super().truncate(slot, length)
         after = length - self._guidance.n_prompt
         twin = len(self._guidance.negative) + after if after >= 0 else 0
-        self._inner.truncate(len(self) + slot, twin)
+        super().truncate(len(self) + slot, twin)
 
     def copy(self, source: int, target: int) -> None:
         """Let a slot and its twin hold what others hold."""
-        self._inner.copy(source, target)
-        self._inner.copy(len(self) + source, len(self) + target)
-
-    def score(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
-    ) -> tuple[list[float], list[int]]:
-        """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
-        return self._inner.score(logits, targets, n_tokens)
-
-
-def guided(logits: Array, negative: Array, scale: float) -> Array:
-    """Logits (n, V) after the prompt and after the negative one -> log P' (n, V), up to a shift.
-
-    That logits are log P up to a shift makes no difference to it.
-    """
-    return negative + scale * (logits - negative)
+        super().copy(source, target)
+        super().copy(len(self) + source, len(self) + target)

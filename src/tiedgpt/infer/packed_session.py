@@ -25,7 +25,7 @@ from tiedgpt.infer.kernels.arguments import (
 )
 from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.room import no_room
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
@@ -214,8 +214,7 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
         )
     except MemoryError:
         what = f"a cache of {slots} sequences of {capacity} tokens"
-        require_memory(n_bytes, what)
-        raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
+        raise no_room(n_bytes, what) from None
 
 
 def _weights(model: PackedModel) -> Weights:

@@ -9,10 +9,17 @@ def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
     """Raise `NoRoomError` where fewer bytes are free: `free`, or what the system says is."""
     free = free_memory() if free is None else free
     if free is not None and n_bytes > free:
-        raise NoRoomError(
-            f"{what} takes {n_bytes / 1e9:.2f} GB of memory and {free / 1e9:.2f} GB are free: use "
-            "fewer sequences at a time, or shorter ones"
-        )
+        raise no_room(n_bytes, what, free)
+
+
+def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
+    """Return the error that says how much is missing."""
+    free = free_memory() if free is None else free
+    known = "" if free is None else f" and {free / 1e9:.2f} GB are free"
+    return NoRoomError(
+        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}: use fewer sequences at a time, or "
+        "shorter ones"
+    )
 
 
 def free_memory() -> int | None:

@@ -21,7 +21,7 @@ from tiedgpt.infer.sampling import Choice
 from tiedgpt.infer.sequence import FinishReason
 from tiedgpt.infer.sequence import Sequence as Text
 from tiedgpt.infer.session import Session
-from tiedgpt.infer.slots import Read, SlotPool, Slots, SomeSlots, Steps, Wanted, common_prefix
+from tiedgpt.infer.slots import Read, SlotPool, Slots, Steps, Wanted, common_prefix
 
 PREFILL_TOKENS = 512
 """Prompt tokens that are read in a step while nobody waits for a next token."""
@@ -69,7 +69,7 @@ class Request:
         """Whether it only wants newest tokens to be read."""
         return all(read.is_decode for read in self.reads)
 
-    def begin(self, slots: SomeSlots) -> list[Choice]:
+    def begin(self, slots: Slots) -> list[Choice]:
         """Start in these slots; see `advance`."""
         self.slots = slots.numbers
         self._steps = self._begin(slots)

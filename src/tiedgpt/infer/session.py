@@ -23,25 +23,17 @@ Logits = NDArray[np.float32]
 class Session(Protocol):
     """Sequences in slots, which go on from where they are."""
 
-    @property
-    def config(self) -> GPTConfig:
-        """The model's."""
-
-    @property
-    def slots(self) -> int:
-        """How many sequences there is room for."""
-
-    @property
-    def capacity(self) -> int:
-        """Positions that a slot has room for."""
+    config: GPTConfig
+    slots: int
+    """How many sequences there is room for."""
+    capacity: int
+    """Positions that a slot has room for."""
+    position_bytes: int
+    """Memory that a position takes once it is filled; 0 where it was taken from the start."""
 
     @property
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
-
-    @property
-    def position_bytes(self) -> int:
-        """Memory that a position takes once it is filled; 0 where it was taken from the start."""
 
     def cut(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""

@@ -8,8 +8,8 @@ batch have been served: a list of `Read`s is answered with the logits after each
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -59,63 +59,25 @@ Wanted = list[Read] | list[Choice]
 Steps = Generator[Wanted, list[Any], T]
 
 
-class Slots(Protocol):
-    """Slots of a session, numbered from 0, that a request has for itself."""
-
-    config: GPTConfig
-    capacity: int
-    """Positions that a slot has room for."""
-    price: Price
-    """What drafts cost."""
-
-    def __len__(self) -> int:
-        """The number of slots."""
-
-    def length(self, slot: int) -> int:
-        """Return how many positions of a slot are filled."""
-
-    def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
-        """Append ids to slots; return the logits of each: `logits = yield from slots.read(..)`.
-
-        Each slot at most once. Logits hold until the next read.
-        """
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot."""
-
-    def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
-
-    def score(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
-    ) -> tuple[list[float], list[int]]:
-        """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
-
-
 def choose(choices: list[Choice]) -> Steps[list[Chosen | UserError]]:
     """Have the scheduler choose tokens, together with those of other requests."""
     return cast("list[Chosen | UserError]", (yield choices))
 
 
-@dataclass
 class SlotPool:
     """All slots of a session: which are free, and the ids that each holds."""
 
-    session: Session
-    price: Price = field(default_factory=Price)
-    held: list[list[int]] = field(init=False)
-    """By slot, the ids whose keys and values it has; of a free slot, for reuse."""
-    free: list[int] = field(init=False)
-    """Free slots, the longest unused first."""
-
-    def __post_init__(self) -> None:
-        n = self.session.slots
-        self.held = [[] for _ in range(n)]
+    def __init__(self, session: Session) -> None:
+        n = session.slots
+        self.session, self.price = session, Price()
+        self.held: list[list[int]] = [[] for _ in range(n)]
+        """By slot, the ids whose keys and values it has; of a free slot, for reuse."""
         self.free = list(range(n))
+        """Free slots, the longest unused first."""
         self._granted, self._filled = [0] * n, [0] * n
         """By slot, positions that may be filled, and that were, now or before."""
 
-    def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[SomeSlots, int]:
+    def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[Slots, int]:
         """Take n free slots; return them, and how many ids of the prompt the first holds.
 
         The last id of the prompt is always left to be read: its logits are wanted. Raises
@@ -134,7 +96,7 @@ class SlotPool:
         self.truncate(first, shared)
         for slot in slots[1:]:
             self.truncate(slot, 0)
-        return SomeSlots(self, slots), shared
+        return Slots(self, slots), shared
 
     def _grant(self, slots: list[int], length: int) -> None:
         """Let slots be filled up to a length, with memory left for what others may still fill."""
@@ -185,13 +147,14 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next(at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-class SomeSlots:
-    """Some slots of a pool; see `Slots`."""
+class Slots:
+    """Slots of a session, numbered from 0, that a request has for itself."""
 
     def __init__(self, pool: SlotPool, numbers: list[int]) -> None:
-        self._pool, self.numbers = pool, numbers
-        self.config, self.capacity = pool.session.config, pool.session.capacity
-        self.price = pool.price
+        self.pool, self.numbers = pool, numbers
+        self.config: GPTConfig = pool.session.config
+        self.capacity = pool.session.capacity
+        """Positions that a slot has room for."""
 
     def __len__(self) -> int:
         """The number of slots."""
@@ -199,24 +162,27 @@ class SomeSlots:
 
     def length(self, slot: int) -> int:
         """Return how many positions of a slot are filled."""
-        return self._pool.session.lengths[self.numbers[slot]]
+        return self.pool.session.lengths[self.numbers[slot]]
 
     def read(self, reads: Sequence[Read]) -> Steps[list[Logits]]:
-        """Append ids to slots; see `Slots.read`."""
+        """Append ids to slots; return the logits of each: `logits = yield from slots.read(..)`.
+
+        Each slot at most once. Logits hold until the next read.
+        """
         for read in reads:
             read.number = self.numbers[read.slot]
         return cast("list[Logits]", (yield list(reads)))
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
-        self._pool.truncate(self.numbers[slot], length)
+        self.pool.truncate(self.numbers[slot], length)
 
     def copy(self, source: int, target: int) -> None:
         """Let a slot hold what another holds."""
-        self._pool.copy(self.numbers[source], self.numbers[target])
+        self.pool.copy(self.numbers[source], self.numbers[target])
 
     def score(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
     ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks of ids after logits (n, V); see `Session.score`."""
-        return self._pool.session.score(logits, targets, n_tokens)
+        return self.pool.session.score(logits, targets, n_tokens)

@@ -17,9 +17,9 @@ import torch
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
-from tiedgpt.infer.room import require_memory
+from tiedgpt.infer.room import no_room, require_memory
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import using
@@ -61,8 +61,7 @@ class TorchRunner:
         try:
             cache = _zeros(self.config, slots, capacity, self.model.wte.weight)
         except MemoryError:
-            require_memory(n_bytes, what)
-            raise NoRoomError(f"{what} does not fit: use fewer, or shorter ones") from None
+            raise no_room(n_bytes, what) from None
         return TorchSession(self, cache, slots, capacity)
 
 
@@ -76,17 +75,11 @@ class TorchSession:
 
     def __init__(self, runner: TorchRunner, cache: KVCache, slots: int, capacity: int) -> None:
         self._runner = runner
-        self.model = runner.model
-        self.slots = slots
-        self.capacity = capacity
+        self.model, self.config = runner.model, runner.config
+        self.slots, self.capacity = slots, capacity
         self.position_bytes = position_bytes(self.model) if cache.keys.device.type == "cpu" else 0
         self._cache = cache
         self._rows = list(range(slots))  # the row of each slot
-
-    @property
-    def config(self) -> GPTConfig:
-        """The model's."""
-        return self.model.config
 
     @property
     def lengths(self) -> list[int]:
@@ -176,23 +169,19 @@ class TorchSession:
         return [read[i] for i in range(len(order))]
 
     def _make_neighbours(self, rows: list[int]) -> int:
-        """Let the rows of slots that are read lie side by side; return the first of them."""
-        if max(rows) - min(rows) + 1 == len(rows):
-            return min(rows)
-        self._gather(rows)
-        return 0
-
-    def _gather(self, rows: list[int]) -> None:
-        """Exchange rows until these slots have the first ones.
+        """Let the rows of slots that are read lie side by side; return the first of them.
 
         Nothing moves unless a sequence left or came between: then one row or two.
         """
+        if max(rows) - min(rows) + 1 == len(rows):
+            return min(rows)
         wanted = set(rows)
         gaps = [row for row in range(len(rows)) if row not in wanted]
         for gap, row in zip(gaps, sorted(row for row in rows if row >= len(rows)), strict=True):
             _exchange(self._cache, gap, row)
             a, b = self._rows.index(gap), self._rows.index(row)
             self._rows[a], self._rows[b] = row, gap
+        return 0
 
 
 def _free(device: torch.device) -> int | None:
