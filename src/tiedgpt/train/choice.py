@@ -25,9 +25,10 @@ chosen:
 - the context is the size's own, and at most a sixteenth of the text (`context`);
 - a batch is the size's own, and smaller where there would be fewer than `LEAST_STEPS` steps.
 
-The rate goes with the size (`options.py`). With a constant of 1.203 the law is within 1 % of what
-eight runs on 2.4 MB of Python's documentation ended with (nano to mini, 0.3 to 4.5 million tokens,
-half a pass to seven); `bench/auto_size.py` measures what the choice is worth.
+The rate goes with the size (`options.py`). The constants are fitted to runs on 2.4 MB of Python's
+documentation (nano to mini, 0.3 to 4.5 million tokens, half a pass to seven): with a constant of
+1.203 the law is within 2 % of what they ended with. `bench/auto_size.py` measures what the choice
+is worth.
 """
 
 from __future__ import annotations
