@@ -23,7 +23,7 @@ def test_a_text_is_measured(directory, text, capsys):  # noqa: F811
     with Engine(directory) as engine:
         expected = score_text(engine, TEXT, stride=10)
     assert f"perplexity     {expected.perplexity:.4f}" in shown
-    assert "context 48, stride 10, after the first token, not scored" in shown
+    assert "context 48, stride 10, the text's first token is not scored" in shown
     assert main(["eval", str(directory), str(text), "--stride", "10", "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
     for name, value in expected.to_json().items():

@@ -77,4 +77,4 @@ def test_kernels_that_may_not_be_compiled_are_told_of(packed, monkeypatch, capsy
     assert "NUMBA_DISABLE_JIT is set" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["generate", packed, "--prompt", "the", "--threads", "0"]) == 1
-    assert "--threads 0 is no number of threads" in capsys.readouterr().err
+    assert "--threads must be an integer from 1 to 256, got 0" in capsys.readouterr().err

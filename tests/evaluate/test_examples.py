@@ -81,6 +81,7 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
     [
         ([CHOICES, {"text": "t"}], "line 2: a text after a multiple choice"),
         ([CHOICES, CHOICES | {"answer": 2}], "line 2: `answer` must be from 0 to 1, got 2"),
+        ([{"context": "c", "choices": ["a", "b"]}], "line 1: needs `answer`, the index of"),
         ([CHOICES | {"answer": True}], "`answer` must be"),
         ([CHOICES | {"choices": ["a"]}], "at least two"),
         ([CHOICES | {"choices": ["a", ""]}], "not empty"),

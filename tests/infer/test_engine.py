@@ -186,6 +186,7 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         (b"x", {}, "neither a text nor ids"),
         ([b"x"], {}, "must be text or ids"),
         ([None], {}, "must be text or ids"),
+        ([["the cat"]], {}, "got a list of prompts, which generate takes"),
         ([True], {}, "must be text or ids"),
         ("x", {"stop_ids": [1000]}, "stop_ids names 1000"),
         ("x", {"stop_ids": [True]}, "stop_ids"),
@@ -330,6 +331,12 @@ def test_drafts_are_counted(engine):
     assert stats["generated_tokens"] == 40
     found = told.generate([5], num_beams=3, max_new_tokens=7)
     assert told.stats()["generated_tokens"] == 40 + len(found.ids)
+
+
+def test_streams_take_one_prompt_not_a_list_of_them(engine):
+    for ask in (engine.stream, engine.submit):
+        with pytest.raises(UserError, match="got a list of prompts, which generate takes"):
+            ask(["the cat", "the dog"])
 
 
 def test_an_engine_says_what_it_is(backend):

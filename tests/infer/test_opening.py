@@ -132,6 +132,13 @@ def test_a_packed_directory_has_one_precision_and_says_all_itself(packed):
     assert Engine(packed, backend="torch").backend == "torch"
 
 
+def test_an_unknown_option_of_an_engine_is_refused_before_anything_is_opened(packed, source):
+    for name in ("slot", "device", "dtype", "revision"):
+        for where in (packed, source, "no/such/model"):
+            with pytest.raises(TypeError, match=f"^{name} is no option of Engine; .* slots,"):
+                Engine(where, **{name: 3})
+
+
 def test_large_plain_models_get_kernels_on_a_cpu(source, monkeypatch):
     assert Engine(source).backend == "torch"
     monkeypatch.setattr(opening, "LARGE", 1000)
@@ -151,7 +158,7 @@ def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
         Engine(source, "int8", backend="torch")
     with pytest.raises(UserError, match="not fp16"):
         Engine(source, "fp16", backend="kernels")
-    with pytest.raises(UserError, match="backend='cuda'"):
+    with pytest.raises(UserError, match="backend must be one of auto, torch, kernels, got 'cuda'"):
         Engine(source, backend="cuda")
     with pytest.raises(UserError, match=r"tokenizer must be a tiedgpt\.Tokenizer"):
         Engine(source, tokenizer=["the", "cat"])

@@ -38,7 +38,7 @@ def torchs(engine, monkeypatch):
 @pytest.mark.parametrize("threads", [0, -1, 257, 1.0, "2", True])
 def test_what_is_no_number_of_threads_is_refused_whatever_computes(engine, packed, threads):
     for source in (engine.model, packed):
-        with pytest.raises(UserError, match="no number of threads from 1 to 256"):
+        with pytest.raises(UserError, match="threads must be an integer from 1 to 256"):
             Engine(source, threads=threads)
 
 

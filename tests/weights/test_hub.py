@@ -7,7 +7,7 @@ import pytest
 
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.hub import wanted
+from tiedgpt.weights.hub import local_directory, wanted
 from tiedgpt.weights.opening import open_checkpoint
 
 CONFIG = ["config.json", "README.md", "tokenizer.json"]
@@ -35,6 +35,12 @@ def test_of_a_repository_one_format_is_fetched(files, fetched):
 def test_of_several_quantizations_one_must_be_named():
     with pytest.raises(UserError, match=r"2 files of weights \(a\.Q4_0\.gguf, a\.Q8_0\.gguf\)"):
         wanted("someone/gpt", ["a.Q4_0.gguf", "a.Q8_0.gguf"])
+
+
+@pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])
+def test_a_path_that_is_not_there_is_never_asked_of_the_hub(path):
+    with pytest.raises(UserError, match=f"^{path} does not exist: check the name$"):
+        local_directory(path)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
     """Measure; return the exit code."""
     given = parse(Arguments, "eval", arguments, ABOUT)
     if (given.data is None) == (not given.tasks):
-        raise UserError("what to measure on: give DATA or --tasks, one of them")
+        raise UserError("`tiedgpt eval` needs DATA or --tasks: give one of them")
     if given.limit is not None and given.limit < 1:
         raise UserError(f"--limit must be at least 1, got {given.limit}")
     return _evaluate(given)
@@ -178,14 +178,16 @@ def _table(rows: dict[str, str]) -> str:
 def _of_texts(result: TextScore) -> dict[str, str]:
     windows, (low, high) = result.windows, result.interval
     known = not math.isnan(low)
-    beginning = "a beginning-of-text token" if windows.bos else "the first token, not scored"
+    beginning = (
+        "after a beginning-of-text token" if windows.bos else "the text's first token is not scored"
+    )
     return {
         "perplexity": f"{result.perplexity:.4f}"
         + (f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})" if known else ""),
         "nats a token": f"{result.nats:.4f}" + (f"  ({low:.4f} to {high:.4f})" if known else ""),
         "bits per byte": f"{result.bits_per_byte:.4f}",
         "measured on": f"{result.tokens:,} tokens in {len(result.scores):,} windows",
-        "windows": f"context {windows.context}, stride {windows.stride}, after {beginning}",
+        "windows": f"context {windows.context}, stride {windows.stride}, {beginning}",
     }
 
 

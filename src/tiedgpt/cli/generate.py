@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ABOUT = """Continue a text, shown as it grows.
 
-  tiedgpt generate runs/my-small --prompt "Once upon a time"
+  tiedgpt generate runs/my-1 --prompt "Once upon a time"
 """
 GROUPS = {
     "input and output": "prompt format",

@@ -31,6 +31,7 @@ VALUES = {
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "SOURCE", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "bad_words": "TEXT", "input": "NAME", "output": "NAME",
+    "folder": "FOLDER",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}
@@ -182,7 +183,7 @@ def _value(name: str, hint: Any) -> tuple[str, str]:
         literals = list(get_args(hint))
     if literals:
         choices = [str(choice) for choice in literals if choice is not None]
-        return "|".join(choices), f"one of {', '.join(choices)}"
+        return "|".join(choices), f"one of {', '.join(choices)}" if choices[1:] else choices[0]
     value, expected = KINDS.get(kinds[0], ("TEXT", "a text"))
     return VALUES.get(name, value), expected
 
@@ -289,7 +290,12 @@ def _refused(said: str, options: Sequence[Option], verb: str, arguments: list[st
     flags = {flag: option for option in options for flag in option.flags}
     option = next((flags[f] for f in re.findall(r"--[\w-]+", said) if f in flags), None)
     if option is None:
-        return UsageError(" ".join(re.sub(r"[^\w\s'\"(),.:/<>=-]", " ", said).split()), hint)
+        plain = " ".join(re.sub(r"[^\w\s'\"(),.:/<>=-]", " ", said).split())
+        choice = re.search(r"invalid choice ('.*?') for argument '(\w+)'", plain)
+        for option in options:
+            if choice and option.value == choice[2].upper():
+                plain = f"{option.value} must be {option.expected}, got {choice[1]}"
+        return UsageError(plain, hint)
     for number, argument in enumerate(arguments, start=1):
         typed, is_joined, value = argument.partition("=")
         if typed.replace("_", "-") in option.flags:

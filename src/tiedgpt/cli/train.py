@@ -63,7 +63,7 @@ class Arguments(TrainOptions):
     data: tyro.conf.Positional[tuple[str, ...]] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
-    """The run's directory; default: runs/NAME-1, or -2, ... where these options are other ones."""
+    """The run's directory; default: runs/NAME-1, then -2 for other options, and so on."""
     track: TrackerName | None = None
     """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
     compare: Annotated[

@@ -157,6 +157,8 @@ def _example(fields: Any) -> Example | str:
         raise ValueError("needs `completion`, or `choices`, a list of at least two texts")
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("each of the `choices` must be a text that is not empty")
+    if answer is None:
+        raise ValueError("needs `answer`, the index of the right choice")
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"`answer` must be from 0 to {len(choices) - 1}, got {answer!r}")
     return Example(context, tuple(choices), answer)

@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer.constraints import Matcher, matcher_for
 from tiedgpt.infer.decoding import decode, search
 from tiedgpt.infer.guidance import Guidance, GuidedSlots
-from tiedgpt.infer.opening import How, runner_for
+from tiedgpt.infer.opening import How, require_engine_options, runner_for
 from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.scheduler import Request
@@ -71,6 +71,7 @@ class Engine:
         queue_size: int = QUEUE_SIZE,
         **config: Any,
     ) -> None:
+        require_engine_options(config)
         self.slots = require_positive("slots", slots)
         how = How(precision, backend, None if threads is None else check_threads(threads))
         opened = runner_for(model_or_source, how, tokenizer, resolve, config)

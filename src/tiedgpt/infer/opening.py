@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 QUANTIZED = ("int8", "int4")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", *QUANTIZED)
+ENGINE_OPTIONS = (
+    "precision", "slots", "backend", "tokenizer", "resolve", "threads", "queue_size",
+)  # fmt: skip
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
 """Parameters from which a model is worth waiting for its kernels to be compiled, once a machine."""
@@ -47,9 +51,11 @@ class How:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise UserError(f"precision={self.precision!r} is none of {', '.join(PRECISIONS)}")
+            raise UserError(
+                f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
+            )
         if self.backend not in BACKENDS:
-            raise UserError(f"backend={self.backend!r} is none of {', '.join(BACKENDS)}")
+            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.backend == "torch" and self.precision in QUANTIZED:
             raise UserError(
                 f"torch does not compute {self.precision}: backend='kernels' does, on the CPU"
@@ -99,6 +105,15 @@ def runner_for(
     else:
         runner = _from_model(model_or_source, how)
     return runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size)
+
+
+def require_engine_options(config: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for a name that is neither an option of `Engine` nor a config's field."""
+    for name in config.keys() - GPTConfig.__dataclass_fields__.keys():
+        raise TypeError(
+            f"{name} is no option of Engine; known are {', '.join(ENGINE_OPTIONS)}, and the fields "
+            "of a GPTConfig"
+        )
 
 
 def _from_model(model: GPT, how: How) -> Runner:

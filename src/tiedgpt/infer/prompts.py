@@ -36,6 +36,8 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
                 "(--prompt)"
             )
         ids = [start]
+    if _is_list(ids[0]):
+        raise UserError("a prompt must be text or ids, got a list of prompts, which generate takes")
     for token in ids:
         if type(token) is not int or not 0 <= token < config.vocab_size:
             raise UserError(f"{token!r} is no id of a vocabulary of {config.vocab_size} tokens")

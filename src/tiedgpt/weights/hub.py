@@ -53,8 +53,8 @@ def local_directory(
             return path
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
         raise UserError(f"{name[:80]!r} is no path: {error}") from None
-    if not HUB_NAME.fullmatch(name) or name in (".", "..") or len(name) > 96:
-        raise UserError(f"{name} does not exist")
+    if not HUB_NAME.fullmatch(name) or name.startswith((".", "-")) or len(name) > 96:
+        raise UserError(f"{name} does not exist: check the name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
