@@ -105,7 +105,8 @@ def test_a_finished_training_tells_what_can_be_done_and_its_result_is_data(
     assert "training  2 steps of 2 x 16 tokens" in err and "AdamW" not in err
     assert main(command) == 0
     out, err = capsys.readouterr()
-    assert out == "" and "finished already" in err and "generate run" in err and "--fork" in err
+    assert out == "" and "finished already" in err and "generate run" in err
+    assert "more --minutes, --steps or --epochs go on with it" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("verb", VERBS)
