@@ -55,23 +55,29 @@ def index(given: int, n: int, name: str) -> int:
 def open_model(
     model: Model, tokenizer: Any, *, needed: bool = False
 ) -> tuple[GPT, Tokenizer | None]:
-    """Return the GPT and its tokenizer: the one given, or the one that lies with a path.
+    """Return the GPT and its tokenizer; see `open_tokenizer`."""
+    found = open_tokenizer(model, tokenizer, needed=needed)
+    return model if isinstance(model, GPT) else GPT.from_pretrained(model), found
+
+
+def open_tokenizer(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
+    """Return the tokenizer given, or the one that lies with a path.
 
     `tokenizer` may be ours, a path, or one of transformers'. None if there is none; where it is
     `needed`, `UserError`.
     """
     if backend := getattr(tokenizer, "backend_tokenizer", None):
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
-    elif isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
-    elif tokenizer is None and isinstance(model, (str, os.PathLike)):
+        return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return Tokenizer.from_pretrained(os.fspath(tokenizer))
+    if tokenizer is None and isinstance(model, (str, os.PathLike)):
         with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
-            tokenizer = Tokenizer.from_pretrained(os.fspath(model))
-    elif not isinstance(tokenizer, (Tokenizer, type(None))):
+            return Tokenizer.from_pretrained(os.fspath(model))
+    if not isinstance(tokenizer, (Tokenizer, type(None))):
         raise UserError(f"tokenizer must be a Tokenizer or a path, got {type(tokenizer).__name__}")
     if needed and tokenizer is None:
         raise UserError("a model in memory has no tokenizer: give it, or ids in place of the text")
-    return model if isinstance(model, GPT) else GPT.from_pretrained(model), tokenizer
+    return tokenizer
 
 
 def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
