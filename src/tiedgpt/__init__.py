@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiedgpt.core.config import GPTConfig
     from tiedgpt.core.model import GPT
+    from tiedgpt.lessons import explain
     from tiedgpt.text import Tokenizer
 
 __version__ = "0.1.0"
 
-__all__ = ["GPT", "GPTConfig", "Tokenizer", "__version__"]
+__all__ = ["GPT", "GPTConfig", "Tokenizer", "__version__", "explain"]
 
 _HOMES = {
     "GPT": "tiedgpt.core.model",
     "GPTConfig": "tiedgpt.core.config",
     "Tokenizer": "tiedgpt.text",
+    "explain": "tiedgpt.lessons",
 }
 
 

@@ -28,6 +28,7 @@ VERBS = {
     "runs": "the runs so far, with their scores",
     "plot": "the curves of runs, in the terminal or as a figure",
     "inspect": "what a model predicts and why: by position, layer, head, row of W",
+    "explain": "lessons that run on a model: the tie, the head, the loss",
     "convert": "any GPT into the format of another tool, proven",
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",

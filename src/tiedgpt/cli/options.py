@@ -31,7 +31,7 @@ VALUES = {
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "SOURCE", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "bad_words": "TEXT", "input": "NAME", "output": "NAME",
-    "folder": "FOLDER",
+    "folder": "FOLDER", "topic": "TOPIC",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}

@@ -1,0 +1,66 @@
+"""`tiedgpt explain [TOPIC] [SOURCE]`: lessons about the one matrix, measured on a live model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from tiedgpt.cli.options import UsageError, parse
+from tiedgpt.cli.source import newest_run
+from tiedgpt.errors import EXIT_OK, UserError
+
+ABOUT = """Answer a question about GPTs with numbers from a model.
+
+tie: is the head the embedding? head: why it is no parameter of its own. parameters: 124M, 163M and
+back. positions: N predictions or one. norms: lengths and angles. loss: what it does to the rows.
+body: other heads on it. Without a topic, the questions are listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of `explain`."""
+
+    topic: tyro.conf.Positional[str | None] = None
+    """tie, head, parameters, positions, norms, loss or body; default: list the questions."""
+    source: tyro.conf.Positional[str | None] = None
+    """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
+    tiny GPT that is trained first, in seconds."""
+    text: str | None = None
+    """The text to read; its first 32 tokens are used."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    format: Literal["human", "json"] = "human"
+    """json: one object, with every number by name."""
+
+
+WORDS = ("text", "tokenizer", "topic")
+"""Options whose names are words, which errors speak of."""
+
+
+def run(arguments: list[str]) -> int:
+    """Print a lesson; return the exit code."""
+    given = parse(Arguments, "explain", arguments, ABOUT)
+    from tiedgpt.cli.console import note, show_text
+    from tiedgpt.lessons import TOPICS, explain
+
+    if given.topic not in (None, *TOPICS):
+        raise UsageError(f"no topic {given.topic!r}", f"choose one of {', '.join(TOPICS)}")
+    source = given.source
+    if source is None and given.topic is not None:
+        try:
+            source = str(newest_run("model/config.json", "lm"))
+        except UserError:
+            note("runs/ has no model: training a tiny one, in seconds")
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: note(str(message))
+        lesson = explain(given.topic, source, tokenizer=given.tokenizer, text=given.text)
+    if given.format == "json":
+        print(lesson.to_json())
+        return EXIT_OK
+    show_text(lesson.title, style="bold")
+    for part in filter(None, (lesson.head, *lesson.blocks, lesson.foot)):
+        show_text(f"\n{part}")
+    return EXIT_OK

@@ -1,0 +1,256 @@
+"""The model that a lesson runs on, and the text that it reads.
+
+Any torch module that turns ids (B, T) into logits (B, T, V) will do. Nothing in it is changed:
+experiments take a copy that shares its parameters, or call it with other values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.cells import cell_len, set_cell_size
+from torch import Tensor, nn
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.opening import open_model, open_tokenizer, piece
+from tiedgpt.lessons.lesson import Lesson
+from tiedgpt.text import Tokenizer
+from tiedgpt.tie import audit, untie
+from tiedgpt.tie.audits import Audit
+from tiedgpt.tie.heads import inference
+from tiedgpt.train.fast import fast_training
+
+TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
+Module = TypeVar("Module", bound=nn.Module)
+LENGTH = 32
+"""Tokens that a lesson reads at most."""
+WORD = 16
+"""Columns of a token at most."""
+VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
+"""Of the tiny model: rows of W, steps of training, sequences a step, tokens to measure on."""
+
+
+def sharing(module: Module) -> Module:
+    """Return a copy of a module that has the same Parameter objects."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in module.parameters()})
+
+
+@dataclass
+class Subject:
+    """A model in memory, where it came from, and the ids (T,) that it reads."""
+
+    module: nn.Module
+    about: str
+    source: Any
+    """What was given: the module or its path."""
+    tokenizer: Tokenizer | None
+    ids: Tensor
+    is_random: bool = False
+    """Whether the ids are drawn at random, for want of words."""
+    counts: np.ndarray | None = None
+    """(V,) of the tokens that it was trained on, where that is known."""
+
+    def __post_init__(self) -> None:
+        self.audit: Audit = audit(self.module)
+        names = [matrix.names for matrix in self.audit.matrices]
+        self.reads = names[0][0]
+        self.predicts = names[-1][-1] if "predicts" in self.audit.matrices[-1].roles else None
+        """Names of parameters; the second is None where the head multiplies with no parameter."""
+
+    @cached_property
+    def gpt(self) -> GPT:
+        """The model as a GPT; `UserError` if it is none."""
+        if isinstance(self.module, GPT):
+            return self.module
+        return GPT.from_pretrained(self.module, resolve=None if self.tied else "untie")
+
+    @property
+    def tied(self) -> bool:
+        """Whether one parameter does both."""
+        return len(self.audit.matrices) == 1 and self.predicts is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix that reads, (V, D)."""
+        return self.module.get_parameter(self.reads).detach()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix that predicts, (V, D); `UserError` if it is no parameter."""
+        if self.predicts is None:
+            raise UserError(self.audit.findings[0].explain)
+        return self.module.get_parameter(self.predicts).detach()
+
+    @contextmanager
+    def measured(self, lesson: Lesson) -> Iterator[None]:
+        """Let a lesson say what it is measured on; dropout is off."""
+        size = "{} x {}".format(*self.audit.matrices[0].shape)
+        does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
+        lesson.model, lesson.matrices = self.about, f"{'; '.join(does)} ({size})"
+        if self.is_random:
+            why = (
+                "the tokenizer cannot write the lesson's text" if self.tokenizer else "no tokenizer"
+            )
+            lesson.partial.append(
+                f"{why}: the text is random ids, so probabilities and losses say nothing of "
+                "language"
+            )
+        with inference(self.module):
+            yield
+
+    def logits(
+        self,
+        module: nn.Module | None = None,
+        *,
+        ids: Tensor | None = None,
+        changed: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return (T, V): of another module, of other ids, or with other values of parameters."""
+        module, ids = module or self.module, (self.ids if ids is None else ids)[None]
+        out = torch.func.functional_call(module, changed, (ids,)) if changed else module(ids)
+        out = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
+        if not isinstance(out, Tensor) or out.shape[:2] != ids.shape:
+            raise UserError(f"{type(module).__name__} does not turn ids (B, T) into logits")
+        return out[0].float()
+
+    def state(self) -> Tensor:
+        """Return h (T, D), which the head is given; `UserError` where it cannot be found."""
+        if isinstance(self.module, GPT):
+            return self.module.body(self.ids[None])[0].float()
+        owner = self.owner()
+        caught: list[Tensor] = []
+        hook = owner.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+        try:
+            self.logits()
+        finally:
+            hook.remove()
+        return caught[0][0].float()
+
+    def owner(self, module: nn.Module | None = None) -> nn.Linear:
+        """Return the linear layer that predicts."""
+        found = (module or self.module).get_submodule((self.predicts or "").rpartition(".")[0])
+        if not isinstance(found, nn.Linear):
+            raise UserError("the head is no linear layer that has a name, so its input is unknown")
+        return found
+
+    def untied(self) -> nn.Module:
+        """Return a copy with a head of its own, equal to W; all else is shared with the model."""
+        twin = sharing(self.module)
+        if isinstance(twin, GPT):
+            untie(twin)
+        else:
+            self.owner(twin).weight = nn.Parameter(self.head_weight.clone())
+        return twin
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Return the mean cross-entropy () of logits (T, V), in nats."""
+        return F.cross_entropy(logits[:-1], self.ids[1:])
+
+    def word(self, id: int | Tensor) -> str:
+        """Return a token as people read it."""
+        text = piece(self.tokenizer, int(id))
+        text = text if text.startswith(("id:", "bytes:")) else repr(text)
+        return text if cell_len(text) <= WORD else f"{set_cell_size(text, WORD - 2)}.."
+
+
+def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
+    """Return what a lesson runs on; see `explain`."""
+    counts = None
+    if model is None:
+        tiny = tiny_model()
+        model, tokenizer, counts = tiny.model, tiny.tokenizer, tiny.counts
+        about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
+    elif isinstance(model, (str, os.PathLike)):
+        about = os.fspath(model)
+    else:
+        about = f"{type(model).__name__} in memory"
+    source, found = model, open_tokenizer(model, tokenizer)
+    if not isinstance(model, nn.Module):
+        model, _ = open_model(model, found)
+    n = sum(parameter.numel() for parameter in model.parameters())
+    size = audit(model).matrices[0].shape[0]
+    length = min(LENGTH, getattr(getattr(model, "config", None), "n_positions", LENGTH))
+    ids = _ids(found, text, size, length)
+    is_random = ids is None
+    if ids is None:
+        ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(model.parameters()).device)
+    return Subject(model, f"{about}: {n:,} parameters", source, found, ids, is_random, counts)
+
+
+def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
+    """Return the first ids of the text; None if no text is given, and TEXT cannot be encoded."""
+    if tokenizer is None and text is not None:
+        raise UserError("a text needs a tokenizer, and there is none with the model: give it")
+    try:
+        ids = tokenizer.encode(TEXT if text is None else text)[:length] if tokenizer else None
+    except UserError:
+        if text is not None:
+            raise
+        ids = None
+    if ids is not None and (len(ids) < 4 or max(ids) >= size):
+        raise UserError(
+            f"the text must have 4 tokens or more, all among the model's {size:,}: give a longer "
+            "one, or the model's own tokenizer"
+        )
+    return None if ids is None else torch.tensor(ids)
+
+
+@dataclass
+class Tiny:
+    """A GPT trained in seconds."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    counts: np.ndarray
+    """(V,) of the tokens that it was trained on."""
+    loss: float
+    """On text that it was not trained on, in nats."""
+
+
+@lru_cache
+def tiny_model(*, tied: bool = True) -> Tiny:
+    """Train a GPT of two layers on the docstrings of Python's types.
+
+    torch's random stream is not touched.
+    """
+    kinds = (str, bytes, bytearray, list, dict, set, frozenset, int, float, tuple, memoryview)
+    docs = {inspect.getdoc(getattr(kind, name)): None for kind in kinds for name in dir(kind)}
+    text = "\n\n".join(filter(None, docs))
+    tokenizer = Tokenizer.train([text], VOCABULARY)
+    every = torch.tensor(tokenizer.encode(text))
+    seen, held_out = every[:-HELD_OUT], every[-HELD_OUT:]
+    config = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=4,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    draws = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+        for step in range(STEPS):
+            starts = torch.randint(len(seen) - 64, (BATCH, 1), generator=draws)
+            ids = seen[starts + torch.arange(65)]
+            optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / 10, (STEPS - step) / 100, 1)
+            optimizer.zero_grad()
+            with fast_training(model):
+                model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            optimizer.step()
+    model.zero_grad()
+    with torch.no_grad():
+        rows = held_out[: HELD_OUT // 65 * 65].view(-1, 65)
+        loss = float(model.eval().loss(rows[:, :-1], rows[:, 1:]))
+    return Tiny(model, tokenizer, np.bincount(seen, minlength=len(tokenizer)), loss)

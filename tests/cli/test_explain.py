@@ -1,0 +1,57 @@
+"""`tiedgpt explain` as a user meets it."""
+
+import json
+
+import pytest
+from rich.cells import cell_len
+
+from tests.inspect.conftest import TEXT, random_model
+from tiedgpt import Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.lessons import TOPICS
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.train([TEXT * 3], 300)
+    random_model(vocab_size=len(tokenizer)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+
+
+def test_without_a_topic_each_question_has_its_command(capfd):
+    assert main(["explain"]) == 0
+    out = capfd.readouterr().out
+    assert all(f"{n}. " in out for n in range(1, 7))
+    assert all(f"tiedgpt explain {topic}\n" in out for topic in TOPICS)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_lesson_is_printed_and_its_numbers_are_json(topic, capfd):
+    assert main(["explain", topic, "model", "--text", TEXT]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"{topic}: ") and "model: " in out
+    assert max(map(cell_len, out.splitlines())) <= 80 and len(out.splitlines()) <= 60
+    assert main(["explain", topic, "model", "--format", "json"]) == 0
+    found = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert found["topic"] == topic and found["numbers"]
+
+
+def test_the_newest_run_is_taken_else_a_tiny_model_is_trained(tmp_path, capfd):
+    assert main(["explain", "parameters"]) == 0
+    out, err = capfd.readouterr()
+    assert "a tiny GPT, trained just now" in out and "training a tiny one" in err
+    random_model(tied=False).save_pretrained("runs/mine/model")
+    (tmp_path / "runs/mine/run.toml").write_text('[options]\ntask = "lm"\n')
+    assert main(["explain", "tie"]) == 0
+    out, err = capfd.readouterr()
+    assert "runs/mine" in out and "newest run" in err
+    assert "wte.weight reads; head.weight predicts" in out and "no tokenizer" in out
+
+
+def test_errors_name_what_is_there(capfd):
+    assert main(["explain", "ties"]) == 2
+    err = capfd.readouterr().err
+    assert all(topic in err for topic in TOPICS)
+    assert main(["explain", "tie", "nowhere/at/all"]) == 1
+    assert "nowhere" in capfd.readouterr().err

@@ -1,0 +1,185 @@
+"""What the lessons say is measured, on any model, and fits a screen and a half."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from rich.cells import cell_len
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import tiedgpt
+from tests.inspect.conftest import TEXT, random_model
+from tiedgpt import Tokenizer, explain
+from tiedgpt.errors import UserError
+from tiedgpt.inspect import gradient_split
+from tiedgpt.lessons import TOPICS
+from tiedgpt.lessons.subject import tiny_model
+from tiedgpt.tie import ledger
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([TEXT * 3, "naïve café — 文字"], 300)
+
+
+def transformers_gpt2(*, tied=True, vocab_size=97) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_positions=80, n_embd=16, n_layer=2, n_head=2, eos_token_id=0,
+        bos_token_id=0, initializer_range=0.3, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+class OtherModel(nn.Module):
+    """Neither ours nor transformers': it reads and predicts with one Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok_emb = nn.Embedding(97, 16)
+        self.mix = nn.GRU(16, 16, batch_first=True)
+        self.lm_head = nn.Linear(16, 97, bias=False)
+        self.lm_head.weight = self.tok_emb.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.mix(self.tok_emb(ids))[0])
+
+
+MODELS = {
+    "ours": random_model,
+    "ours, untied": lambda: random_model(tied=False),
+    "transformers": transformers_gpt2,
+    "transformers, untied": lambda: transformers_gpt2(tied=False),
+    "another": OtherModel,
+}
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_every_place_that_a_lesson_cites_exists(topic):
+    core = Path(tiedgpt.__file__).parent
+    for place in TOPICS[topic].places:
+        file, _, name = place.partition(": ")
+        assert (core / file).exists()
+        found = import_module(f"tiedgpt.{file.removesuffix('.py').replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_lesson_fits_a_screen_and_a_half_and_leaves_the_model_as_it_was(topic, model):
+    model = MODELS[model]().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters, stream = list(model.parameters()), torch.get_rng_state()
+    lesson = explain(topic, model)
+    lines = str(lesson).splitlines()
+    assert len(lines) <= 60 and max(map(cell_len, lines)) <= 80
+    assert TOPICS[topic].question.split()[0] in lines[0]
+    assert "Radford et al. 2018, eq. 2" in str(lesson)
+    assert "no tokenizer" in str(lesson)
+    assert json.loads(lesson.to_json())["numbers"]
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in parameters)
+    assert all(part.training for part in model.modules())
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_doubled_row_moves_its_own_logit_if_and_only_if_the_model_is_tied():
+    for name, make in MODELS.items():
+        numbers = explain("tie", make()).numbers
+        before, after = numbers["logit_before"], numbers["logit_after"]
+        assert after == pytest.approx(before if "untied" in name else 2 * before, rel=1e-5)
+        assert numbers["others_moved"] == 0
+        assert numbers["read_difference"] == 0
+        assert numbers["predict_difference"] < 1e-5
+
+
+def test_both_matrices_of_an_untied_model_are_named():
+    ours, theirs = explain("tie", random_model(tied=False)), explain("head", MODELS[
+        "transformers, untied"]())  # fmt: skip
+    assert "wte.weight reads; head.weight predicts" in str(ours) and "differ in 97" in str(ours)
+    assert "transformer.wte.weight reads; lm_head.weight predicts" in theirs.matrices
+
+
+def test_a_head_that_was_replaced_in_a_tied_transformers_model_is_seen():
+    model = transformers_gpt2()
+    model.lm_head = nn.Linear(16, 97, bias=False)
+    lesson = explain("tie", model)
+    assert lesson.numbers["verdict"] == "broken"
+    assert lesson.numbers["logit_after"] == lesson.numbers["logit_before"]
+    assert explain("parameters", model).numbers["tied"] == ledger(transformers_gpt2()).total
+
+
+def test_the_gradient_has_the_two_parts_that_inspect_finds():
+    model = transformers_gpt2()
+    numbers = explain("head", model).numbers
+    ids = torch.randint(97, (32,), generator=torch.Generator().manual_seed(0))
+    split = gradient_split(model, None, ids)
+    assert numbers["norm_predict"] == pytest.approx(split.norm_predict)
+    assert numbers["rows_read"] == len(set(ids[:-1].tolist())) and numbers["rows_predict"] == 97
+
+
+def test_new_numbers_are_noise_and_a_trained_untied_head_works():
+    numbers = explain("head").numbers
+    losses = numbers["losses"]
+    assert losses["a copy of W"] == losses["W itself"] < numbers["uniform"] - 2
+    assert losses["new numbers from N(0, 0.02)"] == pytest.approx(numbers["uniform"], abs=0.3)
+    assert max(numbers["tied_loss"], numbers["untied_loss"]) < numbers["tiny_uniform"] - 1
+    assert numbers["untied_size"] - numbers["tied_size"] == tiny_model().model.wte.weight.numel()
+
+
+@pytest.mark.parametrize("make", [random_model, transformers_gpt2, OtherModel])
+def test_untying_adds_v_times_d_and_tying_takes_it_away(make):
+    numbers = explain("parameters", make()).numbers
+    assert numbers["untied"] - numbers["tied"] == 97 * 16 and numbers["again"] == numbers["tied"]
+    assert numbers["multiply_adds"][0] == numbers["multiply_adds"][1]
+    assert (numbers["gpt2_tied"], numbers["gpt2_untied"]) == (124_439_808, 163_037_184)
+
+
+def test_no_position_sees_ahead_and_the_loss_is_torchs():
+    model = transformers_gpt2()
+    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
+    logits = model(ids).logits.detach()[0, :-1]
+    expected = float(nn.functional.cross_entropy(logits, ids[0, 1:]))
+    numbers = explain("positions", model).numbers
+    assert numbers["moved_before"] == 0 < numbers["moved_after"]
+    assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
+    numbers = explain("loss", model).numbers
+    assert numbers["loss"] == pytest.approx(numbers["by_hand"], rel=1e-5)
+    assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
+    assert numbers["gradient_apart"] < 1e-6 and numbers["rows_reached"] == 97
+
+
+def test_dot_products_and_cosines_disagree_and_norms_move_freely():
+    numbers = explain("norms").numbers
+    assert 0 < numbers["differ"] < numbers["tokens"]
+    assert numbers["probability_moved"] < 1e-5
+    assert numbers["norm_after"] > 1.5 * numbers["norm_before"]
+    assert numbers["rank_correlation"] < 0.5 < numbers["spearman"]
+
+
+def test_a_tokenizer_and_a_text_give_words(tokenizer):
+    model = random_model(vocab_size=len(tokenizer))
+    lesson = explain("positions", model, tokenizer=tokenizer, text=TEXT)
+    assert "' cat'" in str(lesson) and not lesson.partial
+
+
+def test_what_a_module_has_not_is_left_out_with_the_reason():
+    lesson = explain("body", OtherModel())
+    assert "partial" in str(lesson) and any("other heads" in why for why in lesson.partial)
+
+
+def test_bad_requests_are_told_in_a_sentence(tokenizer):
+    with pytest.raises(UserError, match="no topic 'ties': choose one of tie, head, parameters"):
+        explain("ties")
+    with pytest.raises(UserError, match="text needs a tokenizer"):
+        explain("tie", random_model(), text="the cat")
+    with pytest.raises(UserError, match="must have 4 tokens"):
+        explain("tie", random_model(vocab_size=300), tokenizer=tokenizer, text="")
+    with pytest.raises(UserError):
+        explain("tie", nn.Linear(3, 3))
