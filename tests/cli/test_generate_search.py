@@ -113,7 +113,7 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
         (["--negative-prompt", "a"], "--negative-prompt needs a --guidance-scale other than 1"),
         (["--length-penalty", "2"], "--length-penalty is for beam search\nhint: give --num-beams"),
-        (["--threads", "0"], "--threads 0 is no number"),
+        (["--threads", "0"], "--threads must be an integer from 1"),
         (["--prompt", "the " * 99], "let the context slide with --context-end slide"),
         (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),
         (["--grammar", "nowhere.lark"], "--grammar nowhere.lark"),

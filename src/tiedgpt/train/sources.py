@@ -300,7 +300,8 @@ def _encode(
     """Encode texts into shards; return the tokenizer."""
     split = plan_split(texts.corpus, texts.validation)
     train = (document.text for side, document in split if side == "train")
-    if options.size == AUTO and options.vocab_size is None and options.tokenizer == "bpe":
+    fresh = origin is None and options.tokenizer == "bpe"
+    if fresh and options.size == AUTO and options.vocab_size is None:
         options = replace(options, vocab_size=vocabulary(split.characters))
     tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
     tokenizer.save_pretrained(run.tokenizer)
