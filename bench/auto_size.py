@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, settled
+from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choices
 from tiedgpt.train.events import Ended
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
@@ -88,12 +88,12 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     world = World(training_device())
     expected, asked = {}, {}
     for size in ladder(text_tokens):
-        whole = settled(replace(options, dropout=0.0), size, float("inf"), text_tokens)
+        whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
             speeds[size] = speed(whole, task, world, seconds=MEASURED_SECONDS)
         tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
-        sized = settled(options, size, tokens, text_tokens)
+        sized = with_choices(options, size, tokens, text_tokens)
         steps = max(
             1, round(tokens / (sized.default_batch_size() * resized(sized, task).n_positions))
         )

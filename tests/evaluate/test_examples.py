@@ -104,7 +104,7 @@ def test_lines_that_are_no_json_are_named(tmp_path):
     with pytest.raises(CorruptInputError, match="line 2"):
         read_examples(path)
     path.write_bytes(b"\xff\n")
-    with pytest.raises(CorruptInputError, match="not UTF-8"):
+    with pytest.raises(CorruptInputError, match="no UTF-8 text"):
         read_examples(path)
 
 

@@ -20,8 +20,8 @@ def tokenizer():
     return Tokenizer.train([TEXT], 300)
 
 
-@pytest.fixture(scope="package")
-def engine(tokenizer):
+def opinionated(tokenizer):
+    """Return a model on random weights strong enough to have opinions."""
     torch.manual_seed(5)
     config = GPTConfig(
         vocab_size=len(tokenizer), n_positions=48, n_embd=32, n_layer=2, n_head=2,
@@ -31,7 +31,12 @@ def engine(tokenizer):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
-    return Engine(model, tokenizer=tokenizer)
+    return model
+
+
+@pytest.fixture(scope="package")
+def engine(tokenizer):
+    return Engine(opinionated(tokenizer), tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="package", params=["torch", "fp32", "int8"])

@@ -16,8 +16,8 @@ from tiedgpt.train.choice import (
     MOST_PASSES,
     context,
     expected_loss,
-    settled,
     vocabulary,
+    with_choices,
     worth,
 )
 from tiedgpt.train.options import SIZES, TrainOptions
@@ -109,12 +109,12 @@ def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_h
 
 
 def test_dropout_goes_with_the_passes_and_short_runs_have_small_batches():
-    many = [settled(TrainOptions(), "mini", n * 5e5, 500_000) for n in (1, 5, 12)]
+    many = [with_choices(TrainOptions(), "mini", n * 5e5, 500_000) for n in (1, 5, 12)]
     assert [options.dropout for options in many] == [0.0, 0.0, 0.1]
-    assert settled(TrainOptions(), "tiny", 6e6, 500_000).dropout == 0  # no more than it can learn
-    many = [settled(TrainOptions(), "tiny", n * 1e6, 1_000_000) for n in (1, 5, 12)]
+    assert with_choices(TrainOptions(), "tiny", 6e6, 500_000).dropout == 0
+    many = [with_choices(TrainOptions(), "tiny", n * 1e6, 1_000_000) for n in (1, 5, 12)]
     assert [options.batch_size for options in many] == [16] * 3
-    assert settled(TrainOptions(), "tiny", 128 * 900, 10_000).batch_size == 3
+    assert with_choices(TrainOptions(), "tiny", 128 * 900, 10_000).batch_size == 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import tyro
 
 from tiedgpt.cli.options import parse
-from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.files import reading
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore
@@ -111,13 +112,8 @@ def _read(path: Path, limit: int | None) -> list[Any]:
 
     if path.suffix == ".jsonl":
         return read_examples(path)[:limit]
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(f"{path} is not UTF-8: {error}") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    return [text]
+    with reading(path, "UTF-8 text"):
+        return [path.read_text(encoding="utf-8")]
 
 
 def _scored(
@@ -186,7 +182,8 @@ def _of_texts(result: TextScore) -> dict[str, str]:
         + (f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})" if known else ""),
         "nats a token": f"{result.nats:.4f}" + (f"  ({low:.4f} to {high:.4f})" if known else ""),
         "bits per byte": f"{result.bits_per_byte:.4f}",
-        "measured on": f"{result.tokens:,} tokens in {len(result.scores):,} windows",
+        "measured on": f"{result.tokens:,} tokens in {len(result.scores):,} window"
+        + "s" * (len(result.scores) != 1),
         "windows": f"context {windows.context}, stride {windows.stride}, {beginning}",
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
+from tiedgpt.files import reading
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_context
 
@@ -112,12 +113,8 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     kind; an empty line is skipped. Raises `CorruptInputError` with the line's number.
     """
     found = list[Example | str]()
-    try:
+    with reading(path, "UTF-8 text"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(f"{path} is not UTF-8: {error}") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -85,7 +85,7 @@ def context(size: str, text_tokens: int) -> int:
     return max(min(SIZES[size].n_positions, short), min(8, text_tokens - 1), 1)
 
 
-def settled(options: TrainOptions, size: str, tokens: float, text_tokens: int) -> TrainOptions:
+def with_choices(options: TrainOptions, size: str, tokens: float, text_tokens: int) -> TrainOptions:
     """Return the options with this size, and with what goes with so many tokens on this text.
 
     What the options say themselves stays as it is.

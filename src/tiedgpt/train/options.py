@@ -123,7 +123,7 @@ class TrainOptions:
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
     encoding: str = "auto"
-    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, and told."""
+    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, with a note."""
     fork: str | None = None
     """Begin with the weights and the optimizer of this run (its --out), under these options."""
     seed: int = 0

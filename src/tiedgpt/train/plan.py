@@ -16,7 +16,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.blocks import decide, in_training
-from tiedgpt.train.choice import FIRST, MOST_PASSES, expected_loss, ladder, settled
+from tiedgpt.train.choice import FIRST, MOST_PASSES, expected_loss, ladder, with_choices
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
@@ -371,11 +371,11 @@ def chosen(
     def judged(size: str) -> float:
         if size not in found:
             plain = replace(options, dropout=options.dropout or 0.0)
-            sized = settled(plain, size, math.inf, text_tokens)
+            sized = with_choices(plain, size, math.inf, text_tokens)
             per_second = speed(sized, task, world, seconds=MEASURED * minutes * 60)
             tokens = min(minutes * 60 * per_second, MOST_PASSES * text_tokens)
             loss = expected_loss(size, tokens, text_tokens)
-            found[size] = loss, settled(options, size, tokens, text_tokens), per_second
+            found[size] = loss, with_choices(options, size, tokens, text_tokens), per_second
         return found[size][0]
 
     sizes = ladder(text_tokens)
