@@ -8,11 +8,9 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 from tiedgpt.files import reading
 
@@ -26,9 +24,9 @@ CALIBRATION_CHARACTERS = 4 << 20
 class Arguments:
     """Write a GPT in another format."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: Positional[str]
     """A directory, a file in any supported format, or a hub name."""
-    dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
+    dest: Positional[str]
     """The file to write. For transformers and packed, a directory. For ONNX, a directory with
     config and tokenizer if the name does not end in .onnx."""
     to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
@@ -37,7 +35,7 @@ class Arguments:
     transformers."""
     precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0", "int8", "int4"] = "auto"
     """auto: the model's own if the format has it, else fp32; int8 for packed."""
-    calibrate: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    calibrate: str | None = None
     """For --to packed --precision int4: a UTF-8 text like those that the model will work on, some
     150 kB. Weights are rounded for the least error on it. That takes minutes, and int4 loses about
     half as much. samples: text that the model draws itself."""

@@ -16,7 +16,7 @@ from tiedgpt.errors import EXIT_OK
 
 NEEDED = (
     "torch", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich",
-    "plotext", "tyro",
+    "plotext", 
 )  # fmt: skip
 FEATURES = {
     "GGUF files": (("gguf",), "pip install 'tiedgpt[formats]'"),

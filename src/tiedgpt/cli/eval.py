@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import tyro
-
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.files import reading
 
@@ -34,9 +32,9 @@ lm-evaluation-harness instead (pip install tiedgpt[eval])."""
 class Arguments:
     """Measure how well a model predicts."""
 
-    source: tyro.conf.Positional[str]
+    source: Positional[str]
     """A run, a model's directory or file, or a hub name."""
-    data: tyro.conf.Positional[Path | None] = None
+    data: Positional[Path | None] = None
     """A text, or a .jsonl file."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness instead."""
@@ -61,8 +59,6 @@ class Arguments:
     """json: all numbers, one object."""
 
 
-WORDS = ("context", "stride", "bos", "threads")
-"""Options whose names are words, which errors speak of."""
 S = TypeVar("S")
 
 

@@ -6,9 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
-import tyro
-
-from tiedgpt.cli.options import UsageError, parse
+from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import EXIT_OK, UserError
 
@@ -23,9 +21,9 @@ body: other heads on it. Without a topic, the questions are listed."""
 class Arguments:
     """Options of `explain`."""
 
-    topic: tyro.conf.Positional[str | None] = None
+    topic: Positional[str | None] = None
     """tie, head, parameters, positions, norms, loss or body; default: list the questions."""
-    source: tyro.conf.Positional[str | None] = None
+    source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
     tiny GPT that is trained first, in seconds."""
     text: str | None = None
@@ -34,10 +32,6 @@ class Arguments:
     """Where the tokenizer is, if not with the model."""
     format: Literal["human", "json"] = "human"
     """json: one object, with every number by name."""
-
-
-WORDS = ("text", "tokenizer", "topic")
-"""Options whose names are words, which errors speak of."""
 
 
 def run(arguments: list[str]) -> int:

@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from tiedgpt.cli.options import UsageError, parse, prompt_hint
+from tiedgpt.cli.options import Hidden, Positional, Repeated, UsageError, parse, prompt_hint
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 from tiedgpt.infer.options import GenerationConfig
@@ -46,7 +44,7 @@ MOST_SLOTS = 8
 class Arguments(GenerationConfig):
     """Continue a text."""
 
-    source: tyro.conf.Positional[str | None] = None
+    source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     prompt: str = ""
     """The text to continue; - reads standard input; empty: begin a text."""
@@ -68,9 +66,9 @@ class Arguments(GenerationConfig):
     format: Literal["human", "json"] = "human"
     """json: one object with ids, text, finish_reason and logprobs; with --n, a list of them."""
 
-    bad_words: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    bad_words: Repeated[tuple[str, ...]] = ()
     """Never write this word; may be given several times."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    stop: Repeated[tuple[str, ...]] = ()
     """End before this string; may be given several times."""
     best_of: int | None = None
     """Draw this many texts and show the --n with the highest mean logprob."""
@@ -83,11 +81,11 @@ class Arguments(GenerationConfig):
     grammar: Path | None = None  # type: ignore[assignment]
     """The text follows the grammar in this file, written in Lark's syntax."""
 
-    logit_bias: tyro.conf.Suppress[Any] = None
-    processors: tyro.conf.Suppress[Any] = None
-    stop_ids: tyro.conf.Suppress[Any] = None
-    top_logprobs: tyro.conf.Suppress[Any] = None
-    prompt_logprobs: tyro.conf.Suppress[Any] = None
+    logit_bias: Hidden[Any] = None
+    processors: Hidden[Any] = None
+    stop_ids: Hidden[Any] = None
+    top_logprobs: Hidden[Any] = None
+    prompt_logprobs: Hidden[Any] = None
 
     def __post_init__(self) -> None:
         """Leave the checks to `GenerationConfig`, whose errors are one line."""
@@ -109,8 +107,6 @@ class Arguments(GenerationConfig):
 
 
 OPTIONS = tuple(option.name for option in fields(GenerationConfig))
-WORDS = (*(name for name in OPTIONS if "_" not in name), "threads")
-"""Options whose names are words, which errors speak of."""
 
 
 def run(arguments: list[str]) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tyro
 
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
 
@@ -38,13 +37,13 @@ SHOWN = 10
 class Arguments:
     """Options of `inspect`; some are of one NAME alone."""
 
-    name: tyro.conf.Positional[
+    name: Positional[
         Literal[
             "positions", "lens", "dot", "vocabulary", "gradient-split", "attention", "ablate"
         ]
     ]  # fmt: skip
     """What to look at."""
-    source: tyro.conf.Positional[str | None] = None
+    source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     text: str | None = None
     """The text to read; - reads standard input. All but vocabulary need it, or --ids."""
@@ -85,10 +84,6 @@ SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "
            "own_rank_rows")  # fmt: skip
 TO_SHOW = ("vocabulary", "gradient-split")
 """Where --top is of the table alone."""
-
-
-WORDS = ("text", "ids", *(name for name in SPECIAL if "_" not in name))
-"""Options whose names are words, which errors speak of."""
 
 
 def run(arguments: list[str]) -> int:

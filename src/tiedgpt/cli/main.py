@@ -115,7 +115,6 @@ def _fail(arguments: list[str], problem: TiedGPTError | str, code: int) -> int:
     if hint is None and verb is not None:
         from tiedgpt.cli.options import as_typed
 
-        names = [option.name for option in fields(verb.Arguments)]
-        message = as_typed(message, names, getattr(verb, "WORDS", ()))
+        message = as_typed(message, [option.name for option in fields(verb.Arguments)])
     error(message, hint)
     return code

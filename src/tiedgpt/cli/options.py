@@ -1,37 +1,46 @@
-"""The options of a verb: a frozen dataclass, whose attribute docstrings are the help text."""
+"""The options of a verb: a frozen dataclass, whose attribute docstrings are the help text.
+
+Its fields become arguments of `argparse`; help and errors are written here, in the style of
+`cli/console.py`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
-import contextlib
 import dataclasses
 import difflib
 import inspect
-import io
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 
+T = TypeVar("T")
 Options = TypeVar("Options")
+Positional = Annotated[T, "positional"]
+"""An argument that has no flag; a tuple takes all that are left."""
+Repeated = Annotated[T, "repeated"]
+"""An option that may be given several times; its type is a tuple."""
+Hidden = Annotated[T, "hidden"]
+"""A field that is not asked for on the command line."""
 SHORT = {
     "batch_size": "b", "format": "f", "max_new_tokens": "n", "minutes": "m", "out": "o",
     "prompt": "p", "size": "s", "temperature": "t", "verbose": "v",
 }  # fmt: skip
 """One letter for the common options; it means the same in every verb."""
 VALUES = {
-    "calibrate": "TEXT", "compare": "'OPTIONS'", "data": "DATA", "fork": "RUN", "grammar": "FILE",
+    "compare": "'OPTIONS'", "data": "DATA", "fork": "RUN", "grammar": "FILE",
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "SOURCE", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
-    "val": "DATA", "text_field": "NAME", "bad_words": "TEXT", "input": "NAME", "output": "NAME",
-    "folder": "FOLDER", "topic": "TOPIC",
+    "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",
+    "topic": "TOPIC",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}
@@ -52,19 +61,25 @@ class UsageError(TiedGPTError):
 
 @dataclass(frozen=True)
 class Option:
-    """What help and errors say of an option."""
+    """A field of a verb's options, as help, errors and `argparse` need it."""
 
     name: str
     flags: tuple[str, ...]
-    """None for a positional argument."""
+    """Long, then short; none for a positional argument."""
+    kind: Any
+    """What makes the value from its text; bool for a switch."""
     value: str
     """The placeholder of its value; "" for a switch."""
     expected: str
     """What its value must be."""
+    choices: tuple[str, ...]
     about: str
-    default: str
+    default: Any
     required: bool
     many: bool
+    """Whether it takes several values at once."""
+    repeated: bool
+    """Whether it may be given several times."""
 
     @property
     def typed(self) -> str:
@@ -79,7 +94,7 @@ class Option:
 def parse(
     options: type[Options],
     verb: str,
-    arguments: list[str],
+    arguments: Sequence[str],
     description: str,
     *,
     base: Options | None = None,
@@ -91,71 +106,107 @@ def parse(
     options, separated by blanks.
     """
     known = describe(options)
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if "-h" in own or "--help" in own:
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("-h", "--help", action="store_true")
+    for option in filter(lambda option: option.flags, known):
+        how: dict[str, Any] = {"type": partial(_read, option, verb)}
+        if option.kind is bool:
+            how = {"action": "store_const", "const": not option.default}
+        elif option.many or option.repeated:
+            how |= {"nargs": "+"} if option.many else {"action": "append"}
+        long, *short = option.flags
+        flags = dict.fromkeys((long, f"--{long[2:].replace('-', '_')}", *short))
+        parser.add_argument(*flags, dest=option.name, **how)
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        named = (error.argument_name or "").split("/")[0]
+        expected = next((o.expected for o in known if named in o.flags), "nothing")
+        raise UsageError(f"{named} needs a value: {expected}", _all_options(verb)) from None
+    given = vars(found)
+    if given.pop("help", False):
         show_help(known, verb, description, groups or {})
         raise SystemExit(0)
-    said = io.StringIO()
+    given |= _positional(known, rest, verb)
+    if base is None and any(option.required and option.name not in given for option in known):
+        needed = " and ".join(option.value for option in known if option.required)
+        raise UsageError(f"`tiedgpt {verb}` needs {needed}", _all_options(verb))
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    return options(**values) if base is None else replace(base, **values)  # type: ignore[type-var]
+
+
+def _read(option: Option, verb: str, text: str) -> Any:
+    """Return the value that a text stands for; `UsageError` if it is not what is expected."""
     try:
-        with contextlib.redirect_stderr(said):
-            given, unknown = tyro.cli(
-                _with_short(options, known),
-                prog=f"tiedgpt {verb}",
-                args=arguments,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-                default=tyro.MISSING_NONPROP if base is None else base,
-                return_unknown_args=True,
-                add_help=False,
-            )
-    except SystemExit:
-        raise _refused(said.getvalue(), known, verb, arguments) from None
-    if unknown:
-        raise _unknown(unknown[0], known, verb)
-    return given
+        if not option.choices or text in option.choices:
+            return option.kind(text)
+    except ValueError:
+        pass
+    named = option.flags[0] if option.flags else option.value
+    raise UsageError(f"{named} must be {option.expected}, got {text!r}", _all_options(verb))
+
+
+def _positional(options: Sequence[Option], rest: list[str], verb: str) -> dict[str, Any]:
+    """Return the arguments that have no flag, by name, from what no option took."""
+    end = rest.index("--") if "--" in rest else len(rest)
+    for argument in rest[:end]:
+        if argument.startswith("-") and argument != "-":
+            raise _unknown(argument, options, verb)
+    texts, found = rest[:end] + rest[end + 1 :], dict[str, Any]()
+    for option in options:
+        if texts and not option.flags:
+            taken = texts[:] if option.many else texts[:1]
+            values = [_read(option, verb, text) for text in taken]
+            found[option.name] = values if option.many else values[0]
+            del texts[: len(taken)]
+    if texts:
+        raise _unknown(texts[0], options, verb)
+    return found
 
 
 def describe(options: type) -> list[Option]:
-    """Return what help and errors say of the options of a dataclass, in its order."""
+    """Return what help, errors and the parser need of the options of a dataclass, in its order."""
     abouts: dict[str, str] = {}
     for each in reversed(options.__mro__[:-1]):
         abouts |= _docstrings(each)
     hints = get_type_hints(options, include_extras=True)
     found = []
     for one in dataclasses.fields(options):
-        marks: tuple[Any, ...] = ()
-        hint = hints[one.name]
-        while get_origin(hint) is Annotated:
-            hint, *more = get_args(hint)
-            marks += tuple(more)
-        if tyro.conf.Suppress in marks:
+        hint, mark = hints[one.name], None
+        if get_origin(hint) is Annotated:
+            hint, mark = get_args(hint)
+        if mark == "hidden":
             continue
-        about, _, default = abouts.get(one.name, "").partition("default: ")
-        default, _, rest = default.partition(". ")
-        about = f"{about.rstrip(' ;.(')}. {rest}" if rest else about
-        positional = tyro.conf.Positional in marks
-        required = one.default in (dataclasses.MISSING, tyro.MISSING)
-        if not default and one.default not in (None, "", ()) and not isinstance(one.default, bool):
-            number = isinstance(one.default, float)
-            default = "" if required else f"{one.default:g}" if number else f"{one.default}"
+        kind, value, expected, choices = _value(one.name, hint)
         no = "no-" if one.default is True else ""
         flags = [f"--{no}{one.name.replace('_', '-')}"]
         flags += [f"-{SHORT[one.name]}"] if one.name in SHORT else []
-        value, expected = _value(one.name, hint)
-        if positional and "|" in value:
-            value, about = one.name.upper(), f"{about.rstrip('.')}: {expected}"
+        about = abouts.get(one.name, "")
+        if mark == "positional":
+            flags = []
+            if choices:
+                value, about = one.name.upper(), f"{about.rstrip('.')}: {expected}"
+        about, required = _with_default(about, one.default), one.default is dataclasses.MISSING
+        repeated = mark == "repeated"
+        many = get_origin(hint) is tuple and not repeated
         found.append(
-            Option(
-                one.name,
-                () if positional else tuple(flags),
-                value,
-                expected,
-                about.rstrip(" ;.("),
-                default.rstrip(".)"),
-                required,
-                get_origin(hint) is tuple and tyro.conf.UseAppendAction not in marks,
-            )
-        )
+            Option(one.name, tuple(flags), kind, value, expected, choices, about, one.default,
+                   required, many, repeated)
+        )  # fmt: skip
     return found
+
+
+def _with_default(text: str, value: Any) -> str:
+    """Return what the help says of an option, its default last; the text itself may tell it."""
+    about, _, default = text.partition("default: ")
+    default, _, rest = default.partition(". ")
+    about = f"{about.rstrip(' ;.(')}. {rest}" if rest else about
+    if not default and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        default = f"{value:g}" if isinstance(value, float) else f"{value}"
+    about, default = about.rstrip(" ;.("), default.rstrip(".)")
+    return f"{about} (default: {default})" if default else about
 
 
 def _docstrings(options: type) -> dict[str, str]:
@@ -173,36 +224,22 @@ def _docstrings(options: type) -> dict[str, str]:
     return found
 
 
-def _value(name: str, hint: Any) -> tuple[str, str]:
-    """Return the placeholder of an option's value, and in words what it must be."""
+def _value(name: str, hint: Any) -> tuple[Any, str, str, tuple[str, ...]]:
+    """Return what makes an option's value, its placeholder, what it must be, and its choices."""
     if hint is bool:
-        return "", "nothing"
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind not in (type(None), ...)]
-    literals = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
-    if get_origin(hint) is Literal:
-        literals = list(get_args(hint))
-    if literals:
-        choices = [str(choice) for choice in literals if choice is not None]
-        return "|".join(choices), f"one of {', '.join(choices)}" if choices[1:] else choices[0]
-    value, expected = KINDS.get(kinds[0], ("TEXT", "a text"))
-    return VALUES.get(name, value), expected
+        return bool, "", "nothing", ()
+    kinds = [k for k in _flat(hint) if k not in (type(None), ...)]
+    choices = tuple(str(choice) for choice in kinds if not isinstance(choice, type))
+    if choices:
+        many = f"one of {', '.join(choices)}" if choices[1:] else choices[0]
+        return str, "|".join(choices), many, choices
+    placeholder, expected = KINDS.get(kinds[0], ("TEXT", "a text"))
+    return kinds[0], VALUES.get(name, placeholder), expected, ()
 
 
-def _with_short(options: type[Options], known: Sequence[Option]) -> type[Options]:
-    """Return the dataclass with the short flags of its options."""
-    hints = get_type_hints(options, include_extras=True)
-    short = [
-        (
-            option.name,
-            Annotated[hints[option.name], tyro.conf.arg(aliases=option.flags[1:])],
-            field(default=getattr(options, option.name)),
-        )
-        for option in known
-        if len(option.flags) > 1
-    ]
-    return dataclasses.make_dataclass(
-        options.__name__, short, bases=(options,), frozen=True, kw_only=True
-    )
+def _flat(hint: Any) -> list[Any]:
+    """Return the types and literals of which a type is made."""
+    return [each for arg in get_args(hint) for each in _flat(arg)] or [hint]
 
 
 def show_help(
@@ -237,11 +274,8 @@ def _entry(option: Option, width: int) -> Any:
     """Return an option's lines of help."""
     from rich.text import Text
 
-    about = option.about
-    if option.default:
-        about += f" (default: {option.default})"
     lines = textwrap.wrap(
-        about, width - HELP_COLUMN, break_long_words=False, break_on_hyphens=False
+        option.about, width - HELP_COLUMN, break_long_words=False, break_on_hyphens=False
     )
     typed = f"  {option.typed}"
     below = f"\n{' ' * HELP_COLUMN}"
@@ -261,10 +295,9 @@ def no_verb(verb: str, verbs: Iterable[str], program: str) -> UsageError:
 
 def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:
     """Return the error for an argument that no option takes."""
-    help_ = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
         takes = ", ".join(option.value for option in options if not option.flags) or "none"
-        hint = f"its arguments are: {takes}; {help_}"
+        hint = f"its arguments are: {takes}; {_all_options(verb)}"
         if any(option.name == "prompt" for option in options):
             hint = prompt_hint(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
@@ -272,8 +305,12 @@ def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:
     flags = [flag for option in options for flag in option.flags]
     near = difflib.get_close_matches(typed.replace("_", "-"), flags, n=1)
     near = near or [flag for flag in flags if flag.startswith(typed) and typed.startswith("--")][:1]
-    meant = f"did you mean {near[0]}? {help_}" if near else help_
-    return UsageError(f"`tiedgpt {verb}` has no option {typed}", meant)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return UsageError(f"`tiedgpt {verb}` has no option {typed}", meant + _all_options(verb))
+
+
+def _all_options(verb: str) -> str:
+    return f"`tiedgpt {verb} --help` lists all options"
 
 
 def prompt_hint(text: str) -> str:
@@ -281,39 +318,14 @@ def prompt_hint(text: str) -> str:
     return f"a text to continue goes after --prompt: --prompt {shlex.quote(text)}"
 
 
-def _refused(said: str, options: Sequence[Option], verb: str, arguments: list[str]) -> UsageError:
-    """Return the error for what tyro refused, which names the option first."""
-    hint = f"`tiedgpt {verb} --help` lists all options"
-    if "Required" in said:
-        needed = " and ".join(option.value for option in options if option.required)
-        return UsageError(f"`tiedgpt {verb}` needs {needed}", hint)
-    flags = {flag: option for option in options for flag in option.flags}
-    option = next((flags[f] for f in re.findall(r"--[\w-]+", said) if f in flags), None)
-    if option is None:
-        plain = " ".join(re.sub(r"[^\w\s'\"(),.:/<>=-]", " ", said).split())
-        choice = re.search(r"invalid choice ('.*?') for argument '(\w+)'", plain)
-        for option in options:
-            if choice and option.value == choice[2].upper():
-                plain = f"{option.value} must be {option.expected}, got {choice[1]}"
-        return UsageError(plain, hint)
-    for number, argument in enumerate(arguments, start=1):
-        typed, is_joined, value = argument.partition("=")
-        if typed.replace("_", "-") in option.flags:
-            if not is_joined and number == len(arguments):
-                break
-            got = value if is_joined else arguments[number]
-            return UsageError(f"{option.flags[0]} must be {option.expected}, got {got!r}", hint)
-    return UsageError(f"{option.flags[0]} needs a value: {option.expected}", hint)
-
-
-def as_typed(message: str, names: Iterable[str], words: Iterable[str] = ()) -> str:
+def as_typed(message: str, names: Iterable[str]) -> str:
     """Write the options that a message names as they are typed: `--n-head 12`, not `n_head=12`.
 
-    A name that is also a word is taken for the option where it is followed by `=` and, if it is
-    one of `words`, where the message speaks of it.
+    A name that is also a word is taken for the option where it is followed by `=`, and where the
+    message says of it, without an article, what it must be.
     """
     every = sorted(names, key=len, reverse=True)
-    long = "|".join(name for name in every if "_" in name) or "(?!)"
+    words, long = ("|".join(n for n in every if ("_" in n) is is_long) for is_long in (False, True))
     of_it = r"(?=,|\)| (?:must|exclude|needs?|cannot|is for|and|[-\d(]))"
 
     def typed(match: re.Match[str]) -> str:
@@ -322,5 +334,5 @@ def as_typed(message: str, names: Iterable[str], words: Iterable[str] = ()) -> s
         return f"--{name.replace('_', '-')}" + (f" {quoted}" if "=" in match[0] else "")
 
     message = re.sub(rf"\b(?:{'|'.join(every)})=(?:'[\w-]*'|\"[\w-]*\")?", typed, message)
-    alone = rf"(?:{long})\b|(?:{'|'.join(words) or '(?!)'}){of_it}"
-    return re.sub(rf"(?<![-\w])(?:{alone})", typed, message)
+    alone = rf"(?:{long or '(?!)'})\b|(?:{words or '(?!)'}){of_it}"
+    return re.sub(rf"(?<![-\w])(?<!\ba )(?<!\bthe )(?:{alone})", typed, message)

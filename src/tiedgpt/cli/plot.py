@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.plots.panel import smoothed
@@ -27,7 +25,7 @@ Without --out the curves are drawn in the terminal."""
 class Arguments:
     """Draw the curves of runs."""
 
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN ...]")] = ()
+    runs: Positional[tuple[str, ...]] = ()
     """Run directories; a directory of several runs stands for them all; default: the newest run."""
     x: Axis = "tokens"
     """The axis: tokens (or examples), steps, or seconds spent in steps."""

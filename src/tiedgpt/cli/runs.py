@@ -8,10 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from tiedgpt.cli.console import table
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.plot import duration, validated
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.train.runs import RUNS, Standing, runs_in
@@ -21,7 +19,7 @@ from tiedgpt.train.runs import RUNS, Standing, runs_in
 class Arguments:
     """List the runs so far, the newest last."""
 
-    folder: tyro.conf.Positional[str] = str(RUNS)
+    folder: Positional[str] = str(RUNS)
     """Where the runs are."""
     format: Literal["human", "json"] = "human"
     """json: a list of objects."""

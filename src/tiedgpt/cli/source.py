@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from tiedgpt.errors import UserError
-from tiedgpt.train.runs import RUNS, can_generate
 
 
 def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:
@@ -19,14 +18,15 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
 
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
+    from tiedgpt.cli.console import note
+    from tiedgpt.train.runs import RUNS, can_generate
+
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
     runs = [run for run in runs if task is None or can_generate(run)]
     if not runs:
         what = "no run" if task is None else f"no run of --task {task}"
         raise UserError(f"no run is named and runs/ has {what}: name one, or train first")
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
-    from tiedgpt.cli.console import note
-
     note(f"newest run: {newest}")
     return newest
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import BAD, GOOD, fact, show_text, table
-from tiedgpt.cli.options import no_verb, parse
+from tiedgpt.cli.options import Positional, no_verb, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK
 
@@ -40,7 +38,7 @@ VERBS = ("show", "audit", "fix")
 class Show:
     """Options of `tie show`."""
 
-    source: tyro.conf.Positional[str | None] = None
+    source: Positional[str | None] = None
     """A run, a model directory, a hub name or a file; default: the newest run in runs/."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
@@ -60,9 +58,9 @@ class AuditOptions(Show):
 class Fix(AuditOptions):
     """Options of `tie fix`."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = tyro.MISSING
+    source: Positional[str] = field()
     """The checkpoint to fix; it is only read."""
-    dest: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DEST")]
+    dest: Positional[str]
     """The new directory; it must not exist."""
     keep: Literal["input", "output", "both"] | None = None
     """If two matrices differ: whose values stay, or both; the model is untied then."""

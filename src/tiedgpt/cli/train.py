@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from tiedgpt.cli.options import parse
+from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions
@@ -60,15 +58,13 @@ GROUPS = {
 class Arguments(TrainOptions):
     """Train a GPT. The same command again goes on where the last one stopped."""
 
-    data: tyro.conf.Positional[tuple[str, ...]] = ()
+    data: Positional[tuple[str, ...]] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
     """The run's directory; default: runs/NAME-1, then -2 for other options, and so on."""
     track: TrackerName | None = None
     """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
-    compare: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="'OPTIONS'")
-    ] = ()
+    compare: Repeated[tuple[str, ...]] = ()
     """Train once for each --compare, with these options beside the others, and draw both curves."""
     find_lr: bool = False
     """Only look for a learning rate, in a short sweep over rising ones; nothing is left behind."""

@@ -9,16 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tiedgpt.errors import UserError
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Logits = NDArray[np.float32]
+else:
+    Logits = Any  # numpy is imported by the engine, not by `tiedgpt generate --help`
+
 ContextEnd = Literal["stop", "slide"]
 EarlyStopping = bool | Literal["never"]
-Processor = Callable[[Sequence[int], int, NDArray[np.float32]], NDArray[np.float32]]
+Processor = Callable[[Sequence[int], int, Logits], Logits]
 """(ids of prompt and text, how many are the prompt's, logits (V,)) -> the logits to choose from."""
 Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
@@ -259,7 +264,7 @@ def is_id(value: object) -> bool:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
-    return not isinstance(value, (bool, np.bool_)) and not getattr(value, "shape", ())
+    return not isinstance(value, bool) and not getattr(value, "shape", ())
 
 
 def _integer(name: str, value: Any, least: int) -> int | None:
@@ -292,7 +297,9 @@ def _texts(name: str, texts: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+    if isinstance(ids, (str, bytes)) or not (
+        isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    ):
         raise UserError(f"{name} must be a list of ids, got {ids!r}")
     for token in ids:
         if not is_id(token) or token < 0:
