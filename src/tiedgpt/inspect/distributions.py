@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ ROWS = 64
 def chunks(n: int) -> Iterator[slice]:
     """Yield the positions 0 to n - 1, a chunk at a time."""
     return (slice(start, min(start + ROWS, n)) for start in range(0, n, ROWS))
+
+
+def put(
+    columns: dict[str, Tensor], shape: tuple[int, ...], at: Any, part: dict[str, Tensor]
+) -> None:
+    """Write numbers of a chunk into columns (*shape, ...), which the first chunk allocates.
+
+    Small tensors that are kept one by one lie between freed logits, so that malloc cannot use their
+    memory again.
+    """
+    for name, values in part.items():
+        if name not in columns:
+            columns[name] = values.new_empty(*shape, *values.shape[1:])
+        columns[name][at] = values
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -66,13 +66,10 @@ def gradient_split(
         whole = torch.autograd.grad(gpt.loss(ids, targets[None]), list(matrices.values()))
     norm_read, norm_predict = (_dot(part, part) ** 0.5 for part in (read, predict))
     lengths = norm_read * norm_predict
-    if len(matrices) == 1:
-        read_and_predict: tuple[Tensor, ...] = (read + predict,)
-    else:
-        read_and_predict = (read, predict)
+    split = [read, predict] if len(matrices) == 2 else [read + predict]
     apart = [
         float((both - parts).norm() / both.norm().clamp(min=1e-30))
-        for both, parts in zip(whole, read_and_predict, strict=True)
+        for both, parts in zip(whole, split, strict=True)
     ]
     return GradientSplit(
         reads="wte.weight",

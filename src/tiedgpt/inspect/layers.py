@@ -6,8 +6,8 @@ The hidden states come from `model.states`, the rest from hooks: the numbers are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,15 @@ from torch.utils.hooks import RemovableHandle
 from tiedgpt.core.layers import Attention
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.distributions import chunks, entropy_bits, kl_bits, logits_of, measure, wide
+from tiedgpt.inspect.distributions import (
+    chunks,
+    entropy_bits,
+    kl_bits,
+    logits_of,
+    measure,
+    put,
+    wide,
+)
 from tiedgpt.inspect.opening import Model, Text, index, join, numpy, open_subject
 from tiedgpt.inspect.results import NOT_IN_JSON, Result
 from tiedgpt.tie.heads import inference
@@ -68,19 +76,17 @@ def lens(
     at = index(position, ids.shape[1], "position")
     with inference(gpt):
         layers, states = _states(gpt, ids, after_attention)
-        by_state: list[list[dict[str, Tensor]]] = [[] for _ in states]
+        columns: dict[str, Tensor] = {}
         for rows in chunks(ids.shape[1]):
             last = logits_of(gpt, gpt.ln_f(states[-1][:, rows]))
-            for state, parts in zip(states, by_state, strict=True):
+            for number, state in enumerate(states):
                 logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
-                parts.append(measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)})
+                part = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
+                put(columns, (len(states), ids.shape[1]), (number, rows), part)
         there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in reversed(states)]
         watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in there)))
         watched = join(logits.log_softmax(-1)[:, watch] for logits in reversed(there))
-    made = {
-        name: np.stack([join(part[name] for part in parts) for parts in by_state])
-        for name in by_state[0][0]
-    }
+    made = {name: numpy(values) for name, values in columns.items()}
     return Lens(
         **subject.text(numpy(watch), made["top_ids"]),
         layers=layers,
@@ -100,12 +106,15 @@ def _states(model: GPT, ids: Tensor, after_attention: bool) -> tuple[tuple[str, 
     """Return the names and the states (1, T, D) of the residual stream, in order."""
     between: list[Tensor] = []
 
-    def listen(block: Any) -> RemovableHandle:
-        reader = block.mlp if block.norm == "post" else block.ln_2
-        return reader.register_forward_pre_hook(lambda _, given: between.append(given[0]))
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        between.append(given[0])
 
     names, states = ["wte + wpe"], list[Tensor]()
-    with hooked(listen(block) for block in model.h if after_attention):
+    blocks: Any = model.h if after_attention else ()
+    with ExitStack() as hooks:
+        for block in blocks:
+            reader = block.mlp if block.norm == "post" else block.ln_2
+            hooks.enter_context(reader.register_forward_pre_hook(keep))
         for number, state in enumerate(model.states(ids), start=-1):
             if between:
                 names.append(f"h.{number}.attn")
@@ -159,7 +168,9 @@ def attention(
         shares = several[..., 0].mean(1), several.diagonal(dim1=1, dim2=2).mean(1)
         numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
 
-    with inference(gpt), hooked(listen(block.attn) for block in gpt.h):
+    with inference(gpt), ExitStack() as hooks:
+        for block in gpt.h:
+            hooks.enter_context(listen(block.attn))
         states = join(gpt.states(subject.ids))
     entropy, first_share, previous_share = numpy(torch.stack(numbers, 1))
     return AttentionMaps(
@@ -252,7 +263,7 @@ def _onwards(
     model: GPT, layer: int, state: Tensor, ids: Tensor, hook: RemovableHandle
 ) -> list[float]:
     """Return the losses (B,) of states (B, T, D) that go into a layer, whose hook it removes."""
-    with hooked([hook]):
+    with hook:
         state = model.h[layer](state, layer)
     for later in range(layer + 1, len(model.h)):
         state = model.h[later](state, later)
@@ -262,14 +273,3 @@ def _onwards(
 def _losses(model: GPT, state: Tensor, ids: Tensor) -> list[float]:
     """(B, T, D) before the final norm -> the mean loss of each sequence, in nats."""
     return [float(model.head_loss(h, ids[0, 1:])) for h in model.ln_f(state)[:, :-1]]
-
-
-@contextmanager
-def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks at the end."""
-    handles = list(hooks)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

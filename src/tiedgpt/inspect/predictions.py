@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, wide
+from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, put, wide
 from tiedgpt.inspect.faces import faces, final_bias
-from tiedgpt.inspect.opening import Model, Subject, Text, index, join, numpy, open_subject
+from tiedgpt.inspect.opening import Model, Subject, Text, index, numpy, open_subject
 from tiedgpt.inspect.results import Result
 from tiedgpt.tie.heads import inference
 
@@ -60,7 +60,7 @@ def positions(
     """
     subject = open_subject(model, tokenizer, text)
     gpt, ids, targets = subject.model, subject.ids, subject.targets
-    parts: list[dict[str, Tensor]] = []
+    found: dict[str, Tensor] = {}
     with inference(gpt):
         h = gpt.body(ids)
         poked, other = (None, h) if poke is None else _poke(subject, poke, poke_with)
@@ -72,8 +72,8 @@ def positions(
                 moved = logits_of(gpt, other[:, rows])
                 same = moved == logits  # where both are -inf, their difference is NaN
                 part["max_abs_change"] = (moved - logits).masked_fill(same, 0).abs().amax(-1)
-            parts.append(part)
-    columns = {name: join(part[name] for part in parts) for name in parts[0]}
+            put(found, targets.shape, rows, part)
+    columns = {name: numpy(values) for name, values in found.items()}
     surprisal = -columns["logprob"] / np.log(2).astype(columns["logprob"].dtype)
     nats = -columns["logprob"][:-1].astype(np.float64)
     return Positions(
