@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.evaluate.conftest import TEXT, directory  # noqa: F401
+from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.evaluate.texts import score_text
 from tiedgpt.infer import Engine
@@ -71,3 +72,19 @@ def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # 
     assert "--context must be from 2 to the model's 48, got 100" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     assert main(["eval", str(directory), str(tmp_path / "latin")]) == 3
+
+
+def test_options_and_models_that_do_not_fit_the_data_are_refused(directory, text, tmp_path, capsys):  # noqa: F811
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"context": "", "choices": ["a", "b"], "answer": 0}\n')
+    GPT.from_pretrained(directory).save_pretrained(tmp_path / "bare")
+    capsys.readouterr()
+    for model, data, options, said in (
+        (directory, path, ["--stride", "3"], "--stride and --bos are for texts"),
+        (directory, text, ["--limit", "3"], "--limit is for .jsonl files"),
+        (tmp_path / "bare", path, [], "needs a tokenizer"),
+        (tmp_path / "bare", text, [], "needs a tokenizer"),
+    ):
+        assert main(["eval", str(model), str(data), *options]) == 1
+        out, err = capsys.readouterr()
+        assert said in err and not out

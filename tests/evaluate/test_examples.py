@@ -1,6 +1,7 @@
 """Multiple choice and cloze."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples
 from tiedgpt.evaluate.intervals import ratio_interval, share_interval
+from tiedgpt.infer import Engine
 
 
 def continuation(directory, engine, context, text):
@@ -55,6 +57,18 @@ def test_a_long_context_is_cut_on_the_left_and_a_long_choice_is_refused(engine):
     assert [score.is_cut for score in scores] == [False, True]
     with pytest.raises(UserError, match="a choice has"):
         list(score_examples(engine, [Example("the", (text * 3,))]))
+
+
+def test_an_empty_context_is_the_token_that_texts_begin_with(directory, engine):
+    config = engine.runner.config
+    (score,) = score_examples(engine, [Example("", ("the cat",))])
+    ids = [config.bos_token_id, *engine.tokenizer.encode("the cat")]
+    assert score.logprobs[0] == pytest.approx(engine.score(ids).total, abs=1e-5)
+    model = GPT.from_pretrained(directory)
+    model.config = replace(config, bos_token_id=None, eos_token_id=None)
+    with Engine(model, tokenizer=engine.tokenizer) as other:
+        with pytest.raises(UserError, match="no token that texts begin with"):
+            list(score_examples(other, [Example("", ("the cat",))]))
 
 
 def write(path, lines):

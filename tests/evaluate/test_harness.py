@@ -2,6 +2,8 @@
 
 import pytest
 
+from tiedgpt.cli.main import main
+
 pytestmark = pytest.mark.slow  # lm_eval takes seconds to be imported
 DOCUMENTS = 100
 WORDS = "the cat sat on the mat and the dog ate the hat while a bird sang".split()
@@ -86,3 +88,9 @@ def test_both_models_of_the_harness_say_the_same(directory, engine):
                 else:
                     assert a[0] == pytest.approx(b[0], abs=1e-4)
                     assert a[1] == b[1]
+
+
+def test_a_task_that_there_is_not_is_named(directory, capfd):
+    pytest.importorskip("lm_eval")
+    assert main(["eval", str(directory), "--tasks", "no_such_task"]) == 1
+    assert "--tasks no_such_task: " in capfd.readouterr().err

@@ -48,6 +48,7 @@ def test_models_and_tokenizers_of_transformers_are_taken_from_memory(tokenizer, 
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     model = their_gpt2(vocab_size=len(tokenizer))
     found = positions(model, theirs, TEXT)
+    assert positions(model, theirs.backend_tokenizer, TEXT).to_json() == found.to_json()
     assert "".join(found.pieces) == TEXT
     assert found.ids.tolist() == theirs(TEXT)["input_ids"]
     assert found.to_json() == positions(GPT.from_pretrained(model), tokenizer, TEXT).to_json()
@@ -60,7 +61,8 @@ def test_texts_that_cannot_be_read_are_refused(function, model, tokenizer, saved
         ("", r"the text is empty"), ([], r"the text is empty"), ("cat " * 200, r"1|2 to 80 tokens"),
         (long, r"to 80 tokens.* got 81: give a shorter"), ([3, 5000], r"id 5000 is outside"),
         ([-1, 3], r"id -1 is outside"), ([0.5, 1.5], r"must be integers"),
-        ([[1, 2]], r"shape \(T,\)"),
+        ([[1, 2]], r"shape \(T,\)"), ([[1], [2, 3]], r"shape \(T,\)"),
+        (None, r"must be a str"), (5, r"shape \(T,\), got int"), ({"input_ids": [1]}, r"got dict"),
     )  # fmt: skip
     for text, said in cases:
         with pytest.raises(UserError, match=said):
@@ -163,8 +165,8 @@ def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(saved, mode
         np.testing.assert_array_equal(found.count, counts)
         np.testing.assert_array_equal(found.unseen, np.flatnonzero(counts == 0))
     assert found.counted_in == "the counts given"
-    for wrong, said in ((counts[1:], "counts must be"), (-counts, "counts must be")):
-        with pytest.raises(UserError, match=said):
+    for wrong in (counts[1:], -counts, counts * math.nan, counts.astype(str), [None] * len(counts)):
+        with pytest.raises(UserError, match="counts must be"):
             vocabulary(model, counts=wrong)
     with pytest.raises(UserError, match="needs a tokenizer"):
         vocabulary(model, counts=saved / "text.txt")

@@ -66,7 +66,9 @@ def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
     assert "wte.weight reads" in out and "head.weight predicts" in out
     assert "no counts" in out and "no tokenizer" in out
     assert main(["inspect", "gradient-split", "untied", "--ids", "1", "2", "3"]) == 0
-    assert "wte.weight reads, head.weight predicts: two matrices" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "wte.weight reads, head.weight predicts: two matrices" in out
+    assert "each is its matrix's ordinary gradient" in out
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
         (["positions", "--ids", "9999"], "id 9999 is outside"),
         (["positions", "--text", "a\udcff"], "lone surrogate"),
         (["vocabulary", "--top", "-3"], "--top must be at least 1"),
+        (["vocabulary", "--text", "cat"], "--text and --ids are not for inspect vocabulary"),
         (["vocabulary", "--poke", "3"], "--poke is not for inspect vocabulary"),
         (["dot", "--text", "cat", "--position", "99"], "--position must be"),
         (["dot", "--text", "cat", "--plot", "x.gif"], "name it .png, .svg or .pdf"),

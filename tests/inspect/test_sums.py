@@ -46,12 +46,15 @@ def test_the_gradient_of_w_is_the_sum_of_its_parts(model, n, arrays):
     ids = random_ids(n)
     found = gradient_split(model, None, ids, arrays=arrays)
     assert found.residual <= near(model)["rel"]
-    model.loss(ids[None, :-1], ids[None, 1:]).backward()
+    loss = model.loss(ids[None, :-1], ids[None, 1:])
+    loss.backward()
+    assert found.loss == pytest.approx(float(loss.detach()), **near(model))
     head = model.wte.weight if model.head is None else model.head.weight
     whole = {"wte.weight": model.wte.weight.grad.numpy(), found.predicts: head.grad.numpy()}
     assert found.reads == "wte.weight"
     assert found.predicts == ("wte.weight" if model.head is None else "head.weight")
     assert np.linalg.norm(found.rows_read) == pytest.approx(found.norm_read, **near(model))
+    assert np.linalg.norm(found.rows_predict) == pytest.approx(found.norm_predict, **near(model))
     if not arrays:
         assert found.read is None
     elif model.head is None:
@@ -98,6 +101,9 @@ def test_the_last_state_of_the_lens_is_the_model(model, n, after_attention):
     np.testing.assert_array_equal(found.target_rank[-1], own.rank)
     assert not found.kl_bits[-1].any() and (found.kl_bits >= 0).all()
     assert len(found.layers) == (5 if after_attention else 3)
+    every = lens(model, None, ids, top=97, after_attention=after_attention).top_logprob
+    sums = np.exp(every.astype(np.float64)).sum(-1)
+    assert sums == pytest.approx(np.ones(sums.shape), **near(model))
     firsts = found.top_ids[::-1, -1, 0]
     assert found.watch.tolist() == list(dict.fromkeys(firsts.tolist()))
     np.testing.assert_allclose(

@@ -85,6 +85,8 @@ def _evaluate(given: Arguments) -> int:
             return _harness(engine, given)
         result: ExamplesScore | TextScore
         if isinstance(data[0], Example):
+            if given.context or given.stride or given.bos:
+                raise UserError("--context, --stride and --bos are for texts: leave them out")
             kept = _scored(
                 given, ExampleScore, lambda skip: score_examples(engine, data[skip:]), len(data)
             )
@@ -108,6 +110,8 @@ def _read(path: Path, limit: int | None) -> list[Any]:
 
     if path.suffix == ".jsonl":
         return read_examples(path)[:limit]
+    if limit is not None:
+        raise UserError(f"--limit is for .jsonl files and --tasks, not for {path}: leave it out")
     with reading(path, "UTF-8 text"):
         return [path.read_text(encoding="utf-8")]
 
@@ -199,15 +203,20 @@ def _of_examples(result: ExamplesScore) -> dict[str, str]:
         rows["by chance"] = f"{numbers['chance']:.2%}"
     rows["answers"] = f"{numbers['answer_nats']:.4f} nats each"
     cut = f"; {numbers['contexts_cut']} contexts cut on the left" * bool(numbers["contexts_cut"])
-    return rows | {"measured on": f"{numbers['examples']:,} examples{cut}"}
+    measured = f"{numbers['examples']:,} example" + "s" * (numbers["examples"] != 1)
+    return rows | {"measured on": measured + cut}
 
 
 def _harness(engine: Engine, given: Arguments) -> int:
     """Run tasks of lm-evaluation-harness."""
     from tiedgpt.evaluate.harness import HarnessModel, simple_evaluate
 
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
-        found = simple_evaluate(HarnessModel(engine), tasks=list(given.tasks), limit=given.limit)
+    model = HarnessModel(engine)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
+            found = simple_evaluate(model, tasks=list(given.tasks), limit=given.limit)
+    except (KeyError, OSError) as failed:  # no such task, or its data cannot be had
+        raise UserError(f"--tasks {' '.join(given.tasks)}: {failed.args[0]}") from failed
     results: dict[str, dict[str, Any]] = found["results"]
     if given.format == "json":
         print(json.dumps(results, default=str))

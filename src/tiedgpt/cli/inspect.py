@@ -135,6 +135,8 @@ def _inspect(given: Arguments) -> Any:
                 options["text"] = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+    elif given.text is not None or given.ids:
+        raise UserError("--text and --ids are not for inspect vocabulary: leave them out")
     if given.name == "ablate":
         options["progress"] = _progress
     model: Any = source_or_newest(given.source)
@@ -303,14 +305,15 @@ def _reach(found: Vocabulary, id: int) -> str:
 
 
 def _gradient_split(found: GradientSplit, top: int) -> None:
-    joined = "one matrix, which both are added to"
+    joined, both = "one matrix, which both are added to", "their sum is the ordinary gradient"
     if found.reads != found.predicts:
         joined = "two matrices, untied: they stay apart"
+        both = "each is its matrix's ordinary gradient"
     print(f"{found.reads} reads, {found.predicts} predicts: {joined}")
     print(
         f"gradient of the loss: {_cell(found.norm_read)} from reading, "
         f"{_cell(found.norm_predict)} from predicting, cosine {_cell(found.cosine)}\n"
-        f"their sum is the ordinary gradient to {found.residual:.0e} of its length\n"
+        f"{both}, to {found.residual:.0e} of its length\n"
     )
     order = np.hypot(found.rows_read, found.rows_predict).argsort()[::-1][:top]
     _table(

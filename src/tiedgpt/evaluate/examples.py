@@ -12,6 +12,7 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
+from tiedgpt.evaluate.texts import beginning_of, require_tokenizer
 from tiedgpt.files import reading
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_context
@@ -114,7 +115,7 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     """
     found = list[Example | str]()
     with reading(path, "UTF-8 text"):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -174,10 +175,13 @@ def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[Exam
     A context that the choices share is read once. Where context and choice are longer than the
     model's context by more than a token, the context's beginning is left out.
     """
+    tokenizer = require_tokenizer(engine)
     some, longest = iter(examples), engine.runner.config.n_positions + 1
     while group := list(islice(some, 2 * engine.slots)):
+        if not all(example.context for example in group):
+            beginning_of(engine)  # which an empty context is
         pairs = [
-            split_context(choice, example.context, engine.runner.config, engine.tokenizer)
+            split_context(choice, example.context, engine.runner.config, tokenizer)
             for example in group
             for choice in example.choices
         ]

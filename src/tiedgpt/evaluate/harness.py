@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tiedgpt.errors import UserError
-from tiedgpt.evaluate.texts import beginning_of
+from tiedgpt.evaluate.texts import beginning_of, require_tokenizer
 from tiedgpt.infer import Engine
 
 try:
@@ -41,8 +41,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def __init__(self, source: Engine | str | os.PathLike[str], **options: Any) -> None:
         super().__init__()
         self.engine = source if isinstance(source, Engine) else Engine(source, **options)
-        if self.engine.tokenizer is None:
-            raise UserError("the harness needs a tokenizer, and there is none with the model")
+        self._tokenizer = require_tokenizer(self.engine)
         self.max_length = self.engine.runner.config.n_positions
 
     @property
@@ -59,14 +58,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @property
     def tokenizer_name(self) -> str:
         """By which the harness tells cached requests apart."""
-        return repr(self.engine.tokenizer)
+        return repr(self._tokenizer)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         """Return a text's ids; special tokens are never added."""
-        assert self.engine.tokenizer is not None
-        return self.engine.tokenizer.encode(string, allow_special=True)
+        return self._tokenizer.encode(string, allow_special=True)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
@@ -109,8 +107,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what follows each context, up to its task's stop strings."""
-        assert self.engine.tokenizer is not None
-        end = self.engine.tokenizer.decode([self.eot_token_id])
+        end = self._tokenizer.decode([self.eot_token_id])
         texts = []
         for request in tqdm(requests, desc="generating", disable=disable_tqdm):
             context, given = request.args

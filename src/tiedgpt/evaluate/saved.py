@@ -21,15 +21,13 @@ def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     A last line that was cut off is dropped, in the file as well. Raises `UserError` for a file
     with other facts, `CorruptInputError` for one that is no such file.
     """
-    if not path.exists():
-        return []
     with reading(path, "file of results"):
-        text = path.read_bytes()
+        text = path.read_bytes() if path.exists() else b""
+    if not text:
+        return []
     whole = text[: text.rfind(b"\n") + 1]
     try:
-        first, *rest = [json.loads(line) for line in whole.splitlines()] or (
-            [] if text else [facts]
-        )
+        first, *rest = map(json.loads, whole.splitlines())
         scores = [kind(**line) for line in rest]
     except (ValueError, TypeError) as error:
         raise CorruptInputError(f"{path} holds no results of an evaluation: {error}") from None

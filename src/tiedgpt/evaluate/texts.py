@@ -11,6 +11,7 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, ratio_interval
 from tiedgpt.infer import Engine
+from tiedgpt.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,8 @@ def score_windows(
     engine: Engine, texts: Iterable[str], windows: Windows, *, skip: int = 0
 ) -> Iterator[WindowScore]:
     """Yield the score of each window of each text, but for the first `skip`."""
-    if engine.tokenizer is None:
-        raise UserError("a text needs a tokenizer, and there is none with the model (--tokenizer)")
-    encode, byte_lengths = engine.tokenizer.encode, engine.tokenizer.byte_lengths()
+    tokenizer = require_tokenizer(engine)
+    encode, byte_lengths = tokenizer.encode, tokenizer.byte_lengths()
     beginning = [beginning_of(engine)] if windows.bos else []
     every = (window for text in texts for window in windows.cut([*beginning, *encode(text)]))
     some, found = islice(every, skip, None), skip > 0
@@ -153,6 +153,13 @@ def score_windows(
             yield WindowScore(-scored.total, len(ids), int(byte_lengths[ids].sum()))
     if not found:
         raise UserError("the text is too short: it has no token that is predicted")
+
+
+def require_tokenizer(engine: Engine) -> Tokenizer:
+    """Return the engine's tokenizer; raise `UserError` where it has none."""
+    if engine.tokenizer is None:
+        raise UserError("a text needs a tokenizer, and there is none with the model (--tokenizer)")
+    return engine.tokenizer
 
 
 def beginning_of(engine: Engine) -> int:

@@ -63,10 +63,11 @@ def open_model(
 def open_tokenizer(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
     """Return the tokenizer given, or the one that lies with a path.
 
-    `tokenizer` may be ours, a path, or one of transformers'. None if there is none; where it is
-    `needed`, `UserError`.
+    `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if there is none;
+    where it is `needed`, `UserError`.
     """
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if isinstance(backend, tokenizers.Tokenizer):
         return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
     if isinstance(tokenizer, (str, os.PathLike)):
         return Tokenizer.from_pretrained(os.fspath(tokenizer))
@@ -82,16 +83,22 @@ def open_tokenizer(model: Any, tokenizer: Any, *, needed: bool = False) -> Token
 
 def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
     """Return what is to be inspected, checked: `least` tokens to as many as the context holds."""
-    if not len(text):
+    if isinstance(text, (str, Sequence)) and not text:
         raise UserError("the text is empty: give at least a word")
     gpt, found = open_model(model, tokenizer, needed=isinstance(text, str))
     if isinstance(text, str):
         assert found is not None
         text = found.encode(text)
-    ids = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
+    try:
+        ids = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
+    except ValueError:  # lists of different lengths
+        ids = np.asarray(None)
     size, context = gpt.config.vocab_size, gpt.config.n_positions
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"ids must be integers of shape (T,), got {ids.dtype} {ids.shape}")
+        raise UserError(
+            f"the text must be a str or ids, which must be integers of shape (T,), got "
+            f"{type(text).__name__} of {ids.dtype} {ids.shape}"
+        )
     if not least <= len(ids) <= context:
         raise UserError(
             f"the text must have {least} to {context:,} tokens, the model's context, got "
@@ -129,6 +136,6 @@ def numpy(tensor: Tensor) -> np.ndarray:
     return (tensor.float() if narrow else tensor).numpy()
 
 
-def join(parts: Iterable[Tensor], dim: int = 0) -> np.ndarray:
+def join(parts: Iterable[Tensor]) -> np.ndarray:
     """Return tensors of several chunks as one array."""
-    return numpy(torch.cat(list(parts), dim))
+    return numpy(torch.cat(list(parts)))

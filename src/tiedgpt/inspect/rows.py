@@ -107,8 +107,15 @@ def vocabulary(
         where = os.fspath(counts)
         counts = _counted(where, found, size)
     counts = None if counts is None else np.asarray(counts)
-    if counts is not None and (counts.shape != (size,) or counts.min() < 0):
-        raise UserError(f"counts must be ({size},), each >= 0, got {counts.shape}")
+    if counts is not None and not (
+        counts.shape == (size,)
+        and np.issubdtype(counts.dtype, np.number)
+        and np.isfinite(counts).all()
+        and counts.min() >= 0
+    ):
+        raise UserError(
+            f"counts must be ({size},) numbers, each >= 0, got {counts.dtype} {counts.shape}"
+        )
     n = size if own_rank_rows is None else min(own_rank_rows, size)
     if n < 0:
         raise UserError(f"own_rank_rows must be >= 0, got {n}")
