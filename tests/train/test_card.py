@@ -56,6 +56,8 @@ def test_every_number_on_the_card_is_the_runs_own(trained):
     known = numbers_of(record) + numbers_of(lines) + [float(record["training"]["seed"])]
     known += [config.parameter_count(), config.parameter_count() + w]
     known += [sum(48 / line["tokens_per_second"] for line in lines if "loss" in line)]
+    text = record["train_text"]
+    known += [text["utf8_bytes"] / 1e6, text["utf8_bytes"] / text["tokens"]]
     known += [line["machine_memory_bytes"] / 1e9 for line in lines if "grad_norm_w_input" in line]
     text = card
     for said in sorted(texts_of(record), key=len, reverse=True):
@@ -116,10 +118,11 @@ def test_a_run_that_stopped_says_so_and_an_untied_model_too(trained):
     config = GPTConfig(**(record["model"] | {"tie_word_embeddings": False}))
     text = (trained / "metrics.jsonl").read_text()
     some = "".join(line + "\n" for line in text.splitlines() if json.loads(line)["step"] <= 9)
-    card = model_card(history("half", some), record, GPT(config))
+    predicts = {"predicts": "a matrix reads and another predicts"}
+    card = str(model_card(history("half", some), record, GPT(config), predicts))
     assert "stopped at step 9 of 20" in card and "**Untied**" in card
     assert "On all" not in card
-    nothing = model_card(history("new", ""), record, GPT(config))
+    nothing = str(model_card(history("new", ""), record, GPT(config), predicts))
     assert "Not validated yet" in nothing
 
 

@@ -4,9 +4,8 @@ Only the class of the modules changes: parameters, their names and whatever is s
 are, and evaluation and generation run the blocks as they are.
 
 Compiled, all blocks share one compiled form for each shape of their input. A block that is computed
-again keeps only what went into it, 4 bytes a unit of width, until backward comes to it (Chen et al.
-2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Random streams go back to
-where they were, so the gradients are the same bit for bit.
+again keeps only what went into it until backward comes to it (Chen et al. 2016, arXiv 1604.06174);
+the gradients are the same bit for bit, dropout included.
 """
 
 from __future__ import annotations

@@ -8,13 +8,11 @@ another name and never deleted.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from tiedgpt.train.task import Task
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
+T = TypeVar("T")
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""
 
@@ -39,26 +38,25 @@ def save_checkpoint(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
+    world: World,
     *,
     spared: int | None = None,
-    world: World | None = None,
-) -> Path:
-    """Write the state after `step` steps under `directory`; return its path.
+) -> None:
+    """Write the state after `step` steps under `directory`.
 
     `state` is plain data that must come back; torch's random stream is added to it. Older ones are
-    deleted, other than the newest before it and that of the step `spared`. In a `world` of several
-    processes all must call this, and the first writes.
+    deleted, other than the newest before it and that of the step `spared`. All processes must call
+    this, and the first writes.
     """
-    world = world or World(torch.device("cpu"))
     weights, moments = world.state(task, model, optimizers)
-    held = {name: value if value.ndim else value.reshape(1) for name, value in moments.items()}
-    held |= {f"random/{name}": value for name, value in _random_state(model).items()}
+    held = {**moments, **_random_state(model)}
     path = checkpoint_path(directory, step)
 
-    def write() -> Path:
+    def write() -> None:
         tensors = (*weights.values(), *held.values())
         require_room(directory, sum(t.numel() * t.element_size() for t in tensors))
-        set_aside(path)
+        if path.exists():
+            set_aside(path)
         with replacing(path) as temporary:
             temporary.mkdir()
             for name, values in (("model", weights), ("optimizer", held)):
@@ -72,21 +70,18 @@ def save_checkpoint(
         for old in checkpoints(directory)[:-KEPT]:
             if spared is None or old != checkpoint_path(directory, spared):
                 remove(old)
-        return path
 
-    return world.lead(write)
+    world.lead(write)
 
 
-def set_aside(path: Path) -> Path | None:
-    """Give a checkpoint that cannot be used another name, if it is there; return that."""
-    if not path.exists():
-        return None
-    endings = chain([".damaged"], (f".damaged-{number}" for number in count(2)))
-    free = (path.with_name(path.name + ending) for ending in endings)
-    aside = next(place for place in free if not place.exists())
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint that cannot be used another name; return that."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
     with writing(path):
-        path.rename(aside)
-    return aside
+        return path.rename(aside)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -107,39 +102,40 @@ def load_newest(
     loaded, `optimizers_at` is told after how many steps it was written, and returns the optimizers;
     it may change the model's parameters.
     """
-    damaged: list[tuple[Path, Exception]] = []
+
+    def load(path: Path) -> dict[str, Any]:
+        optimizers = optimizers_at(step_of(path))
+        load_weights(path, task, model)
+        load_moments(path, model, optimizers)
+        _set_random_state(path)
+        return read_json(path / "state.json")
+
+    if not checkpoints(directory):
+        return None, []
+    path, state, damaged = first_good(directory, load)
+    notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
+    _point_to(path)
+    return state, notes
+
+
+def first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, dict[Path, str]]:
+    """Load the newest good checkpoint; return its path, what `load` returned, and damaged ones.
+
+    Of those that were passed over the error is told. Raises `CorruptInputError` where none is good.
+    """
+    damaged: dict[Path, str] = {}
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
-            state = _load(path, task, model, optimizers_at(step_of(path)))
+            return path, load(path), damaged
         except (TiedGPTError, OSError) as error:
-            damaged.append((path, error))
-            continue
-        notes = [
-            f"passed over a damaged checkpoint: {error}; it is kept as {set_aside(bad)}"
-            for bad, error in damaged
-        ]
-        _point_to(path)
-        return state, notes
-    if damaged:
-        raise CorruptInputError(
-            f"no good checkpoint is left in {directory} ({damaged[0][1]}); train in another --out"
-        )
-    return None, []
+            damaged[path] = f"passed over a damaged checkpoint: {error}"
+    why = "".join(f" ({note})" for note in list(damaged.values())[:1])
+    raise CorruptInputError(f"no good checkpoint is left in {directory}{why}: begin a new run")
 
 
-def load_weights(directory: Path, step: int, task: Task, model: nn.Module) -> None:
-    """Put the weights of a step's checkpoint into the model.
-
-    Raises `CorruptInputError`, before the model is touched, where it is damaged.
-    """
-    path = checkpoint_path(directory, step)
-    verify(path)
-    _load_weights(path, task, model)
-
-
-def verify(path: Path) -> None:
-    """Raise `CorruptInputError` unless every file has the size and sha256 of the manifest."""
+def verify(path: Path) -> dict[str, Any]:
+    """Return the manifest; `CorruptInputError` unless every file has its size and sha256."""
     try:
         manifest = read_json(path / "manifest.json")
     except UserError as error:
@@ -154,18 +150,16 @@ def verify(path: Path) -> None:
             raise CorruptInputError(f"cannot read {file}: {error.strerror}") from None
         if known != found:
             raise CorruptInputError(f"{file} is not what was saved")
+    return manifest
 
 
 def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Give the optimizers what a checkpoint knows of parameters of the same rule; count those."""
-    return _give(_read_moments(path), model, optimizers)
-
-
-def _give(
-    moments: dict[str, dict[str, Tensor]],
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> int:
+    file = SafetensorsFile.open(path / "optimizer.safetensors")
+    moments: dict[str, dict[str, Tensor]] = {}
+    for entry in file.entries:
+        name, key = entry.rsplit("/", 1)
+        moments.setdefault(name, {})[key] = file.read(entry)
     names, given = {parameter: name for name, parameter in model.named_parameters()}, 0
     for optimizer in optimizers:
         by_momentum = "momentum" in optimizer.defaults
@@ -179,35 +173,8 @@ def _give(
     return given
 
 
-def _load(
-    path: Path, task: Task, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, Any]:
-    state, moments = read_json(path / "state.json"), _read_moments(path)
-    _load_weights(path, task, model)
-    random = moments.pop("random", {})
-    if "cpu" in random:
-        torch.set_rng_state(random["cpu"])
-    if "cuda" in random:
-        torch.cuda.set_rng_state(random["cuda"])
-    _give(moments, model, optimizers)
-    return state
-
-
-def _read_moments(path: Path) -> dict[str, dict[str, Tensor]]:
-    """Return what the optimizers hold of each parameter, by name, and under `random` the streams.
-
-    The number of a parameter's steps is a tensor without axes there.
-    """
-    file = SafetensorsFile.open(path / "optimizer.safetensors")
-    found: dict[str, dict[str, Tensor]] = {}
-    for entry in file.entries:
-        name, key = entry.rsplit("/", 1)
-        value = file.read(entry)
-        found.setdefault(name, {})[key] = value.reshape(()) if key == "step" else value
-    return found
-
-
-def _load_weights(path: Path, task: Task, model: nn.Module) -> None:
+def load_weights(path: Path, task: Task, model: nn.Module) -> None:
+    """Put a checkpoint's weights into the model; `CorruptInputError` where they are another's."""
     weights = SafetensorsFile.open(path / "model.safetensors")
     saved = task.state_to_save(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -218,13 +185,24 @@ def _load_weights(path: Path, task: Task, model: nn.Module) -> None:
             tensor.copy_(laid_out_like(weights.read(name), tensor))
 
 
+def _random_state(model: nn.Module) -> dict[str, Tensor]:
+    states = {"random/cpu": torch.get_rng_state()}
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_state(path: Path) -> None:
+    states = SafetensorsFile.open(path / "optimizer.safetensors")
+    torch.set_rng_state(states.read("random/cpu"))
+    if "random/cuda" in states.entries:
+        torch.cuda.set_rng_state(states.read("random/cuda"))
+
+
 def _point_to(path: Path) -> None:
     """Have `latest` name a checkpoint."""
-    latest = path.with_name("latest")
-    with contextlib.suppress(OSError):
-        if latest.read_text(errors="replace") == path.name + "\n":
-            return
-    with replacing(latest) as temporary:
+    with replacing(path.with_name("latest")) as temporary:
         temporary.write_text(path.name + "\n")
 
 
@@ -236,14 +214,6 @@ def step_of(path: Path) -> int:
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Return where the checkpoint of a step is."""
     return directory / f"step-{step:06d}"
-
-
-def _random_state(model: nn.Module) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
 
 
 def _identity(file: Path) -> dict[str, Any]:

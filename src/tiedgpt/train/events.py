@@ -57,7 +57,6 @@ class Untied:
     """W only reads from now on; a head of its own, its copy, predicts."""
 
     step: int
-    groups: list[Group]
 
 
 @dataclass(frozen=True)

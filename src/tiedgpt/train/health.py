@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.train.objective import Arrays, Loss, Model
@@ -51,10 +52,12 @@ class Health:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Health:
         """Return what a checkpoint's state holds; empty where it is of an older version."""
-        kept = state.get("health", {})
-        if not isinstance(kept, dict) or not set(kept) <= {each.name for each in fields(cls)}:
-            raise CorruptInputError("the checkpoint was written by another version of tiedgpt")
-        return cls(**kept)
+        try:
+            return cls(**state.get("health", {}))
+        except TypeError:
+            raise CorruptInputError(
+                "the checkpoint was written by another version of tiedgpt"
+            ) from None
 
     def state(self) -> dict[str, Any]:
         """Return it as plain data for a checkpoint."""
@@ -119,38 +122,31 @@ def require_finite(model: Model, world: World) -> None:
         raise DivergedError(f"{name or 'a matrix'} is no longer finite")
 
 
-def first_not_finite(task: Loss, model: Model, batch: Arrays | None, plan: Plan) -> str:
+def first_not_finite(task: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
     """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
     for name, parameter in model.named_parameters():
         if n := _not_finite(parameter):
             return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
-    if batch is None:
-        return ""
     found: list[str] = []
 
     def look(what: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and (n := _not_finite(tensor)):
             found.append(f"{what} ({n:,} of {tensor.numel():,})")
 
-    def watch_output(name: str, module: nn.Module) -> Any:
-        return module.register_forward_hook(
-            lambda _module, _inputs, output: look(f"the output of {name}", output)
-        )
-
-    def watch_gradient(name: str, parameter: nn.Parameter) -> Any:
-        return parameter.register_post_accumulate_grad_hook(
+    def watch(name: str, part: nn.Module | nn.Parameter) -> RemovableHandle:
+        if isinstance(part, nn.Module):
+            return part.register_forward_hook(lambda *args: look(f"the output of {name}", args[-1]))
+        return part.register_post_accumulate_grad_hook(
             lambda held: look(f"the gradient of {name}", held.grad)
         )
 
-    handles = [watch_output(name, module) for name, module in model.named_modules() if name]
-    handles += [watch_gradient(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    try:
+    with contextlib.ExitStack() as watched:
+        for name, part in (*model.named_modules(), *model.named_parameters()):
+            if name and (isinstance(part, nn.Module) or part.requires_grad):
+                watched.enter_context(watch(name, part))
         with contextlib.suppress(DivergedError):
             train_step(model, [], batch, plan, task=task)
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     return f"; first not finite: {found[0]}" if found else ""
 
 

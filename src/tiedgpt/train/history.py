@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ from tiedgpt.errors import UserError
 
 Axis = Literal["tokens", "steps", "seconds"]
 UNITS = ("tokens", "examples")
-PER_SECOND = "_per_second"
 PART = "part_"
 """How keys begin of the last evaluation on that part which the others were on."""
 
@@ -89,7 +88,7 @@ def history(name: str, text: str) -> History:
     samples: dict[int, str] = {}
     final: dict[str, float] = {}
     skipped, finished = 0, False
-    for line in filter(None, map(_parsed, text.splitlines())):
+    for line in metric_lines(text):
         step = line.pop("step")
         finished = line.pop("final", False) is True
         if finished:
@@ -104,23 +103,22 @@ def history(name: str, text: str) -> History:
             if isinstance(value, (int, float)):
                 columns.setdefault(key, {})[step] = float(value)
     unit = next((unit for unit in UNITS if unit in columns), UNITS[0])
-    counted, speeds = columns.get(unit, {}), columns.get(unit + PER_SECOND, {})
-    steps = sorted(step for step in counted if speeds.get(step, 0) > 0)
-    spent = (_units_in(step, counted) / speeds[step] for step in steps)
-    seconds = dict(zip(steps, accumulate(spent), strict=True))
+    counted, speeds = columns.get(unit, {}), columns.get(f"{unit}_per_second", {})
+    seconds, spent = {}, 0.0
+    for step in sorted(step for step in counted if speeds.get(step, 0) > 0):
+        # where the line before is lost, a step has the mean of those so far
+        before = counted.get(step - 1, counted[step] * (1 - 1 / step))
+        spent += (counted[step] - before) / speeds[step]
+        seconds[step] = spent
     return History(name, unit, columns, final, samples, skipped, finished, seconds)
 
 
-def _units_in(step: int, counted: dict[int, float]) -> float:
-    """Return the units of a step; where the line before it is lost, the mean of those so far."""
-    before = counted.get(step - 1)
-    return counted[step] / step if before is None else counted[step] - before
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """Return a line's object, or None for what was cut off."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
+def metric_lines(text: str) -> list[dict[str, Any]]:
+    """Return the objects in the text of a metrics.jsonl, without what a crash cut off."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict) and type(value.get("step")) is int:
+                found.append(value)
+    return found

@@ -10,9 +10,11 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from tiedgpt.core.model import plain_matrix
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 
 if TYPE_CHECKING:
+    from tiedgpt.train.parallel import World
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.task import Task
 
@@ -50,19 +53,16 @@ def of_the_machine(name: str) -> bool:
 class Measures:
     """Watches one step in `EVERY`, and says what it saw as a part of the step's metrics."""
 
-    def __init__(self, model: Model, task: Task, plan: Plan, device: torch.device) -> None:
-        self._gradients = GradientsOfW(model)
-        self._device = device
-        self._flops: float | None = None
-        peak = peak_flops(device, plan.dtype) if task.unit == "tokens" else None
-        if peak:
-            self._flops = model_flops(model, task.row_tokens) / peak
+    def __init__(self, model: Model, task: Task, plan: Plan, world: World) -> None:
+        self._world, self._gradients = world, GradientsOfW(model)
+        peak = peak_flops(world.device, plan.dtype) if task.unit == "tokens" else None
+        self._flops = model_flops(model, task.row_tokens) / peak if peak else None
 
-    @contextlib.contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """Watch a step, counted from 1, if it is due."""
-        with self._gradients.watching() if due(step) else contextlib.nullcontext():
-            yield
+    def watching(self, step: int) -> AbstractContextManager[None]:
+        """Watch a step, counted from 1, if it is due; several processes have no whole gradient."""
+        if due(step) and self._world.size == 1:
+            return self._gradients.watching()
+        return contextlib.nullcontext()
 
     def found(self, step: int, units_per_second: float) -> dict[str, float]:
         """Return what was measured in a step; {} where it was not due."""
@@ -70,8 +70,8 @@ class Measures:
             return {}
         found = self._gradients.norms()
         if self._flops is not None:
-            found["machine_flops_use"] = units_per_second * self._flops
-        if (peak := peak_memory(self._device)) is not None:
+            found["machine_flops_use"] = units_per_second / self._world.size * self._flops
+        if (peak := peak_memory(self._world.device)) is not None:
             found["machine_memory_bytes"] = peak
         return found
 
@@ -94,24 +94,18 @@ class GradientsOfW:
     def watching(self) -> Iterator[None]:
         """Watch what is trained in the block, which begins without gradients."""
         self._read, self._norms = [], {}
-        head = plain_matrix(self._gpt.head) if self._gpt.head is not None else None
-        matrices: list[tuple[Tensor, Callable[[Tensor], None]]] = [
-            (self._gpt.wte.weight, self._arrived)
-        ]
-        if head is not None and self._predicts:
-            matrices.append((head, self._head_arrived))
-        handles = [self._gpt.wte.register_forward_hook(self._reads)]
-        handles += [
-            matrix.register_post_accumulate_grad_hook(hook)
-            for matrix, hook in matrices
-            if matrix.requires_grad
-        ]
-        try:
+        wte, head = self._gpt.wte, self._gpt.head
+        hooks: dict[Tensor, Callable[[Tensor], None]] = {wte.weight: self._arrived}
+        matrix = plain_matrix(head) if head is not None and self._predicts else None
+        if matrix is not None:
+            hooks[matrix] = self._head_arrived
+        with contextlib.ExitStack() as watched:
+            watched.enter_context(wte.register_forward_hook(self._reads))
+            for weight, hook in hooks.items():
+                if weight.requires_grad:
+                    watched.enter_context(weight.register_post_accumulate_grad_hook(hook))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._read = []
+        self._read = []
 
     def norms(self) -> dict[str, float]:
         """Return them as they stand in metrics.jsonl, before clipping; {} where W is frozen."""
@@ -231,9 +225,7 @@ def describe() -> dict[str, Any]:
 
 def _processor() -> str:
     """Return the processor's name, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    named = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,9 +36,10 @@ def said(size: float) -> str:
     return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
-def free(device: torch.device) -> int | None:
-    """Return the free bytes of a device, or None where the system does not tell."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+def free(device: torch.device) -> float:
+    """Return the free bytes of a device; infinitely many where the system does not tell."""
+    found = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return math.inf if found is None else found
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) ->
             break
         fewer, less, most, peak = most, peak, rows, peak_memory(device) or 0
         added = peak - less if most > fewer > 0 else 0
-        if added > PLAIN or (room is not None and peak + 2 * added > before + room):
+        if added > PLAIN or peak + 2 * added > before + room:
             break
     a_row = (peak - less) / (most - fewer) if most > fewer > 0 else 0.0
     return Peak(before, int(peak - most * a_row), scale * a_row)
@@ -100,14 +102,14 @@ def require_lasting(config: GPTConfig, plan: Plan, row_tokens: int, world: World
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
     room, has = _room(plan, world, held_memory(world.device))
     lasting = _lasting(config, plan) // world.holders
-    if room is not None and lasting > room:
+    if lasting > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
             f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}: "
             "use a smaller model"
         )
     batch = 4 * 8 * plan.batch_size * row_tokens
-    if room is not None and lasting + batch > room:
+    if lasting + batch > room:
         raise NoRoomError(
             f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {said(batch)} beside "
             f"{said(lasting)} of weights, gradients and moments, and {world.device} has "
@@ -130,7 +132,7 @@ def require_memory(
         need += 4 * config.parameter_count()
     if plan.micro_batch < world.share(plan.batch_size):
         need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
-    if room is None or need <= room:
+    if need <= room:
         return
     ways = ["a smaller --batch-size or --micro-batch"]
     ways += ["--recompute blocks"] if plan.recompute == "off" else []
@@ -143,22 +145,17 @@ def require_memory(
     )
 
 
-def _room(plan: Plan, world: World, before: int) -> tuple[int | None, str]:
+def _room(plan: Plan, world: World, before: int) -> tuple[float, str]:
     """Return the bytes that training may take beside the `before` of the program, and of what."""
     device = world.device
-    room, has = free(device), "free"
-    if room is not None:
-        room += held_memory(device) - before
-    if room is not None and device.type == "cpu" and world.neighbours > 1:
-        room, has = room // world.neighbours, "free for each process"
-    if plan.memory is None:
+    room, has = free(device) + held_memory(device) - before, "free"
+    if device.type == "cpu" and world.neighbours > 1:
+        room, has = room / world.neighbours, "free for each process"
+    if plan.memory is None or room <= plan.memory - before:
         return room, has
-    left = plan.memory - before
-    if left <= 0:
+    if plan.memory <= before:
         raise NoRoomError(f"--memory {said(plan.memory)}: the program alone takes {said(before)}")
-    if room is not None and room <= left:
-        return room, has
-    return left, f"of --memory {said(plan.memory)} left beside the program"
+    return plan.memory - before, f"of --memory {said(plan.memory)} left beside the program"
 
 
 def memory_line(plan: Plan) -> str:

@@ -48,10 +48,9 @@ class Group:
 def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> list[Group]:
     """Sort the trainable parameters into groups: W, a head, positions, products, the rest.
 
-    `matrices` is the rule for the blocks' matrices. W goes by AdamW: its gradient at a step is
-    dense from predicting and a few rows from reading, not the product that Muon is made for. And
-    it is not decayed: the length of a row says how often its token is predicted as much as what it
-    means when read, and decay would flatten the first to shrink the second.
+    `matrices` is the rule for the blocks' matrices. W goes by AdamW: its gradient is dense from
+    predicting and a few rows from reading, not the product that Muon is made for. And it is not
+    decayed: the length of a row says how often its token is predicted, which decay would flatten.
     """
     gpt = body_of(model)
     both = gpt.config.tie_word_embeddings and predicts_tokens(model)
@@ -104,27 +103,34 @@ def freeze(model: M, patterns: str) -> M:
     return model
 
 
-def optimizers(groups: list[Group], *, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(groups: list[Group], *, lr: float) -> Optimizers:
     """Return one optimizer for each rule in use, over the groups that go by it.
 
     AdamW is fused into one pass a step. Muon (Jordan et al. 2024) makes a matrix's update
     orthogonal; its rate is scaled to match AdamW's update in size (Liu et al. 2025,
     arXiv 2502.16982), so that one rate serves both.
     """
-    by_rule: dict[Rule, list[dict[str, Any]]] = {}
-    for group in groups:
-        parameters = {"params": list(group.parameters.values())}
-        by_rule.setdefault(group.rule, []).append(parameters | {"weight_decay": group.weight_decay})
-    made: list[torch.optim.Optimizer] = []
-    if "adamw" in by_rule:
-        made.append(torch.optim.AdamW(by_rule["adamw"], lr=lr, betas=BETAS, fused=True))
-    if "muon" in by_rule:
-        made.append(
-            torch.optim.Muon(
-                by_rule["muon"], lr=lr, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+
+    def of(rule: Rule) -> list[dict[str, Any]]:
+        return [
+            {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
+            for group in groups
+            if group.rule == rule
+        ]
+
+    made: Optimizers = []
+    if adamw := of("adamw"):
+        made.append(torch.optim.AdamW(adamw, lr=lr, betas=BETAS, fused=True))
+    if muon := of("muon"):
+        how = "match_rms_adamw"
+        made.append(torch.optim.Muon(muon, lr=lr, momentum=MOMENTUM, adjust_lr_fn=how))
     return made
+
+
+def set_rate(optimizers: Optimizers, rate: float) -> None:
+    """Have the next step go by a learning rate."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = rate
 
 
 def groups_and_optimizers(
@@ -150,9 +156,9 @@ def untie_in_training(
 ) -> tuple[list[Group], Optimizers]:
     """Give the model a head of its own (`--untie-at`); return the groups and the optimizers.
 
-    The head begins as W's copy, with a copy of what the optimizer holds of W: both moments and the
-    number of its steps. The step in which the model is untied predicts as the tied one would have;
-    what is different afterwards is each matrix's own gradient alone, and the head's decay.
+    The head begins as W's copy, with a copy of what the optimizer holds of W. The next step
+    predicts as the tied model would have; then each matrix has its own gradient, and the head
+    decays.
     """
     assert isinstance(model, GPT)
     held = {p: state for optimizer in before for p, state in optimizer.state.items()}

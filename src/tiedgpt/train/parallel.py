@@ -2,8 +2,8 @@
 
 torchrun starts the processes; each has the whole batch of a step and computes its share of the
 rows, so that the steps are those of one process, to rounding. Rank 0 leads: it alone measures,
-evaluates and writes, and the others do what it found. `World` is one process, or several that have
-the model each (DDP); `Shards` have a part of every matrix each (FSDP2).
+evaluates and writes. `World` is one process, or several that have the model each (DDP); `Shards`
+have a part of every matrix each (FSDP2).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
-LAUNCHED = "TORCHELASTIC_RUN_ID"
-"""What torchrun sets in the environment of the processes that it starts."""
 PATIENCE = timedelta(days=1)
 """How long a process waits for the others; one that has ended is noticed at once."""
 
@@ -49,10 +47,7 @@ class Part:
 
 
 class World:
-    """The processes of a run: one, or several that have the whole model each (DDP).
-
-    One process has all rows, writes, and exchanges nothing; of several the gradients are averaged.
-    """
+    """The processes of a run: one, or several that have the whole model each (DDP)."""
 
     holders = 1
     """Processes that a matrix is shared out among."""
@@ -64,7 +59,6 @@ class World:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._objective: Any = None
-        self._parameters: list[nn.Parameter] = []
         self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
 
     @property
@@ -73,26 +67,19 @@ class World:
         return self.rank == 0
 
     def place(self, model: Model) -> Model:
-        """Bring a model to where it is trained, before optimizers are made of its parameters.
-
-        The one before is let go of.
-        """
+        """Bring a model to where it is trained, before optimizers are made of its parameters."""
         self.let_go()
         return model.to(self.device)
 
     def objective(self, model: Model) -> nn.Module:
         """Return the `Objective` of a model that was placed here, as it is to be called.
 
-        DDP's is made anew where the model has other parameters than before.
+        DDP's is made once: `let_go` of it where the model gets other parameters.
         """
         if self.size == 1:
             return Objective(model)
-        parameters = list(model.parameters())
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
-            from torch.nn.parallel import DistributedDataParallel
-
-            self._objective = DistributedDataParallel(Objective(model))
-            self._parameters = parameters
+        if self._objective is None:
+            self._objective = torch.nn.parallel.DistributedDataParallel(Objective(model))
         return self._objective
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -145,6 +132,8 @@ class World:
                 f"a batch of {plan.batch_size} rows for {self.size} processes: start fewer, or "
                 "train with a larger --batch-size"
             )
+        if plan.untie_at is not None and self.holders > 1:
+            raise UserError("--untie-at gives the model a matrix in mid-run: use --parallel ddp")
 
     def summing(self, part: Part) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""
@@ -158,15 +147,11 @@ class World:
 
     def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
         """Scale the gradients to a norm of at most `limit`; return the norm, (), before that."""
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return _full(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        if self.size == 1:
-            return flag
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        return bool(self.sum(torch.tensor(int(flag))))
 
     def lead(self, act: Callable[[], T]) -> T:
         """Return what `act` returned in the first process, which alone runs it.
@@ -176,21 +161,19 @@ class World:
         if self.size == 1:
             return act()
         told: list[Any] = [None, None]
-        if not self.leads:
-            dist.broadcast_object_list(told, device=torch.device("cpu"))
-            found, exit_code = told
-            if exit_code is not None:
-                self.part()
-                raise SystemExit(exit_code)
-            return found
         try:
-            told[0] = act()
+            if self.leads:
+                told[0] = act()
         except Exception as error:
-            told = [None, getattr(error, "exit_code", 1)]
+            told[1] = getattr(error, "exit_code", 1)
             raise
         finally:
             dist.broadcast_object_list(told, device=torch.device("cpu"))
-        return told[0]
+        found, exit_code = told
+        if exit_code is not None:
+            self.part()
+            raise SystemExit(exit_code)
+        return found
 
     def after_first(self, make: Callable[[], T]) -> T:
         """Make something in each process, in the others when the first is done with it."""
@@ -204,10 +187,10 @@ class World:
 
     def state(
         self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
-    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key.
 
-        All processes have a part in it, and the first gets them whole.
+        All processes must call this; the first gets the tensors whole.
         """
         moments = {
             f"{name}/{key}": value
@@ -216,7 +199,11 @@ class World:
             if parameter in optimizer.state
             for key, value in optimizer.state[parameter].items()
         }
-        return task.state_to_save(model), moments
+        return self.whole(task.state_to_save(model)), self.whole(moments)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors of which each process may hold a part, whole in the first."""
+        return tensors
 
     def part(self) -> None:
         """Let the first process have the last word: torchrun ends all when one has ended."""
@@ -229,7 +216,7 @@ class World:
         Those may be waiting for Python, which that wait would block.
         """
         if self._objective is not None:
-            self._objective, self._parameters = None, []
+            self._objective = None
             gc.collect()
 
 
@@ -239,12 +226,6 @@ class Shards(World):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, parallel=True)
         self.holders = self.size
-
-    def require_work(self, plan: Plan) -> None:
-        """Refuse, too, what changes parameters in the middle of a run."""
-        super().require_work(plan)
-        if plan.untie_at is not None:
-            raise UserError("--untie-at gives the model a matrix in mid-run: use --parallel ddp")
 
     def place(self, model: Model) -> Model:
         """Keep this process's parts: a block's matrices are whole only while it computes."""
@@ -266,21 +247,19 @@ class Shards(World):
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Have Muon, whose update is of a matrix as a whole, gather each."""
         muon = torch.optim.Muon
-        return [WholeMuon.of(rule) if isinstance(rule, muon) else rule for rule in rules]
+        return [
+            WholeMuon(rule.param_groups, **rule.defaults) if isinstance(rule, muon) else rule
+            for rule in rules
+        ]
 
     def summing(self, part: Part) -> AbstractContextManager[Any]:
         """Exchange gradients in the last part only."""
         self._objective.set_requires_gradient_sync(part.last)
         return nullcontext()
 
-    def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
-        """Take the norm over all parts."""
-        norm: Any = super().clip(parameters, limit)
-        return norm.full_tensor()
-
     def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
         """Give it a copy with all weights."""
-        weights, _ = _gathered(model)
+        weights = self.whole(model.state_dict())
 
         def act_on_copy() -> T:
             with torch.device("meta"):
@@ -290,34 +269,10 @@ class Shards(World):
 
         return self.lead(act_on_copy)
 
-    def state(
-        self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
-    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """Gather it, one tensor after the other, on the CPU."""
-        names = task.state_to_save(model).keys()
-        weights, moments = _gathered(model, optimizers)
-        return {name: value for name, value in weights.items() if name in names}, moments
-
-
-def _gathered(
-    model: Model, optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return whole weights by name and moments by name/key, on the CPU; {} but in the first."""
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    options = dcp.StateDictOptions(
-        full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True
-    )
-    weights: Any = dcp.get_model_state_dict(model, options=options)
-    moments = {}
-    for optimizer in optimizers:
-        if optimizer.state:  # without any, it would be made to do a step
-            held: Any = dcp.get_optimizer_state_dict(model, optimizer, options=options)
-            for key, value in held.items():
-                if key.startswith("state."):
-                    name, _, of = key.removeprefix("state.").rpartition(".")
-                    moments[f"{name}/{of}"] = value
-    return weights, moments
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gather them on the CPU of the first process, one after the other."""
+        gathered = ((name, _full(tensor.detach())) for name, tensor in tensors.items())
+        return {name: tensor.cpu() for name, tensor in gathered if self.leads}
 
 
 class WholeMuon(torch.optim.Muon):
@@ -326,26 +281,19 @@ class WholeMuon(torch.optim.Muon):
     Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
     """
 
-    @classmethod
-    def of(cls, rule: torch.optim.Muon) -> WholeMuon:
-        """Return it over the same parameters with the same numbers."""
-        return cls(rule.param_groups, **rule.defaults)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            numbers = {key: value for key, value in group.items() if key != "params"}
             for part in (p for p in group["params"] if p.grad is not None):
                 matrix = nn.Parameter(_full(part))
                 matrix.grad = _full(part.grad)
-                rule = torch.optim.Muon([numbers | {"params": [matrix]}])
+                rule = torch.optim.Muon([group | {"params": [matrix]}])
                 rule.state[matrix] = {k: _full(v) for k, v in self.state[part].items()}
                 rule.step()
                 part.copy_(laid_out_like(matrix.detach(), part))
-                self.state[part] = {
-                    key: laid_out_like(value, part) for key, value in rule.state[matrix].items()
-                }
+                held = rule.state[matrix].items()
+                self.state[part] = {key: laid_out_like(value, part) for key, value in held}
 
 
 def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -362,23 +310,21 @@ def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what lies in this process of a tensor."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _full(tensor: Tensor) -> Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def launched() -> bool:
     """Whether torchrun has started this process beside others."""
-    return LAUNCHED in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def require_launch(parallel: Parallel | None) -> None:
     """Raise `UserError` for what cannot be run in parallel as this process was started."""
-    if LAUNCHED not in os.environ and parallel is not None:
+    if parallel is not None and not dist.is_torchelastic_launched():
         raise UserError(
             f"--parallel {parallel} is for several processes: torchrun --nproc-per-node N -m "
             "tiedgpt train ..."

@@ -6,7 +6,6 @@ train with a rate that rises at each step, and look at where the loss falls, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ import torch
 
 from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.train.blocks import in_training
-from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.optim import groups_and_optimizers, set_rate
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
@@ -49,6 +48,7 @@ class Sweep:
         return float(f"{self.lowest / BELOW_LOWEST:.1e}")
 
 
+@torch.random.fork_rng(devices=[])
 def sweep(
     task: Task,
     plan: Plan,
@@ -63,29 +63,19 @@ def sweep(
     loss is beyond 1.5 times the first, or no longer finite. Equal seeds give equal sweeps.
     Raises `UserError` where the loss is not finite from the beginning.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.seed)
-        return _sweep(task, plan, device, steps, progress)
-
-
-def _sweep(
-    task: Task, plan: Plan, device: torch.device, steps: int, progress: Callable[[int, int], None]
-) -> Sweep:
+    torch.manual_seed(plan.seed)
     model = in_training(task.build().train(), plan).to(device)
     task.begin(model)
-    _, rules = groups_and_optimizers(task, model, replace(plan, lr=LOWEST), 0)
+    _, rules = groups_and_optimizers(task, model, plan, 0)
     batch_of = task.batches(replace(plan, batch_warmup=0, length_warmup=0))
     found = Sweep([], [], [])
     total = weight = 0.0
     for step in range(steps):
         rate = LOWEST * (HIGHEST / LOWEST) ** (step / max(1, steps - 1))
-        for group in (group for rule in rules for group in rule.param_groups):
-            group["lr"] = rate
+        set_rate(rules, rate)
         try:
             loss = train_step(model, rules, batch_of(step), plan, task=task).loss
         except DivergedError:
-            break
-        if not math.isfinite(loss):
             break
         total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
         found.rates.append(rate)

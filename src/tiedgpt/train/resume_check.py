@@ -31,6 +31,7 @@ from tiedgpt.train.sources import fork_options, open_sources, prepare
 from tiedgpt.train.trainer import Trainer
 
 PROCESSES: Any = multiprocessing.get_context("spawn")
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends a process at once by either
 STEPS = 6
 KILLED_AFTER = 5
 """Past a checkpoint, so that steps are done twice."""
@@ -56,8 +57,7 @@ def check_resume(
         plan = _plan(options, RunDirectory(unbroken))
         resumed.mkdir()
         for entry in ("data", "tokenizer", "run.toml"):
-            if (unbroken / entry).exists():
-                os.symlink(unbroken / entry, resumed / entry)
+            (resumed / entry).symlink_to(unbroken / entry)
         say(f"unbroken: {STEPS} steps of {plan.batch_size} rows")
         _in_child(unbroken, options, None)
         say(f"killed after step {KILLED_AFTER} (SIGKILL)")
@@ -69,16 +69,15 @@ def check_resume(
 
 def left(run: Path) -> dict[str, str]:
     """Return the sha256 of each file of the newest checkpoint, and of the metrics."""
-    newest = checkpoints(run / "checkpoints")[-1]
-    verify(newest)
-    files = {p.name: p.read_bytes() for p in newest.iterdir() if p.name != "manifest.json"}
-    files["metrics.jsonl"] = json.dumps(repeatable_metrics(run)).encode()
-    return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
+    manifest = verify(checkpoints(run / "checkpoints")[-1])
+    metrics = json.dumps(repeatable_metrics(run)).encode()
+    sums = {name: known["sha256"] for name, known in manifest.items()}
+    return sums | {"metrics.jsonl": hashlib.sha256(metrics).hexdigest()}
 
 
 def repeatable_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = RunDirectory(run).metric_lines()
     return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
 
 
@@ -109,8 +108,7 @@ def _in_child(run: Path, options: TrainOptions, die_after: int | None) -> None:
     child = PROCESSES.Process(target=_train, args=arguments)
     child.start()
     child.join()
-    killed = -int(getattr(signal, "SIGKILL", 1)) if die_after is not None else 0
-    if child.exitcode != killed:
+    if abs(child.exitcode) != (0 if die_after is None else KILL):
         raise CheckFailedError(f"a process that trained ended with the code {child.exitcode}")
 
 
@@ -128,13 +126,6 @@ def _train(path: Path, options: TrainOptions, die_after: int | None, threads: in
         trainer.stop_requested = lambda: trainer.step >= STEPS
         for event in trainer.run():
             if isinstance(event, Stepped) and event.step == die_after:
-                _die()
+                os.kill(os.getpid(), KILL)
     except TiedGPTError as error:
         raise SystemExit(f"{error}") from None
-
-
-def _die() -> None:
-    """End at once, as when the power goes: nothing is flushed, nothing is told."""
-    if hasattr(signal, "SIGKILL"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(-1)

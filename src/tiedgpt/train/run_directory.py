@@ -14,12 +14,13 @@ import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
+from tiedgpt.train.history import PART, metric_lines
 
 try:
     import fcntl
@@ -38,6 +39,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.record = path / "run.toml"
+        self.lock = path / ".lock"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -46,32 +48,27 @@ class RunDirectory:
         What an attempt left that never came to its first step is cleared away, before the block
         and after it.
         """
-        lock_path = self.path / ".lock"
         with writing(self.path):
             existed = self.path.exists()
             if existed and not self.path.is_dir():
                 raise UserError(f"{self.path} is a file; give --out a directory")
-            a_run = lock_path.exists() or self.record.exists()
+            a_run = self.lock.exists() or self.record.exists()
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
                     f"{self.path} is not empty and is no run: give --out another directory"
                 )
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = lock_path.open("a+")
+            lock = self.lock.open("a+")
         with lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    lock.seek(0)
-                    holder = lock.read().strip() or "unknown"
-                    raise UserError(
-                        f"{self.path} is in use: process {holder} is training in it; wait for it "
-                        "or give another --out"
-                    ) from None
-                if not _is_at(lock, lock_path):  # who had it has just removed it
-                    raise UserError(f"{self.path} was being left by another training: try again")
-            with writing(lock_path):
+            if not _flock(lock):
+                lock.seek(0)
+                raise UserError(
+                    f"{self.path} is in use: process {lock.read().strip() or 'unknown'} is "
+                    "training in it; wait for it or give another --out"
+                )
+            if not _is_at(lock, self.lock):  # who had it has just removed it
+                raise UserError(f"{self.path} was being left by another training: try again")
+            with writing(self.lock):
                 lock.truncate(0)
                 lock.write(str(os.getpid()))
                 lock.flush()
@@ -83,7 +80,7 @@ class RunDirectory:
             finally:
                 if not self.record.exists():
                     self._clear_unless_planned()
-                    lock_path.unlink(missing_ok=True)
+                    self.lock.unlink(missing_ok=True)
                     if not existed:
                         with contextlib.suppress(OSError):  # something else was put there
                             self.path.rmdir()
@@ -91,12 +88,10 @@ class RunDirectory:
     def in_use(self) -> bool:
         """Whether a training is in it now."""
         try:
-            with (self.path / ".lock").open("a+") as lock:
-                if fcntl is not None:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self.lock.open("a+") as lock:
+                return not _flock(lock)
         except OSError:
             return True
-        return False
 
     def _clear_unless_planned(self) -> None:
         """Without run.toml there was no first step, and data may be of other options."""
@@ -111,30 +106,21 @@ class RunDirectory:
 
     def finished(self) -> bool:
         """Whether the last step was done, whichever that was, and the model was written."""
-        latest = self.checkpoints / "latest"
-        if not all(p.exists() for p in (latest, self.metrics, self.model / "config.json")):
+        latest, lines = self.checkpoints / "latest", self.metric_lines()
+        if not (latest.exists() and (self.model / "config.json").exists() and lines):
             return False
-        try:
-            last = json.loads(self._metrics_text().splitlines()[-1])
-            name = f"step-{last['step']:06d}" if last.get("final") else None
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            return False
-        return latest.read_text(errors="replace").strip() == name
+        name = f"step-{lines[-1]['step']:06d}"
+        return "final" in lines[-1] and latest.read_text(errors="replace").strip() == name
 
     def reopen(self) -> int:
         """Let a run that is finished go on; return its last step.
 
         Its last line becomes that of an evaluation like the others.
         """
-        *lines, last = map(json.loads, self._metrics_text().splitlines())
-        score = {k.removeprefix("part_"): v for k, v in last.items() if k.startswith("part_")}
-        with replacing(self.metrics) as temporary:
-            every = [*lines, {"step": last["step"], **score}]
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in every), "utf-8")
+        *lines, last = self.metric_lines()
+        score = {k.removeprefix(PART): v for k, v in last.items() if k.startswith(PART)}
+        self._replace_metrics([*lines, {"step": last["step"], **score}])
         return int(last["step"])
-
-    def _metrics_text(self) -> str:
-        return self.metrics.read_text(encoding="utf-8", errors="replace")
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""
@@ -153,6 +139,12 @@ class RunDirectory:
             raise CorruptInputError(f"{self.record} is damaged: give another --out")
         return tables
 
+    def metric_lines(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl so far, without what a crash cut off."""
+        if not self.metrics.exists():
+            return []
+        return metric_lines(self.metrics.read_text(encoding="utf-8", errors="replace"))
+
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
@@ -166,15 +158,21 @@ class RunDirectory:
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after `step`, which are about to be written again."""
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self._metrics_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a crash
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
+        if self.metrics.exists():
+            self._replace_metrics([line for line in self.metric_lines() if line["step"] <= step])
+
+    def _replace_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with replacing(self.metrics) as temporary:
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def _flock(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; return whether nobody else had it locked."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return fcntl is None
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

@@ -1,7 +1,7 @@
 """What changes from step to step: the rate, the rows of a batch, their length. Pure functions.
 
 The rate is not rescaled where a batch is small: neither AdamW's nor Muon's update grows with the
-gradient, so early steps are as long as later ones and only their direction is noisier.
+gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def learning_rate(
     """Return the rate of a step, from 0: it rises linearly to `peak` in `warmup` steps.
 
     Then it goes by `schedule`:
-    - linear: falls to 0 after the last step (Bergsma et al. 2025, "Straight to Zero", arXiv
-      2502.15938);
+    - linear: falls to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
     - wsd: stays, and falls linearly to 0 over the last `cooldown` steps (Hägele et al. 2024, arXiv
-      2405.18392), so that what was trained before the fall serves runs of any length;
+      2405.18392);
     - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
     """
     if step < warmup:
@@ -52,13 +51,11 @@ def learning_rate(
 def transferred_rate(rate: float, *, width: int, to: int, rule: Rule) -> float:
     """Return the peak rate at the width `to` that does what `rate` does at `width`.
 
-    An update should change a unit's output equally at every width. The elements of AdamW's are of
-    one size, and n of them add up in a product over n inputs: the rate goes with 1 / width (Yang et
-    al. 2022, "Tensor Programs V", arXiv 2203.03466, table 8). Muon's, scaled to match them
-    (0.2 sqrt(max(n, m)) times an orthogonal matrix; Liu et al. 2025, arXiv 2502.16982), has a
-    spectral norm that grows with the root of the width: the rate goes with 1 / sqrt(width)
-    (Yang, Simon, Bernstein 2023, arXiv 2310.17813). `rule` is that of the blocks' matrices; one
-    rate serves all groups, so W, which reads and predicts, goes along.
+    An update should change a unit's output equally at every width. AdamW's elements are of one size
+    and add up over the inputs: 1 / width (Yang et al. 2022, arXiv 2203.03466, table 8). Muon's
+    update, scaled to match AdamW's (Liu et al. 2025, arXiv 2502.16982), has a spectral norm that
+    grows with the root of the width: 1 / sqrt(width) (Yang et al. 2023, arXiv 2310.17813). `rule`
+    is that of the blocks' matrices; one rate serves all groups.
     """
     return rate * (width / to) ** WIDTH_EXPONENTS[rule]
 

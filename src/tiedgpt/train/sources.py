@@ -33,7 +33,7 @@ from tiedgpt.data import (
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.checkpoint import checkpoints, load_moments, load_weights, step_of
+from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
 from tiedgpt.train.options import AUTO, FRESH_ONLY, TrainOptions, flag
 from tiedgpt.train.plan import Plan, recorded
@@ -187,20 +187,15 @@ def begin_fork(
 
     The directory is only read. Moments of a parameter that goes by another rule now are left out.
     """
-    damaged: list[str] = []
-    for path in reversed(checkpoints(directory)):
-        try:
-            load_weights(directory, step_of(path), task, model)
-            kept = load_moments(path, model, optimizers)
-        except CorruptInputError as error:
-            damaged.append(f"passed over a damaged checkpoint: {error}")
-            continue
-        total = sum(1 for _ in model.parameters())
-        state = f"the optimizer's state of {kept} of {total} parameters"
-        return [*damaged, f"begins with {path}: its weights, and {state}"]
-    raise CorruptInputError(
-        f"{directory} holds no good checkpoint to begin with{f' ({damaged[0]})' if damaged else ''}"
-    )
+
+    def load(path: Path) -> int:
+        load_weights(path, task, model)
+        return load_moments(path, model, optimizers)
+
+    path, kept, damaged = first_good(directory, load)
+    total = sum(1 for _ in model.parameters())
+    state = f"the optimizer's state of {kept} of {total} parameters"
+    return [*damaged.values(), f"begins with {path}: its weights, and {state}"]
 
 
 @dataclass(frozen=True)

@@ -44,22 +44,17 @@ def open_tracker(name: TrackerName) -> Start:
         raise UserError(
             f"--track {name} needs the package {name} ({error}): pip install {name}"
         ) from None
-    if name == "tensorboard":
-        return _start_tensorboard
 
     def start(run: Path, tables: Mapping[str, Any], step: int) -> tuple[Log, Callable[[], None]]:
         own: dict[str, Any] = {"id": _identity(run), "name": run.name}
         if name == "trackio":  # which knows a run by its name
             own = {"name": f"{run.name}-{_identity(run)}", "embed": False}
-        tracker = package.init(project=PROJECT, config=_flat(tables), resume="allow", **own)
-        tracker = package if name == "trackio" else tracker
+        package.init(project=PROJECT, config=_flat(tables), resume="allow", **own)
+        return lambda values, texts, step: package.log(
+            {**values, **texts}, step=step
+        ), package.finish
 
-        def log(values: dict[str, float], texts: dict[str, str], step: int) -> None:
-            tracker.log({**values, **texts}, step=step)
-
-        return log, tracker.finish
-
-    return start
+    return _start_tensorboard if name == "tensorboard" else start
 
 
 def _start_tensorboard(

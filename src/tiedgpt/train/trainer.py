@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +38,8 @@ from tiedgpt.train.events import (
 )
 from tiedgpt.train.health import WORSE, Health, first_not_finite, require_finite
 from tiedgpt.train.measures import Measures
-from tiedgpt.train.objective import Arrays, Model
-from tiedgpt.train.optim import Optimizers, groups_and_optimizers, untie_in_training
+from tiedgpt.train.objective import Model
+from tiedgpt.train.optim import Optimizers, groups_and_optimizers, set_rate, untie_in_training
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import FIRST_PART, Plan, plan_tables, replanned
 from tiedgpt.train.run_directory import RunDirectory
@@ -75,14 +73,12 @@ class Trainer:
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
     ) -> None:
-        self.directory, self.task, self.plan, self.device = run, task, plan, device
+        self.directory, self.task, self.plan = run, task, plan
         self.fork, self.stop_requested, self.track = fork, stop_requested, track
         self.world = world or World(device)
         self.step = self.saved_at = 0
-        self.lr = plan.lr
-        self.batch: Arrays | None = None
         self.clock: float | None = None
-        """When the first step was begun, as far as the steps are to be planned again."""
+        """When the first step was begun, as long as the steps are to be planned again."""
         self.notes: list[str] = []
         self.growth = plan.growth(task.row_units)
 
@@ -101,20 +97,11 @@ class Trainer:
     def _events(self) -> Iterator[Event]:
         yield self._begin()
         while not self._enough() and not self.world.any(self.stop_requested()):
-            if self.clock is not None and (replanned := self._replan(self.clock)) is not None:
-                yield replanned
-            if self.step == self.plan.untie_at:
-                yield self._untie()
+            yield from self._replan()
+            yield from self._untie()
             yield self._next_step()
             self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
-            improved = False
-            plan = self.plan.at(self.step - 1)
-            if self.step % plan.eval_every == 0 and self.step < plan.steps:
-                improved, evaluated = self._evaluate_part()
-                yield evaluated
-            due = improved or self.step % plan.save_every == 0
-            if due and self.step < self.plan.steps:
-                self._save()
+            yield from self._pause()
         self._save()
         yield self._finish() if self._enough() else self._stop()
 
@@ -144,7 +131,7 @@ class Trainer:
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         if frozen := sum(p.numel() for p in self.model.parameters() if not p.requires_grad):
             notes.append(f"{frozen:,} parameters are frozen: each stays as it is")
-        self.measures = Measures(self.model, self.task, plan, self.device)
+        self.measures = Measures(self.model, self.task, plan, world)
         if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
             done = self.growth.units_before(self.step) / self.growth.units_before(plan.steps)
             self.clock = time.perf_counter() - 60 * plan.minutes * done
@@ -156,50 +143,49 @@ class Trainer:
         self.optimizers = self.world.optimizers(rules)
         return self.optimizers
 
-    def _untie(self) -> Untied:
+    def _replan(self) -> Iterator[Replanned]:
+        """Plan the steps that are left anew, once, by the pace of the first part of the time."""
+        began, before, minutes = self.clock, self.plan, self.plan.minutes
+        if began is None or minutes is None:
+            return
+        seconds = self.world.lead(lambda: time.perf_counter() - began)
+        if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
+            return
+        self.clock = None
+        if (plan := replanned(before, self.task, self.step, seconds)) is None:
+            return
+        self.plan = plan
+        if self.world.leads and (tables := self.directory.read_record()):
+            self.directory.write_record(tables | plan_tables(plan))
+        note = (
+            f"planned again after {seconds:,.0f} s of {60 * minutes:,.0f}: {plan.steps:,} steps "
+            f"instead of {before.steps:,}, by the pace so far"
+        )
+        yield Replanned(self.step, plan, [note])
+
+    def _untie(self) -> Iterator[Untied]:
+        """Give the model a head of its own before the step that the plan says."""
+        if self.step != self.plan.untie_at:
+            return
+        self.world.let_go()
         self.groups, self.optimizers = untie_in_training(
             self.task, self.model, self.optimizers, self.plan
         )
         untied = "a head of its own, W's copy, predicts from here"
         self._write({"step": self.step + 1, "untied": untied})
-        return Untied(self.step, self.groups)
-
-    def _replan(self, began: float) -> Replanned | None:
-        """Plan the steps that are left anew, once, by the pace of the first part of the time."""
-        seconds = self.world.lead(lambda: time.perf_counter() - began)
-        before, minutes = self.plan, self.plan.minutes
-        assert minutes is not None
-        if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
-            return None
-        self.clock = None
-        if (plan := replanned(before, self.task, self.step, seconds)) is None:
-            return None
-        self.plan = plan
-        self.world.lead(lambda: self._record(plan))
-        note = (
-            f"planned again after {seconds:,.0f} s of {60 * minutes:,.0f}: {plan.steps:,} steps "
-            f"instead of {before.steps:,}, by the pace so far"
-        )
-        return Replanned(self.step, plan, [note])
-
-    def _record(self, plan: Plan) -> None:
-        """Write a new plan in place of the one in run.toml, if that is there."""
-        if tables := self.directory.read_record():
-            self.directory.write_record(tables | plan_tables(plan))
+        yield Untied(self.step)
 
     def _next_step(self) -> Stepped | Skipped:
         """Do a step, or skip it where its loss or gradient is not finite."""
         began, world = time.perf_counter(), self.world
-        self.lr = self.plan.rate(self.step)
-        for group in (group for rule in self.optimizers for group in rule.param_groups):
-            group["lr"] = self.lr
-        self.batch = self.batch_of(self.step)
+        set_rate(self.optimizers, self.plan.rate(self.step))
+        batch = self.batch_of(self.step)
         world.reseed(self.plan.seed, self.step)
         self.step += 1
         try:
-            with self.measures.watching(self.step) if world.size == 1 else nullcontext():
+            with self.measures.watching(self.step):
                 result = train_step(
-                    self.model, self.optimizers, self.batch, self.plan, world, task=self.task
+                    self.model, self.optimizers, batch, self.plan, world, task=self.task
                 )
         except DivergedError as error:
             return self._skipped(str(error))
@@ -211,11 +197,12 @@ class Trainer:
         speed = (units - self.growth.units_before(self.step - 1)) / seconds
         stepped = Stepped(
             step=self.step,
-            **asdict(result),
-            lr=self.lr,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=self.plan.rate(self.step - 1),
             units=units,
             units_per_second=speed,
-            measured=self.measures.found(self.step, speed / self.world.size),
+            measured=self.measures.found(self.step, speed),
         )
         self._write(stepped.metrics(self.task.unit))
         return stepped
@@ -223,17 +210,24 @@ class Trainer:
     def _skipped(self, why: str) -> Skipped:
         self.health.skip(self.step)
         units = {self.task.unit: self.growth.units_before(self.step)}
-        self._write({"step": self.step, "skipped": why, "lr": self.lr, **units})
+        rate = self.plan.rate(self.step - 1)
+        self._write({"step": self.step, "skipped": why, "lr": rate, **units})
         return Skipped(self.step, why, self.health.skipped_in_all)
 
-    def _evaluate_part(self) -> tuple[bool, Evaluated]:
-        """Score a part of what is held out; return whether it was never better, and the event."""
-        score = self._evaluate(self.plan.eval_batches)
-        sample = self._whole(lambda model: self.task.sample(model, self.plan, self.step))
-        metrics = self.task.metrics(score)
-        self._write({"step": self.step, **metrics, "sample": sample})
-        improved = self.health.evaluated(self.step, score.nats)
-        return improved, Evaluated(self.step, score, metrics, sample)
+    def _pause(self) -> Iterator[Evaluated]:
+        """Between two steps, evaluate and save where the plan says so, or validation improved."""
+        if self.step >= self.plan.steps:
+            return
+        plan, improved = self.plan.at(self.step - 1), False
+        if self.step % plan.eval_every == 0 and self.step < plan.steps:
+            score = self._evaluate(plan.eval_batches)
+            sample = self._whole(lambda model: self.task.sample(model, plan, self.step))
+            metrics = self.task.metrics(score)
+            self._write({"step": self.step, **metrics, "sample": sample})
+            improved = self.health.evaluated(self.step, score.nats)
+            yield Evaluated(self.step, score, metrics, sample)
+        if improved or self.step % plan.save_every == 0:
+            self._save()
 
     def _evaluate(self, n_batches: int | None = None) -> Score:
         require_finite(self.model, self.world)
@@ -248,8 +242,7 @@ class Trainer:
     def _stop(self) -> Ended:
         """Publish the weights as they are, of a run that was asked to stop."""
         if self.step:
-            self._publish(self.directory.model)
-            self._write_card(None)
+            self._publish(None)
         return Ended(self.step, finished=False, score=None)
 
     def _finish(self) -> Ended:
@@ -274,8 +267,7 @@ class Trainer:
         score = self._evaluate()
         metrics = self.task.metrics(score)
         line |= metrics
-        self._publish(self.directory.model)
-        self._write_card(line)
+        self._publish(line)
         self._write(line)  # the last thing that is written: with it the run is finished
         return Ended(self.step, True, score, metrics, nats, self.notes)
 
@@ -283,10 +275,11 @@ class Trainer:
         """Put the best weights in place of the last, if they can still be read."""
         if best is None:
             return False
+        path = checkpoint_path(self.directory.checkpoints, best)
         try:
-            verify(checkpoint_path(self.directory.checkpoints, best))
+            verify(path)
             groups_and_optimizers(self.task, self.model, self.plan, best)
-            load_weights(self.directory.checkpoints, best, self.task, self.model)
+            load_weights(path, self.task, self.model)
         except CorruptInputError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
             return False
@@ -297,10 +290,10 @@ class Trainer:
         if self.step > self.saved_at:
             require_finite(self.model, self.world)
             self.world.lead(self.directory.sync_metrics)
-            self._write_checkpoint(spared=self.health.best_step)
+            self._write_checkpoint()
             self.saved_at = self.step
 
-    def _write_checkpoint(self, spared: int | None = None) -> None:
+    def _write_checkpoint(self) -> None:
         save_checkpoint(
             self.directory.checkpoints,
             self.step,
@@ -308,15 +301,14 @@ class Trainer:
             self.model,
             self.optimizers,
             self.health.state(),
-            spared=spared,
-            world=self.world,
+            self.world,
+            spared=self.health.best_step,
         )
 
-    def _publish(self, directory: Path) -> None:
-        self._whole(lambda model: self.task.publish(model, directory))
-
-    def _write_card(self, last: Mapping[str, Any] | None) -> None:
-        self.world.lead(lambda: write_card(self.directory, self.model, last))
+    def _publish(self, last: Mapping[str, Any] | None) -> None:
+        """Write the model and its card; `last` is the line that is about to close the metrics."""
+        self._whole(lambda model: self.task.publish(model, self.directory.model))
+        self.world.lead(lambda: write_card(self.directory, self.task, self.model, last))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.world.leads:
@@ -330,13 +322,14 @@ class Trainer:
 
     def _diagnosed(self, error: DivergedError) -> DivergedError:
         """Say with the error where it began, what was before it, and what to do."""
-        run, batch = self.directory, self.batch
+        run, before = self.directory, max(0, self.step - 1)
+        batch, rate = self.batch_of(before), self.plan.rate(before)
         where = self._whole(lambda model: first_not_finite(self.task, model, batch, self.plan))
         kept, advice = "nothing was saved yet", ""
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
             advice = f", or go on from there with --fork {run.path}"
         return DivergedError(
-            f"{error} at step {self.step}{where}; rate {self.lr:.3g}, {self.health}; {kept}: train "
+            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}: train "
             f"again with a lower --lr in another --out{advice}"
         )
