@@ -334,5 +334,6 @@ def as_typed(message: str, names: Iterable[str]) -> str:
         return f"--{name.replace('_', '-')}" + (f" {quoted}" if "=" in match[0] else "")
 
     message = re.sub(rf"\b(?:{'|'.join(every)})=(?:'[\w-]*'|\"[\w-]*\")?", typed, message)
-    alone = rf"(?:{long or '(?!)'})\b|(?:{words or '(?!)'}){of_it}"
-    return re.sub(rf"(?<![-\w])(?<!\ba )(?<!\bthe )(?:{alone})", typed, message)
+    no_article = r"(?<!\ba )(?<!\bthe )"
+    alone = rf"(?:{long or '(?!)'})\b|{no_article}(?:{words or '(?!)'}){of_it}"
+    return re.sub(rf"(?<![-\w])(?:{alone})", typed, message)
