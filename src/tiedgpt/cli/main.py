@@ -30,6 +30,7 @@ VERBS = {
     "inspect": "what a model predicts and why: by position, layer, head, row of W",
     "explain": "lessons that run on a model: the tie, the head, the loss",
     "convert": "any GPT into the format of another tool, proven",
+    "study": "tied against untied GPTs on your text: an experiment with its report",
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",
     "doctor": "versions, devices, threads, and what is missing",
 }

@@ -10,6 +10,11 @@ import numpy as np
 Interval = tuple[float, float]
 Z = 1.959964
 """Standard errors to either side."""
+T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""The same where the spread is estimated from a few values: 2, 3, ... of them."""
 
 
 def ratio_interval(totals: Sequence[float], counts: Sequence[float]) -> Interval:
@@ -33,3 +38,17 @@ def share_interval(n_right: int, n: int) -> Interval:
     centre = (share + spread / 2) / (1 + spread)
     reach = Z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
     return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Return the interval of the mean of values that do not depend on each other (Student 1908).
+
+    For differences of pairs, give the differences. (nan, nan) of one value.
+    """
+    n = len(values)
+    if n < 2:
+        return math.nan, math.nan
+    mean = math.fsum(values) / n
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    reach = (T[n - 2] if n - 2 < len(T) else Z + (Z**3 + Z) / (4 * (n - 1))) * error
+    return mean - reach, mean + reach

@@ -143,7 +143,7 @@ def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> R
     if face.does != "reads":
         numbers["prior_logit"] = numpy(face.weight @ b + face.bias)
     direction, r2_heldout = _direction(centred, counts)
-    trends = {} if direction is None else {n: _trend(x, counts) for n, x in numbers.items()}
+    trends = {} if direction is None else {n: trend(x, counts) for n, x in numbers.items()}
     return Rows(
         name=face.name,
         does=face.does,
@@ -188,7 +188,7 @@ def _direction(centred: Tensor, counts: np.ndarray | None) -> tuple[np.ndarray |
     return numpy(direction), float(1 - unexplained.square().mean() / variance)
 
 
-def _trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], float]:
+def trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], float]:
     """Return Spearman's rho, its interval, and the slope, of numbers against ln count."""
     x, y = np.log(counts[counts > 0]), number[counts > 0].astype(np.float64)
     a, b = (ranks - ranks.mean() for ranks in (_ranks(x), _ranks(y)))

@@ -107,11 +107,14 @@ def _fill(panel: Panel, place: Any) -> None:
     place.spines[["top", "right"]].set_visible(False)
     place.grid(alpha=0.25)
     for line in panel.lines:
+        color = COLORS[line.color % len(COLORS)]
+        if len(line.low):
+            place.fill_between(line.xs, line.low, line.high, color=color, alpha=0.2, linewidth=0)
         place.plot(
             line.xs,
             line.ys,
             label=_drawable(line.name),
-            color=COLORS[line.color % len(COLORS)],
+            color=color,
             linewidth=1.4 if line.joined else 0,
             marker="o" if line.marked or not line.joined or len(line.xs) == 1 else None,
             markersize=3 if line.joined or line.marked else 1.5,

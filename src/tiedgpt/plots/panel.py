@@ -20,10 +20,19 @@ class Line:
     """Few points, worth a mark each."""
     joined: bool = True
     """False: a cloud of points."""
+    low: Sequence[float] = ()
+    """Lower ends of an interval at each place, which a figure shades; () for none."""
+    high: Sequence[float] = ()
+    """Upper ends."""
 
     def points(self) -> list[tuple[float, float]]:
         """Return the points whose value is finite."""
         return [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if math.isfinite(y)]
+
+    def shaded(self) -> list[tuple[float, float]]:
+        """Return the finite ends of the intervals."""
+        sides = (zip(self.xs, side, strict=True) for side in (self.low, self.high) if len(side))
+        return [(x, y) for side in sides for x, y in side if math.isfinite(y)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Panel:
 
     def limits(self) -> tuple[float, float, float, float] | None:
         """Return the least and greatest x, and y; None where there is nothing to draw."""
-        points = [point for line in self.lines for point in line.points()]
+        points = [p for line in self.lines for p in (*line.points(), *line.shaded())]
         if not points:
             return None
         xs, ys = zip(*points, strict=True)
