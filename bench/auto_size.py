@@ -33,7 +33,7 @@ from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choice
 from tiedgpt.train.events import Ended
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import make_plan, resized, speed, training_device
+from tiedgpt.train.plan import make_plan, speed, training_device
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import open_sources, prepare
 from tiedgpt.train.trainer import Trainer
@@ -94,9 +94,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
         tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)
-        steps = max(
-            1, round(tokens / (sized.default_batch_size() * resized(sized, task).n_positions))
-        )
+        steps = max(1, round(tokens / (sized.rows * (sized.context or 1))))
         asked[size] = replace(sized, steps=steps, minutes=None)
         if expected[size] > 1.5 * min(expected.values()):
             break  # larger ones take long to measure

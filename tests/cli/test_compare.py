@@ -3,8 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tiedgpt.cli.compare import Recipe, as_long
+from tiedgpt.cli.compare import Recipe, as_long, read_recipes
+from tiedgpt.cli.train import Arguments
 from tiedgpt.train.options import TrainOptions
+
+
+def test_recipes_are_of_one_size_and_a_model_to_start_from_has_its_own():
+    for more, size in (({}, "mini"), ({"start": "gpt2"}, "auto"), ({"fork": "runs/x-1"}, "auto")):
+        given = Arguments(data=("x.txt",), compare=("--lr 1e-3",), **more)
+        assert [recipe.options.size for recipe in read_recipes(given)] == [size, size]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import random
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.train.conftest import CPU
+from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.train import plan as plan_module
@@ -21,7 +23,8 @@ from tiedgpt.train.choice import (
     worth,
 )
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import make_plan
+from tiedgpt.train.plan import make_plan, recorded
+from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
 
 SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
@@ -93,7 +96,7 @@ def test_a_record_says_what_was_chosen_and_why(monkeypatch, new_run, config):
     shape = SIZES[plan.size]
     assert (task.config.n_layer, task.config.n_embd) == (shape.n_layer, shape.n_embd)
     assert plan.reason.startswith(f"{plan.size} has the lowest expected loss of")
-    assert "1 minutes here" in plan.reason and "passes" in plan.reason
+    assert "1 minute here" in plan.reason and "passes" in plan.reason
     assert plan.minutes == 1.0 and plan.steps == 1000
     assert not task.notes
 
@@ -106,6 +109,14 @@ def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_h
     seen = plan.steps * plan.batch_size * task.context
     assert seen == pytest.approx(MOST_PASSES * 20_000, rel=0.01) and plan.minutes is None
     assert plan.steps >= 100
+
+
+def test_epochs_that_were_asked_for_are_what_is_trained(monkeypatch, new_run, config):
+    made = {"minutes": None, "tokens": 20_000, "epochs": 2.0, "sample_prompt": "line"}
+    plan, task = choice(monkeypatch, new_run, config, **made)
+    rows = plan.steps * plan.batch_size
+    assert rows == pytest.approx(2 * task.epoch_rows, abs=plan.batch_size)
+    assert plan.minutes is None and not task.notes and ": 2.0 passes at" in plan.reason
 
 
 def test_dropout_goes_with_the_passes_and_short_runs_have_small_batches():
@@ -130,6 +141,31 @@ def test_texts_that_are_hardly_texts_are_trained_on(text, tmp_path, monkeypatch)
     scored = [line["val_loss"] for line in lines if "val_loss" in line]
     assert last["final"] and last["val_loss"] <= min(scored) + 1e-6
     assert tomllib.loads(Path("run/run.toml").read_text())["training"]["reason"]
+
+
+@pytest.mark.parametrize("n_bytes", [30_000, 300_000])
+def test_of_a_small_text_the_weights_that_validated_best_are_published(
+    n_bytes, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(1).choices(
+        "a cat and two old dogs sat on my mat again".split(), k=n_bytes
+    )
+    Path("text.txt").write_text(" ".join(words)[:n_bytes])
+    rising = ("--lr", "0.4", "--warmup", "1", "--eval-every", "2", "--sample-prompt", "two old")
+    quick = ("--size", "nano", "--steps", "12", "--context", "32", "--dtype", "fp32")
+    assert main(["train", "text.txt", "--out", "run", *quick, *rising]) == 0
+    *lines, last = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    scored = [line["val_loss"] for line in lines if "val_loss" in line] + [last["part_val_loss"]]
+    assert len(scored) >= 4 and min(scored) < scored[-1]
+    run = RunDirectory(Path("run"))
+    config, plan = recorded(run.read_record())
+    task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
+    published = GPT.from_pretrained(run.model)
+    part = task.evaluate(published, plan, plan.eval_batches)
+    assert part.nats == pytest.approx(min(scored), abs=1e-5)
+    assert task.evaluate(published, plan).nats == pytest.approx(last["val_loss"], abs=1e-5)
+    assert "| two old" in capfd.readouterr().err
 
 
 def test_bytes_that_are_no_text_are_refused_by_name(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ from tests.train.conftest import CPU
 from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import UserError
 from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.pace import for_steps
 from tiedgpt.train.plan import make_plan, record, recorded
 from tiedgpt.train.run_directory import toml
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -26,6 +27,11 @@ def test_minutes_become_steps_by_a_measurement(config, new_run):
     longer = make_plan(dataclasses.replace(options, minutes=5.0), task, CPU)
     assert plan.steps > 10
     assert longer.steps > 3 * plan.steps
+
+
+def test_half_of_the_time_is_for_steps_however_long_the_last_evaluation_takes():
+    assert for_steps(2.0, 20.0) == 100.0
+    assert for_steps(2.0, 1000.0) == 60.0
 
 
 def test_what_run_toml_says_is_read_back_as_it_was(options, config, new_run):

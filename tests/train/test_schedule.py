@@ -198,9 +198,9 @@ def test_a_width_of_ones_own_has_more_heads_and_a_transferred_rate():
     size, options = SIZES["tiny"], TrainOptions(size="tiny", width=512)
     config = options.model_config(vocab_size=99, bos=None, eos=None)
     assert (config.n_embd, config.n_head, config.n_layer) == (512, 16, size.n_layer)
-    assert options.default_rate(config) == pytest.approx(size.lr / 2)
+    assert options.peak_rate(config) == pytest.approx(size.lr / 2)
     adamw = dataclasses.replace(options, optimizer="adamw")
-    assert adamw.default_rate(config) == pytest.approx(size.lr_adamw / 4)
+    assert adamw.peak_rate(config) == pytest.approx(size.lr_adamw / 4)
     for wrong in ({"width": 100}, {"start": "x", "width": 512}):
         with pytest.raises(UserError, match="--width"):
             TrainOptions(size="auto" if "start" in wrong else "tiny", **wrong)

@@ -94,7 +94,9 @@ def read_recipes(given: Arguments) -> list[Recipe]:
         raise UserError(f"{out} is a run itself: give --out another directory for the comparison")
     recipes: list[Recipe] = []
     if len(given.compare) == 1:
-        recipes.append(Recipe("as given", base.options(), out / "as-given", says_length=False))
+        recipes.append(
+            Recipe("as given", _sized(base.options()), out / "as-given", says_length=False)
+        )
     for text in given.compare:
         try:
             arguments = shlex.split(text)
@@ -119,9 +121,13 @@ def read_recipes(given: Arguments) -> list[Recipe]:
         slug = "-".join(letters.split())[:60] or "recipe"
         if any(recipe.out == out / slug for recipe in recipes):
             slug += f"-{len(recipes) + 1}"
-        options = one.options()  # of one size, so that only what is asked for differs
-        recipes.append(Recipe(text, replace(options, size=options.named_size), out / slug, says))
+        recipes.append(Recipe(text, _sized(one.options()), out / slug, says))
     return recipes
+
+
+def _sized(options: TrainOptions) -> TrainOptions:
+    """Have recipes of fresh models be of one size, so that only what is asked for differs."""
+    return options if options.continues else replace(options, size=options.named_size)
 
 
 def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
@@ -137,7 +143,7 @@ def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
 
 def _tokens(options: TrainOptions, steps: int = 1000) -> int:
     """Return the tokens of so many steps, or what stands in their proportion."""
-    rows = options.default_batch_size()
+    rows = options.rows
     growth = Growth(
         batch_size=rows,
         micro_batch=rows,

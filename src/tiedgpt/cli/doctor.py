@@ -87,7 +87,8 @@ def _of_torch() -> dict[str, Any]:
     import torch
 
     from tiedgpt.core.config import GPTConfig
-    from tiedgpt.train.plan import faster_dtype, training_device
+    from tiedgpt.train.pace import faster_dtype
+    from tiedgpt.train.plan import training_device
 
     device = training_device()
     return {

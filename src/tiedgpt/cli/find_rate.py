@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ def find_rate(options: TrainOptions) -> int:
         )
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.plan import make_plan, training_device
-    from tiedgpt.train.rates import STEPS, sweep
+    from tiedgpt.train.rates import sweep
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import open_sources, prepare
 
@@ -33,7 +32,7 @@ def find_rate(options: TrainOptions) -> int:
         display = Display(run.path, Show())
         with display.bar("reading text") as update:
             task = prepare(run, options, open_sources(options), None, update)
-        plan = make_plan(replace(options, steps=STEPS, minutes=None), task, device)
+        plan = make_plan(options, task, device)  # of the size that the run would have
         with display.bar("trying rates") as update:
             found = sweep(task, plan, device, progress=update)
     show(found, plan, task.config.n_embd, given=options.lr is not None)
@@ -62,5 +61,6 @@ def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
         f"--lr {found.suggestion:g}: 1/{BELOW_LOWEST:g} of the rate at which the loss was lowest; "
         "a long run may want less",
     )
+    fact("model", f"{plan.size or 'as begun with'}, {width:,} wide")
     fact("given" if given else "default", f"{plan.lr:g}")
     fact("wider", f"{wider} (width^-{WIDTH_EXPONENTS[rule]:g}, the rule for {rule})")

@@ -19,19 +19,10 @@ from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.infer import Engine
+from tiedgpt.train import events
 from tiedgpt.train.blocks import decide
-from tiedgpt.train.events import (
-    Ended,
-    Evaluated,
-    Event,
-    Replanned,
-    Skipped,
-    Started,
-    Stepped,
-    Untied,
-)
 from tiedgpt.train.memory import memory_line
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import TrainOptions, counted
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
@@ -40,6 +31,8 @@ from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
+READABLE = 500_000
+"""Tokens of training, of a fresh model, below which hardly a word that it writes is right."""
 SMOOTHING = 0.9
 
 
@@ -69,9 +62,6 @@ class Display:
         """Show a note."""
         note(text, to=self.err)
 
-    def _fact(self, label: str, text: str) -> None:
-        fact(label, text, to=self.err)
-
     @contextlib.contextmanager
     def bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Show a bar while text is encoded, or rates are tried."""
@@ -89,15 +79,46 @@ class Display:
         """Show what is trained, and how long that will take."""
         for text in task.notes:
             self.say(text)
-        config, where, self._unit = task.config, str(world.device), task.unit
+        self._unit, self._growth = task.unit, plan.growth(task.row_units)
+        described, config = task.describe(), task.config
+        (kind, data), *_ = described.items()
+        source = ", ".join(options.data) or "the documentation inside this Python"
+        facts = {
+            kind: f"{source}: {data}",
+            "tokens": described["tokens"],
+            "model": f"{options.start or options.fork or plan.size}: "
+            + _parameters(config, described),
+            "chosen": plan.reason,
+            "training": self._training(plan, task, world),
+            "saved in": f"{self.out}; Ctrl-C saves and stops, the same command goes on",
+            "memory": "" if plan.memory is None else memory_line(plan),
+        }
+        if self.show.verbose:
+            part = plan.eval_batches * plan.micro_batch * task.row_units
+            facts |= {
+                "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
+                f"heads, {config.n_positions} positions",
+                "schedule": f"peak rate {plan.lr:g}, {plan.warmup:,} steps of warm-up, then "
+                f"{plan.schedule}",
+                "checked": f"every {counted(plan.eval_every, 'step')} on about {part:,} "
+                f"{task.unit}, at the end on all",
+            }
+        for label, text in facts.items():
+            if text:
+                fact(label, text, to=self.err)
+        if (lacks := decide(options.compile, world.device)[1]) is not None:
+            self.say(lacks)
+
+    def _training(self, plan: Plan, task: LanguageModelling | Labelled, world: World) -> str:
+        """Return in words how long is trained, on what, and what is unusual about it."""
+        where = str(world.device)
         if world.device.type == "cpu":
-            where = _counted(torch.get_num_threads(), "CPU thread")
+            where = counted(torch.get_num_threads(), "CPU thread")
         if world.size > 1:
             where += f" in each of {world.size} processes"
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
-        examples = len(task.train) if isinstance(task, Labelled) else task.encoded.train.tokens
-        epochs = plan.growth(task.row_units).units_before(plan.steps) / max(1, examples)
-        takes = "" if plan.minutes is None else f", about {plan.minutes:g} minutes"
+        takes = "" if plan.minutes is None else f", about {counted(plan.minutes, 'minute')}"
+        epochs = self._growth.units_before(plan.steps) / task.epoch_rows / task.row_units
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
             f"a step's batch in {parts} parts": parts > 1,
@@ -106,43 +127,13 @@ class Display:
             f"rows grow for {plan.length_warmup:,} steps": plan.length_warmup,
             f"untied after {plan.untie_at or 0:,} steps": plan.untie_at is not None,
         }
-        also = "".join(f"; {what}" for what, so in changes.items() if so)
-        described = task.describe()
-        source = ", ".join(options.data) or "the documentation inside this Python"
-        kind = next(iter(described))
-        self._fact(kind, f"{source}: {described[kind]}")
-        self._fact("tokens", described["tokens"])
-        self._fact("model", f"{options.start or plan.size}: {_parameters(config, described)}")
-        if plan.reason:
-            self._fact("chosen", plan.reason)
-        self._fact(
-            "training",
-            f"{plan.steps:,} steps of {plan.batch_size}{rows} {task.unit}, {epochs:.1f} epochs"
-            f"{takes}; in {plan.dtype} on {where}{also}",
-        )
-        self._fact("saved in", f"{self.out}; Ctrl-C saves and stops, the same command goes on")
-        if plan.memory is not None:
-            self._fact("memory", memory_line(plan))
-        if self.show.verbose:
-            self._details(plan, task)
-        if (lacks := decide(options.compile, world.device)[1]) is not None:
-            self.say(lacks)
-
-    def _details(self, plan: Plan, task: LanguageModelling | Labelled) -> None:
-        """Show what few people ask for."""
-        config = task.config
-        self._fact(
-            "shape",
-            f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} heads, "
-            f"{config.n_positions} positions",
-        )
-        rate = f"peak rate {plan.lr:g}, {plan.warmup:,} steps of warm-up, then {plan.schedule}"
-        self._fact("schedule", rate)
-        self._fact(
-            "checked",
-            f"every {plan.eval_every} steps on about "
-            f"{plan.eval_batches * plan.micro_batch * task.row_units:,} {task.unit}, at the end "
-            "on all",
+        return "; ".join(
+            [
+                f"{counted(plan.steps, 'step')} of {plan.batch_size}{rows} {task.unit}, "
+                f"{epochs:.1f} epochs{takes}",
+                f"in {plan.dtype} on {where}",
+                *(what for what, so in changes.items() if so),
+            ]
         )
 
     @contextlib.contextmanager
@@ -156,30 +147,30 @@ class Display:
             self._task = self._progress.add_task("", total=plan.steps)
             yield
 
-    def event(self, event: Event) -> None:
+    def event(self, event: events.Event) -> None:
         """Show something that happened in training."""
         for text in getattr(event, "notes", ()):
             self.say(text)
         match event:
-            case Started():
+            case events.Started():
                 for group in event.groups if self.show.verbose else ():
-                    self._fact("optimizer", str(group))
+                    fact("optimizer", str(group), to=self.err)
                 if event.step:
                     self.say(f"going on after step {event.step:,}")
                 self._progress.reset(self._task, completed=event.step)
-            case Replanned():
+            case events.Replanned():
                 self._progress.update(self._task, total=event.plan.steps)
-            case Stepped():
+            case events.Stepped():
                 self._stepped(event)
-            case Skipped():
+            case events.Skipped():
                 self.say(
                     f"step {event.step:,} was skipped, the weights stay: {event.why} "
                     f"({event.skipped_in_all:,} so far)"
                 )
                 self._skipped = f"{event.skipped_in_all:,} skipped  "
-            case Untied():
+            case events.Untied():
                 self.err.print(f"step {event.step:>7,}  untied: a head begins as W's copy")
-            case Evaluated():
+            case events.Evaluated():
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),
                     f"val {_scored(event.metrics, 3)}  ",
@@ -188,7 +179,7 @@ class Display:
                 line.truncate(self.err.width - 1)
                 self.err.print(line)
 
-    def _stepped(self, event: Stepped) -> None:
+    def _stepped(self, event: events.Stepped) -> None:
         """Show the loss and the speed, each an exponential mean without a bias at the start."""
         self._seen += 1
         share = max(1 - SMOOTHING, 1 / self._seen)
@@ -202,22 +193,16 @@ class Display:
         directory: RunDirectory,
         options: TrainOptions,
         task: LanguageModelling | Labelled,
-        ended: Ended,
+        ended: events.Ended,
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
         if not self.show.results:
             return
+        out, config = console(), task.config
         if self.show.format == "json":
-            facts: dict[str, object] = {
-                "run": str(self.out),
-                "model": str(directory.model),
-                "steps": ended.step,
-            }
-            facts["parameters"] = task.config.parameter_count()
-            print(json.dumps(facts | ended.metrics))
+            where = {"run": str(self.out), "model": str(directory.model), "steps": ended.step}
+            print(json.dumps(where | {"parameters": config.parameter_count()} | ended.metrics))
             return
-        out = console()
-        config = task.config
         here = shlex.quote(str(self.out))
         if isinstance(task, Labelled):
             theirs = task.head_class.class_in_transformers(config) is not None
@@ -229,6 +214,11 @@ class Display:
             how = f' --prompt "{prompt}"' if prompt else ""
             verbs = f"generate {here}{how}", f"plot {here}", f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
+            seen = self._growth.units_before(ended.step)
+            if seen < READABLE and not options.continues:
+                self.say(
+                    f"trained on {seen:,} tokens: too few for readable text: more text or time"
+                )
         score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
         part = f"loss {ended.sample_nats:.4f} on the part scored between steps"
         fact("score", f"{score}; {part}", to=out)
@@ -237,10 +227,6 @@ class Display:
         fact("saved in", f"{directory.model}{loads}", to=out)
         out.print(Text("\nnext", "bold"))
         out.print(steps)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def _parameters(config: GPTConfig, described: Mapping[str, str]) -> str:

@@ -18,17 +18,19 @@ from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.runs import RUNS, make_longer, run_for, run_name, times_longer
-from tiedgpt.train.tracking import Start, TrackerName
+from tiedgpt.train.tracking import TrackerName
 
 if TYPE_CHECKING:
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import Ended
-    from tiedgpt.train.parallel import Parallel, World
+    from tiedgpt.train.parallel import Parallel
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import Texts
     from tiedgpt.train.tasks.labelled import Examples, Labelled
     from tiedgpt.train.tasks.language import LanguageModelling
+    from tiedgpt.train.tracking import Tracking
+    from tiedgpt.train.trainer import Trainer
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -126,8 +128,8 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
         print(f"{name:<22} {digest[:16]} {same} {resumed[name][:16]}")
     if unlike:
         raise CheckFailedError(
-            f"a resumed run differs from an unbroken one in {', '.join(unlike)}: the products are "
-            "not repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
+            f"a resumed run differs from an unbroken one in {', '.join(unlike)}: matmuls are not "
+            "repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
         )
     print("a run that is killed and resumed equals one that never stopped, bit for bit")
     return EXIT_OK
@@ -153,7 +155,8 @@ def train_run(
     from tiedgpt.train.plan import make_plan, record, training_device
     from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import open_sources
-    from tiedgpt.train.tracking import open_tracker
+    from tiedgpt.train.tracking import Tracking, open_tracker
+    from tiedgpt.train.trainer import Trainer
 
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(joined(parallel, training_device(options.device)))
@@ -182,7 +185,14 @@ def train_run(
             tables = record(options, task.config, plan, task.counted, digest, world)
             world.lead(lambda: directory.write_record(tables))
         display.plan(options, plan, task, world)
-        ended = shown(options, directory, task, plan, display, world, track, start)
+        tracking = None
+        if track is not None and start is not None:
+            tracking = Tracking(
+                track, start, directory.path, directory.read_record(), warn=display.say
+            )
+        fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
+        trainer = Trainer(directory, task, plan, world.device, fork=fork, world=world)
+        ended = shown(trainer, display, tracking)
         if not ended.finished:
             display.say(f"stopped and saved after step {ended.step:,} of {plan.steps:,}; to go on:")
             display.err.print(f"  {command}")
@@ -192,39 +202,14 @@ def train_run(
     return EXIT_OK
 
 
-def shown(
-    options: TrainOptions,
-    directory: RunDirectory,
-    task: LanguageModelling | Labelled,
-    plan: Plan,
-    display: Display,
-    world: World,
-    track: TrackerName | None,
-    start: Start | None,
-) -> Ended:
+def shown(trainer: Trainer, display: Display, tracking: Tracking | None) -> Ended:
     """Train, show and track what happens; return how it ended."""
     from tiedgpt.train.events import Ended
-    from tiedgpt.train.tracking import Tracking
-    from tiedgpt.train.trainer import Trainer
 
     with contextlib.ExitStack() as training:
-        stop = training.enter_context(stop_on_signals())
-        training.enter_context(display.training(plan))
-        log = None
-        if track is not None and start is not None:
-            tables = directory.read_record()
-            tracking = Tracking(track, start, directory.path, tables, warn=display.say)
-            log = training.enter_context(tracking).log
-        trainer = Trainer(
-            directory,
-            task,
-            plan,
-            world.device,
-            fork=Path(options.fork) / "checkpoints" if options.fork is not None else None,
-            stop_requested=stop,
-            track=log,
-            world=world,
-        )
+        trainer.stop_requested = training.enter_context(stop_on_signals())
+        training.enter_context(display.training(trainer.plan))
+        trainer.track = training.enter_context(tracking).log if tracking is not None else None
         for event in trainer.run():
             display.event(event)
     assert isinstance(event, Ended)

@@ -11,10 +11,8 @@ the more there were (Muennighoff et al. 2023, arXiv 2305.16264, equation 5; thei
 
     D' = U + U R (1 - exp(-(D/U - 1) / R))
 
-`chosen` in `plan.py` measures one size after the other from `FIRST` on, larger and larger, then
-smaller, and stops where the expected loss rises, or where there are more than `MOST_EXCESS`
-parameters for each token of the text, which are only good for learning it by heart. What else is
-chosen:
+Sizes with more than `MOST_EXCESS` parameters for each token of the text are left out: they are only
+good for learning it by heart. What else is chosen:
 
 - a text is seen at most `MOST_PASSES` times: what is left of the time would be spent on learning it
   by heart;
@@ -25,18 +23,18 @@ chosen:
 - the context is the size's own, and at most a sixteenth of the text (`context`);
 - a batch is the size's own, and smaller where there would be fewer than `LEAST_STEPS` steps.
 
-The rate goes with the size (`options.py`). The constants are fitted to runs on 2.4 MB of Python's
-documentation (nano to mini, 0.3 to 4.5 million tokens, half a pass to seven): with a constant of
-1.203 the law is within 2 % of what they ended with. `bench/auto_size.py` measures what the choice
-is worth.
+The constants are fitted to runs on 2.4 MB of Python's documentation (nano to mini, 0.3 to 4.5
+million tokens, half a pass to seven): with a constant of 1.203 the law is within 2 % of what they
+ended with. `bench/auto_size.py` measures what the choice is worth.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from tiedgpt.train.options import SIZES, TrainOptions
+from tiedgpt.train.options import DEFAULT_MINUTES, SIZES, TrainOptions, counted
 
 LADDER = ("nano", "tiny", "little", "mini", "small", "medium")
 FIRST = "tiny"
@@ -102,3 +100,50 @@ def with_choices(options: TrainOptions, size: str, tokens: float, text_tokens: i
         batch_size=options.batch_size or batch,
         dropout=dropout if options.dropout is None else options.dropout,
     )
+
+
+def choose(
+    options: TrainOptions, text_tokens: int, speed: Callable[[TrainOptions], float]
+) -> tuple[TrainOptions, str, str]:
+    """Return the options with what suits the text and the time, why, and a warning or "".
+
+    `speed` measures the tokens a second of a size. One size after the other is measured, from
+    `FIRST` on, larger and larger, then smaller, until the expected loss rises. A text is seen
+    `MOST_PASSES` times at most, or `--epochs` times.
+    """
+    minutes = options.minutes or DEFAULT_MINUTES
+    most = text_tokens * (options.epochs or MOST_PASSES)
+    found: dict[str, tuple[float, float, float]] = {}  # expected loss, tokens seen, tokens/s
+
+    def loss(size: str) -> float:
+        if size not in found:
+            plain = replace(options, dropout=options.dropout or 0.0)
+            fast = speed(with_choices(plain, size, math.inf, text_tokens))
+            seen = min(60 * minutes * fast, most)
+            found[size] = expected_loss(size, seen, text_tokens), seen, fast
+        return found[size][0]
+
+    sizes = ladder(text_tokens)
+    at = sizes.index(FIRST) if FIRST in sizes else 0
+    loss(sizes[at])
+    for way in (1, -1):
+        while 0 <= at + way < len(sizes) and loss(sizes[at + way]) < loss(sizes[at]):
+            at += way
+    _, seen, fast = found[sizes[at]]
+    made = with_choices(options, sizes[at], seen, text_tokens)
+    reason = (
+        f"{sizes[at]} has the lowest expected loss of {', '.join(s for s in sizes if s in found)} "
+        f"in {counted(minutes, 'minute')} here: {seen / text_tokens:.1f} passes at {fast:,.0f} "
+        f"tokens/s, dropout {made.dropout:g}"
+    )
+    passes = 60 * minutes * fast / text_tokens
+    if options.epochs or passes <= MOST_PASSES:
+        return made, reason, ""
+    row = made.rows * (made.context or 1)
+    steps = math.ceil(most / row)
+    warning = (
+        f"warning: {text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
+        f"{passes:,.0f} passes would learn it by heart, so this run ends after {MOST_PASSES}, in "
+        f"about {steps * row / fast:,.0f} s; more text is worth more than more time"
+    )
+    return replace(made, steps=steps, minutes=None), reason, warning

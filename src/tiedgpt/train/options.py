@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from tiedgpt.core.config import PRESETS, GPTConfig
@@ -28,11 +28,27 @@ START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start or --fork from has its own."""
+TEXT_ONLY = ("text_field", "batch_warmup", "length_warmup", "untie_at", "sample_prompt")
+"""Options of --task lm."""
+RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("minutes epochs lr grad_clip", math.ulp(0), 1e300, "a positive number"),
+    (
+        "steps context batch_size micro_batch skip_limit patience eval_every window",
+        *(1, math.inf, "at least 1"),
+    ),
+    ("vocab_size", 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
+    ("warmup cooldown batch_warmup length_warmup", 0, 1, "a share from 0 to 1"),
+    ("untie_at", math.ulp(0), math.nextafter(1, 0), "a share between 0 and 1"),
+    ("dropout", 0, math.nextafter(1, 0), "a probability in [0, 1)"),
+    ("weight_decay", 0, 1e300, "a number from 0"),
+    ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
+)
+"""Numbers, the least and the most that each may be, and that in words."""
 Keep = Literal["best", "last"]
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Size:
     """A named shape with the recipe that suits it."""
 
@@ -42,20 +58,16 @@ class Size:
     n_positions: int
     vocab_size: int
     """Tokens of a vocabulary trained for it."""
-    batch_size: int = 16
-    """Sequences in a step."""
     lr: float
     """Peak learning rate, with Muon; measured for tiny and mini (`bench/recipe.py`)."""
+    _: KW_ONLY
     lr_adamw: float | None = None
     """With AdamW alone; None: the same."""
+    batch_size: int = 16
+    """Sequences in a step."""
     weight_decay: float = 0.1
     """Of the blocks' matrices; more for small models that see their text several times."""
     dropout: float = 0.0
-
-
-def _size(n_layer: int, n_embd: int, n_head: int, n_positions: int, **recipe: Any) -> Size:
-    shape = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "n_positions": n_positions}
-    return Size(**shape, **recipe)
 
 
 def _published(name: str, lr: float) -> Size:
@@ -70,15 +82,13 @@ PUBLISHED_RATES = {
 }  # fmt: skip
 """Peak rates of the presets: Brown et al. 2020, table 2.1."""
 SIZES = {
-    "nano": _size(2, 64, 2, 128, vocab_size=512, lr=1.6e-2, weight_decay=0.3),
-    "tiny": _size(2, 128, 4, 128, vocab_size=1024, lr=1.2e-2, lr_adamw=4e-3, weight_decay=0.3),
-    "little": _size(2, 192, 6, 128, vocab_size=1024, lr=1e-2, lr_adamw=3e-3, weight_decay=0.3),
-    "mini": _size(4, 256, 4, 128, vocab_size=4096, lr=3e-3, batch_size=8),
-    "small": _size(6, 384, 6, 256, vocab_size=4096, lr=2e-3),
-    "medium": _size(8, 512, 8, 512, vocab_size=8192, lr=1e-3),
+    "nano": Size(2, 64, 2, 128, 512, 1.6e-2, weight_decay=0.3),
+    "tiny": Size(2, 128, 4, 128, 1024, 1.2e-2, lr_adamw=4e-3, weight_decay=0.3),
+    "little": Size(2, 192, 6, 128, 1024, 1e-2, lr_adamw=3e-3, weight_decay=0.3),
+    "mini": Size(4, 256, 4, 128, 4096, 3e-3, batch_size=8),
+    "small": Size(6, 384, 6, 256, 4096, 2e-3),
+    "medium": Size(8, 512, 8, 512, 8192, 1e-3),
 } | {name: _published(name, lr) for name, lr in PUBLISHED_RATES.items()}
-
-
 BYTES = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -89,6 +99,11 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise UserError(f"--memory {text}: give gigabytes, as 2 or 1.5, or a size, as 800MB")
     return size
+
+
+def counted(count: float, noun: str) -> str:
+    """Return so many of something in words: `1 minute`, `2,400 documents`."""
+    return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
 
 
 def flag(name: str) -> str:
@@ -109,7 +124,7 @@ class TrainOptions:
     size: str = AUTO
     """auto: by text, time and speed; nano, tiny, little, mini, small, medium; gpt1 .. gpt3-175b."""
     width: int | None = None
-    """Of the states: more or fewer heads, and the rate that suits; default: the size's."""
+    """Width of the states; heads and rate go with it; default: the size's."""
     minutes: float | None = None
     """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
@@ -129,17 +144,20 @@ class TrainOptions:
     seed: int = 0
     """Decides the first weights and the order of the data."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary that is trained; default: the size's, 4,096 for mini."""
+    """Tokens of the vocabulary that is trained; default: with --size auto one for
+    each 1,000 characters of text, 384 to 8,192; else the size's."""
     context: int | None = None
-    """Tokens in a sequence; default: the size's, 128 for mini, or --start's, its most."""
+    """Tokens in a sequence; default: the size's, fewer for short text with --size auto; the
+    most that --start has."""
     batch_size: int | None = None
-    """Sequences in a step; default: the size's, 8 for mini; 8 after --start, 32 examples."""
+    """Sequences in a step; default: the size's, fewer for short runs with --size auto; 8 after
+    --start; 32 examples."""
     micro_batch: int | None = None
     """Sequences computed at a time, their gradients added up; default: what fits, 8,192 tokens."""
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
     """Of the blocks' matrices: auto is muon, and adamw after --start. The rest goes by AdamW."""
     lr: float | None = None
-    """Peak learning rate; default: the size's, by the width and the optimizer; see --verbose."""
+    """Peak learning rate; default: by the size, the width and the optimizer; see --verbose."""
     warmup: float = 0.05
     """Share of the steps in which the rate rises to its peak; then it goes by the schedule."""
     schedule: Schedule = "linear"
@@ -155,7 +173,8 @@ class TrainOptions:
     freeze: str | None = None
     """What stays as it is: wte, wpe, h.0, h.*.attn, body (under a head); several with commas."""
     weight_decay: float | None = None
-    """Of the blocks' matrices; W, norms and biases have none; default: the size's, 0.1 for mini."""
+    """Of the blocks' matrices; W, norms and biases have none; default: 0.1, and
+    0.3 for small sizes."""
     grad_clip: float = 1.0
     """Largest norm of a step's gradient."""
     eval_every: int | None = None
@@ -169,13 +188,14 @@ class TrainOptions:
     keep: Keep = "best"
     """best: publish the weights that validated best; last: the last ones, after all steps."""
     dropout: float | None = None
-    """On embeddings, attention and what blocks add; default: the size's, 0 for mini."""
+    """On embeddings, attention and what blocks add; default: --start's, 0.1 for published sizes
+    and where --size auto expects many passes, else 0."""
     window: int | None = None
     """Every second block sees only the last N positions, as in GPT-3; default: all."""
     bias: bool = True
     """Train without biases in linear layers and LayerNorms, as nanoGPT does."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the matrix products; auto measures which is faster here. Weights stay fp32."""
+    """Of the matmuls; auto measures which is faster here. Weights stay fp32."""
     device: str = "auto"
     """Where it is trained: cpu, cuda, cuda:1, mps; auto: on a GPU where there is one."""
     memory: str | None = None
@@ -197,48 +217,27 @@ class TrainOptions:
             raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
         if sum(given is not None for given in (self.minutes, self.steps, self.epochs)) > 1:
             raise UserError("give one of --minutes, --steps and --epochs, not both")
-        self._require_ranges()
+        for names, least, most, expected in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not least <= value <= most:
+                    raise UserError(f"{flag(name)} must be {expected}, got {value}")
         self._require_together()
         if self.memory is not None:
             parse_bytes(self.memory)
 
-    def _require_ranges(self) -> None:
-        """Raise `UserError` for a number that cannot be."""
-        counts = (
-            *("steps", "context", "batch_size", "micro_batch", "skip_limit", "patience"),
-            "eval_every",
-        )
-        shares = ("warmup", "cooldown", "batch_warmup", "length_warmup")
-        for names, least, most, expected in (
-            (("minutes", "epochs", "lr", "grad_clip"), math.ulp(0), 1e300, "a positive number"),
-            ((*counts, "window"), 1, math.inf, "at least 1"),
-            (("vocab_size",), 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
-            (shares, 0, 1, "a share from 0 to 1"),
-            (("untie_at",), math.ulp(0), math.nextafter(1, 0), "a share between 0 and 1"),
-            (("dropout",), 0, math.nextafter(1, 0), "a probability in [0, 1)"),
-            (("weight_decay",), 0, 1e300, "a number from 0"),
-            (("seed",), 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
-        ):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not least <= value <= most:
-                    raise UserError(f"{flag(name)} must be {expected}, got {value}")
-
     def _require_together(self) -> None:
         """Raise `UserError` for options that cannot be given together."""
-        for name, default in (
-            ("text_field", "text"), ("batch_warmup", 0), ("length_warmup", 0), ("untie_at", None),
-            ("sample_prompt", None),
-        ):  # fmt: skip
-            if self.task != "lm" and getattr(self, name) != default:
-                raise UserError(f"{flag(name)} {getattr(self, name)} is for --task lm")
-        for name in FRESH_ONLY if self.start is not None else ():
-            given, default = getattr(self, name), getattr(TrainOptions, name)
-            if given != default and (name != "tokenizer" or given == "char"):
-                raise UserError(
-                    f"{flag(name)} {given} is for a fresh model: the one to --start from has its "
-                    "own"
-                )
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        for name in given:
+            value = getattr(self, name)
+            own = name != "tokenizer" or value == "char" or self.fork is not None
+            if self.task != "lm" and name in TEXT_ONLY:
+                raise UserError(f"{flag(name)} {value} is for --task lm")
+            if (origin := self.start or self.fork) and name in FRESH_ONLY and own:
+                raise UserError(f"{flag(name)} {value} is for a fresh model: {origin} has its own")
+        if self.tokenizer != "bpe" and self.vocab_size is not None:
+            raise UserError("--vocab-size is for a BPE that is trained: leave out --tokenizer")
         if self.schedule != "wsd" and self.cooldown != DEFAULT_COOLDOWN:
             raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
@@ -252,9 +251,14 @@ class TrainOptions:
             )
 
     @property
+    def continues(self) -> bool:
+        """Whether a model or a run is begun with: no fresh model is made."""
+        return self.start is not None or self.fork is not None
+
+    @property
     def chooses(self) -> bool:
         """Whether the size of a fresh model is to be chosen: see `choice.py`."""
-        fresh = self.task == "lm" and self.start is None and self.fork is None
+        fresh = self.task == "lm" and not self.continues
         return fresh and self.size == AUTO and self.width is None and self.steps is None
 
     @property
@@ -267,34 +271,38 @@ class TrainOptions:
         """What belongs to the size."""
         return SIZES[self.named_size]
 
-    def _head_width(self) -> int:
-        return self.shape.n_embd // self.shape.n_head
+    @property
+    def rows(self) -> int:
+        """The rows of a step."""
+        fresh = self.shape.batch_size if self.start is None else START_BATCH
+        return self.batch_size or (fresh if self.task == "lm" else LABELLED_BATCH)
 
-    def default_batch_size(self) -> int:
-        """Return the rows of a step."""
-        if self.batch_size is not None:
-            return self.batch_size
-        if self.task != "lm":
-            return LABELLED_BATCH
-        return self.shape.batch_size if self.start is None else START_BATCH
-
-    def default_rate(self, config: GPTConfig) -> float:
-        """Return the peak rate where none is asked for."""
-        if self.start is not None:
-            return START_RATE / config.n_embd
-        size, rule = self.shape, self.rule()
-        rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
-        return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
-
-    def default_weight_decay(self) -> float:
-        """Return the decay of the blocks' matrices where none is asked for."""
-        return self.shape.weight_decay if self.start is None else 0.1
-
+    @property
     def rule(self) -> Rule:
-        """Return the optimizer of the blocks' matrices."""
+        """The optimizer of the blocks' matrices."""
         if self.optimizer != "auto":
             return self.optimizer
         return "muon" if self.start is None else "adamw"
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of the blocks' matrices."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return self.shape.weight_decay if self.start is None else 0.1
+
+    def peak_rate(self, config: GPTConfig) -> float:
+        """Return the peak learning rate."""
+        if self.lr is not None:
+            return self.lr
+        if self.start is not None:
+            return START_RATE / config.n_embd
+        size, rule = self.shape, self.rule
+        rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
+        return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+
+    def _head_width(self) -> int:
+        return self.shape.n_embd // self.shape.n_head
 
     def model_config(self, *, vocab_size: int, bos: int | None, eos: int | None) -> GPTConfig:
         """Return the config of the size that was asked for, on this vocabulary."""

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import platform
-import statistics
-import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
-import torch.nn.functional as F
 
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
-from tiedgpt.train.blocks import decide, in_training
-from tiedgpt.train.choice import FIRST, MOST_PASSES, expected_loss, ladder, with_choices
+from tiedgpt.train.blocks import decide
+from tiedgpt.train.choice import choose
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
-from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.options import (
     DEFAULT_EPOCHS,
     DEFAULT_MINUTES,
@@ -27,24 +23,31 @@ from tiedgpt.train.options import (
     TrainOptions,
     parse_bytes,
 )
+from tiedgpt.train.pace import (
+    DTYPES,
+    MEASURED,
+    SAMPLE_SHARE,
+    Dtype,
+    faster_dtype,
+    for_steps,
+    measured_steps,
+    step_seconds,
+)
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
-from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 
 MICRO_BATCH_TOKENS = 8192
 EVALUATIONS = 10
-SAMPLE_SHARE = 0.1
-"""Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
-MEASURED = 0.01
-"""Of the time: so long a size is measured, if its steps are not longer."""
 FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
 SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
 MANY = 1000
 """Steps, of which shares are whole numbers."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
+"""Numbers of a plan that are 1 at the least."""
+Recompute = Literal["off", "blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Plan:
     """Steps of warm-up."""
     weight_decay: float
     grad_clip: float
-    dtype: str
+    dtype: Dtype
     seed: int
     eval_every: int
     """Steps between evaluations on a part of the validation text."""
@@ -87,10 +90,10 @@ class Plan:
     """Steps after which W only reads, and a head that begins as its copy predicts."""
     memory: int | None = None
     """Bytes that training may take in all, where that was asked for."""
-    recompute: str = "off"
+    recompute: Recompute = "off"
     """Whether "blocks" are computed again in backward; the same bits."""
-    compile: str = "off"
-    """Whether blocks are compiled, "on" or "off"."""
+    compile: Literal["on", "off"] = "off"
+    """Whether blocks are compiled."""
     minutes: float | None = None
     """The time from which the steps were measured; None where it does not decide."""
     size: str = ""
@@ -103,23 +106,9 @@ class Plan:
     """The plan of the steps until then."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every")
-        from_0 = ("warmup", "seed", "cooldown", "batch_warmup", "length_warmup", "since")
-        optional = {"patience": 1, "memory": 1, "untie_at": 0}
-        least = dict.fromkeys((*counts, "skip_limit"), 1) | dict.fromkeys(from_0, 0)
-        least |= {name: n for name, n in optional.items() if getattr(self, name) is not None}
-        sound = (
-            all(type(getattr(self, name)) is int for name in least)
-            and all(getattr(self, name) >= n for name, n in least.items())
-            and all(type(x) in (int, float) for x in (self.lr, self.weight_decay, self.grad_clip))
-            and self.schedule in get_args(Schedule)
-            and self.keep in get_args(Keep)
-            and self.dtype in DTYPES
-            and self.optimizer in get_args(Rule)
-            and self.recompute in ("off", "blocks")
-            and self.compile in ("on", "off")
-        )
-        if not sound:
+        kinds = get_type_hints(Plan)
+        sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
+        if not sound or any(getattr(self, name) < 1 for name in COUNTS):
             raise CorruptInputError(f"no training goes by this plan: {self}")
 
     def at(self, step: int) -> Plan:
@@ -158,6 +147,12 @@ class Plan:
         return None if self.dtype == "fp32" else DTYPES[self.dtype]
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of this type, of one of several, or one of a `Literal`."""
+    kinds = get_args(kind) or (kind,)
+    return value in kinds or type(value) in kinds or (type(value) is int and float in kinds)
+
+
 def training_device(name: str = "auto") -> torch.device:
     """Return the device of that name; auto is the GPU where there is one, else the CPU."""
     if name == "auto":
@@ -179,29 +174,120 @@ def make_plan(
     """
     world, reason = world or World(device), ""
     if options.chooses and task.text_tokens is not None:
-        options, reason = chosen(options, task, task.text_tokens, world)
+        seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
+        options, reason, warning = choose(
+            options, task.text_tokens, lambda sized: speed(sized, task, world, seconds=seconds)
+        )
+        task.notes += [warning] if warning else []
+        resize(task, options)
     draft = world.lead(lambda: drafted(options, task, world))
     world.lead(lambda: world.require_work(draft))
-    steps, batch_size, minutes = options.steps, draft.batch_size, None
-    epochs = options.epochs
+    many = of_steps(draft, options, MANY)
+    share = many.growth(task.row_units).units_before(MANY) / (
+        MANY * draft.batch_size * task.row_units
+    )  # of the tokens of whole batches, as batches and rows grow
+    steps, epochs, minutes = options.steps, options.epochs, None
     if epochs is None and options.minutes is None and options.task != "lm":
         epochs = DEFAULT_EPOCHS
     if steps is None and epochs is not None:
-        share = growing_share(options, draft, task.row_units)
-        steps = math.ceil(epochs * task.epoch_rows / batch_size / share)
-    if steps is None:
+        steps = math.ceil(epochs * task.epoch_rows / draft.batch_size / share)
+    elif steps is None:
         minutes = options.minutes or DEFAULT_MINUTES
-        steps = measured_steps(minutes, task, draft, world)
-        steps = round(steps / growing_share(options, draft, task.row_units))
-    rows = SAMPLE_SHARE * paused(steps, options.eval_every)["eval_every"] * batch_size
+        steps = round(measured_steps(minutes, task, draft, world) / share)
+    return replace(of_steps(draft, options, steps), minutes=minutes, reason=reason)
+
+
+def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
+    """Return a plan of which all is decided but the number of steps, and what depends on it."""
+    config, device = task.config, world.device
+    if options.untie_at is not None and not config.tie_word_embeddings:
+        raise UserError("--untie-at: the model to begin with has a head of its own already")
+    one_shape = task.unit == "tokens" and not options.length_warmup
+    compiles, _ = decide(options.compile, device, one_shape=one_shape)
+    draft = Plan(
+        steps=1,
+        batch_size=options.rows,
+        micro_batch=1,
+        optimizer=options.rule,
+        lr=options.peak_rate(config),
+        warmup=0,
+        weight_decay=options.decay,
+        grad_clip=options.grad_clip,
+        dtype="bf16" if options.dtype == "auto" else options.dtype,
+        seed=options.seed,
+        eval_every=1,
+        eval_batches=1,
+        save_every=1,
+        skip_limit=options.skip_limit,
+        patience=options.patience,
+        keep=options.keep,
+        size="" if options.continues else options.named_size,
+        schedule=options.schedule,
+        untie_at=None if options.untie_at is None else 0,
+        memory=None if options.memory is None else parse_bytes(options.memory),
+        compile="on" if compiles else "off",
+    )
+    require_lasting(config, draft, task.row_tokens, world)
+    if options.dtype == "auto":
+        draft = replace(draft, dtype=faster_dtype(config, device))
+    return fitted(draft, options, task, world)
+
+
+def resize(task: Task, options: TrainOptions) -> None:
+    """Give the task a model of the shape that the options name, for the vocabulary that it has."""
+    size, bos, eos = task.config.vocab_size, task.config.bos_token_id, task.config.eos_token_id
+    task.resize(options.model_config(vocab_size=size, bos=bos, eos=eos))
+
+
+def speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
+    """Return the tokens a second at which a size of a fresh model is trained."""
+    resize(task, options)
+    plan = world.lead(lambda: drafted(options, task, world))
+    step = step_seconds(task, plan, world, seconds=seconds)
+    return plan.batch_size * task.row_units / step
+
+
+def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
+    """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
+
+    Fewer at a time come first, which costs little; then recomputing, about a third of a step.
+    """
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
+    micro = min(world.share(draft.batch_size), at_most)
+    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
+    ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
+    if options.recompute != "auto":
+        ways = [options.recompute]
+    shared_out = world.holders > 1  # no device has room for all of it
+    place = torch.device("cpu") if shared_out else world.device
+    for recompute in ways:
+        peak = measured_peak(task, replace(draft, recompute=recompute), sizes[0], place)
+        for size in sizes:
+            plan = replace(draft, micro_batch=size, recompute=recompute)
+            try:
+                require_memory(task.config, plan, task.row_tokens, peak, world)
+                return plan
+            except NoRoomError as error:
+                refused = error
+    raise refused
+
+
+def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
+    """Return a draft as a plan of so many steps, of which options give shares."""
+    warmup, untie_at = round(options.warmup * steps), options.untie_at
+    cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
+    pauses = paused(steps, options.eval_every)
+    rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
     return replace(
         draft,
         steps=steps,
-        minutes=minutes,
-        reason=reason,
-        **scheduled(options, steps),
-        **paused(steps, options.eval_every),
+        warmup=warmup,
+        cooldown=min(cooldown, steps - warmup),
+        batch_warmup=round(options.batch_warmup * steps),
+        length_warmup=round(options.length_warmup * steps),
+        untie_at=None if untie_at is None else min(round(untie_at * steps), steps - 1),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
+        **pauses,
     )
 
 
@@ -223,7 +309,7 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     growth = plan.growth(task.row_units)
     a_unit = seconds / growth.units_before(step)
     last = a_unit / 3 * task.held_out_rows * task.row_units
-    units = (plan.minutes * 60 - last) / a_unit
+    units = for_steps(plan.minutes, last) / a_unit
     grown = max(step, plan.batch_warmup, plan.length_warmup)
     rest = (units - growth.units_before(grown)) / (plan.batch_size * task.row_units)
     steps = max(step + 1, grown + int(rest))
@@ -247,7 +333,7 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
 def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
     """Return the plan by which a run that ended after `step` steps goes on for so many times."""
     steps = max(step + 1, options.steps or round(plan.steps * times))
-    cooldown = scheduled(options, steps)["cooldown"]
+    cooldown = of_steps(plan, options, steps).cooldown
     return replace(
         plan,
         steps=steps,
@@ -256,203 +342,6 @@ def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> P
         since=step,
         before=replace(plan, before=None),
     )
-
-
-def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
-    """Return a plan of which all is decided but the number of steps, and what depends on it."""
-    config, device = task.config, world.device
-    if options.untie_at is not None and not config.tie_word_embeddings:
-        raise UserError("--untie-at: the model to begin with has a head of its own already")
-    decay = options.weight_decay
-    one_shape = task.unit == "tokens" and not options.length_warmup
-    compiles, _ = decide(options.compile, device, one_shape=one_shape)
-    draft = Plan(
-        steps=options.steps or 1,
-        batch_size=options.default_batch_size(),
-        micro_batch=1,
-        optimizer=options.rule(),
-        lr=options.lr or options.default_rate(config),
-        warmup=0,
-        weight_decay=options.default_weight_decay() if decay is None else decay,
-        grad_clip=options.grad_clip,
-        dtype="bf16" if options.dtype == "auto" else options.dtype,
-        seed=options.seed,
-        eval_every=1,
-        eval_batches=1,
-        save_every=1,
-        skip_limit=options.skip_limit,
-        patience=options.patience,
-        keep=options.keep,
-        size=options.named_size if options.start is None else "",
-        schedule=options.schedule,
-        untie_at=None if options.untie_at is None else 0,
-        memory=None if options.memory is None else parse_bytes(options.memory),
-        compile="on" if compiles else "off",
-    )
-    require_lasting(config, draft, task.row_tokens, world)
-    if options.dtype == "auto":
-        draft = replace(draft, dtype=faster_dtype(config, device))
-    return fitted(draft, options, task, world)
-
-
-def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
-    """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
-
-    Fewer at a time come first, which costs little; then recomputing, about a third of a step.
-    """
-    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
-    micro = min(world.share(draft.batch_size), at_most)
-    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
-    ways = ["off", "blocks"] if options.memory is not None else ["off"]
-    if options.recompute != "auto":
-        ways = [options.recompute]
-    shared_out = world.holders > 1  # no device has room for all of it
-    place = torch.device("cpu") if shared_out else world.device
-    for recompute in ways:
-        peak = measured_peak(task, replace(draft, recompute=recompute), sizes[0], place)
-        for size in sizes:
-            plan = replace(draft, micro_batch=size, recompute=recompute)
-            try:
-                require_memory(task.config, plan, task.row_tokens, peak, world)
-                return plan
-            except NoRoomError as error:
-                refused = error
-    raise refused
-
-
-def scheduled(options: TrainOptions, steps: int) -> dict[str, Any]:
-    """Return the fields of a plan of so many steps that options give as shares of them."""
-    warmup = round(options.warmup * steps)
-    untie_at = options.untie_at
-    return {
-        "warmup": warmup,
-        "cooldown": min(round(options.cooldown * steps), steps - warmup)
-        if options.schedule == "wsd"
-        else 0,
-        "batch_warmup": round(options.batch_warmup * steps),
-        "length_warmup": round(options.length_warmup * steps),
-        "untie_at": None if untie_at is None else min(round(untie_at * steps), steps - 1),
-    }
-
-
-def growing_share(options: TrainOptions, draft: Plan, row_units: int) -> float:
-    """Return what share of the tokens of whole batches the steps see, as batch and rows grow."""
-    plan = replace(draft, steps=MANY, **scheduled(options, MANY))
-    return plan.growth(row_units).units_before(MANY) / (MANY * plan.batch_size * row_units)
-
-
-def faster_dtype(config: GPTConfig, device: torch.device) -> str:
-    """Return "bf16" where a product of the MLP's shape is faster in it than in fp32."""
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    seconds = {}
-    for name, dtype in DTYPES.items():
-        x = torch.randn(1024, config.n_embd, dtype=dtype, device=device)
-        w = torch.randn(config.inner_dim, config.n_embd, dtype=dtype, device=device)
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            F.linear(x, w)
-            times.append(time.perf_counter() - began)
-        seconds[name] = min(times)
-    return "bf16" if seconds["bf16"] < 0.8 * seconds["fp32"] else "fp32"
-
-
-def chosen(
-    options: TrainOptions, task: Task, text_tokens: int, world: World
-) -> tuple[TrainOptions, str]:
-    """Return the options with what suits text, time and machine, and why: see `choice.py`.
-
-    The task has the model of that size afterwards. Sizes are measured as far as is needed.
-    """
-    minutes = options.minutes or DEFAULT_MINUTES
-    found: dict[str, tuple[float, TrainOptions, float]] = {}
-
-    def judged(size: str) -> float:
-        if size not in found:
-            plain = replace(options, dropout=options.dropout or 0.0)
-            sized = with_choices(plain, size, math.inf, text_tokens)
-            per_second = speed(sized, task, world, seconds=MEASURED * minutes * 60)
-            tokens = min(minutes * 60 * per_second, MOST_PASSES * text_tokens)
-            loss = expected_loss(size, tokens, text_tokens)
-            found[size] = loss, with_choices(options, size, tokens, text_tokens), per_second
-        return found[size][0]
-
-    sizes = ladder(text_tokens)
-    place = sizes.index(FIRST) if FIRST in sizes else 0
-    judged(sizes[place])
-    for way in (1, -1):
-        while 0 <= place + way < len(sizes) and judged(sizes[place + way]) < judged(sizes[place]):
-            place += way
-    best = sizes[place]
-    _, sized, per_second = found[best]
-    task.resize(resized(sized, task))
-    time_passes = minutes * 60 * per_second / text_tokens
-    passes = min(time_passes, MOST_PASSES)
-    tried = ", ".join(size for size in sizes if size in found)
-    reason = (
-        f"{best} has the lowest expected loss of {tried} in {minutes:g} minutes here: "
-        f"{passes:.1f} passes at {per_second:,.0f} tokens/s, dropout {task.config.resid_pdrop:g}"
-    )
-    if time_passes > MOST_PASSES:
-        rows = sized.default_batch_size() * task.context
-        steps = math.ceil(MOST_PASSES * text_tokens / rows)
-        task.notes.append(
-            f"warning: {text_tokens:,} tokens are too little text for {minutes:g} minutes: "
-            f"{time_passes:,.0f} passes would learn it by heart, so this run ends after "
-            f"{MOST_PASSES}, in about {steps * rows / per_second:,.0f} s; more text is worth more "
-            "than more time"
-        )
-        sized = replace(sized, steps=steps, minutes=None)
-    return sized, reason
-
-
-def resized(options: TrainOptions, task: Task) -> GPTConfig:
-    """Return the task's config with the shape that the options name."""
-    config = task.config
-    return options.model_config(
-        vocab_size=config.vocab_size, bos=config.bos_token_id, eos=config.eos_token_id
-    )
-
-
-def speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
-    """Return the tokens a second at which a size of a fresh model is trained."""
-    task.resize(resized(options, task))
-    plan = world.lead(lambda: drafted(options, task, world))
-    step = step_seconds(task, plan, world, seconds=seconds)
-    return plan.batch_size * task.row_units / step
-
-
-def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> float:
-    """Return how long a step takes, by steps of a throw-away model, in all processes.
-
-    It is the lower quartile of many: a busy moment of the machine makes some of them longer.
-    """
-    model = world.place(in_training(task.build().train(), plan))
-    rules = world.optimizers(groups_and_optimizers(task, model, replace(plan, lr=1e-5), 0)[1])
-    batch_of = task.batches(plan)
-    times: list[float] = []
-
-    def passed() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    while len(times) < 4 or (sum(times) < seconds and len(times) < 60):
-        began = time.perf_counter()
-        train_step(model, rules, batch_of(len(times)), plan, world, task=task)
-        times.append(world.lead(passed))
-    return statistics.quantiles(times[1:], n=4)[0]
-
-
-def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
-    """Return how many steps, with the evaluations between and after them, take so long."""
-    step = step_seconds(task, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
-    # A forward is a third of a step; evaluations, by one process, see a tenth of what is trained
-    # on, the last one all of the text.
-    forward = step / 3 * world.size
-    last = forward * task.held_out_rows / plan.batch_size
-    return max(1, int((minutes * 60 - last) / (step + forward * SAMPLE_SHARE)))
 
 
 def record(

@@ -9,6 +9,7 @@ own first checkpoint.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +36,8 @@ from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
-from tiedgpt.train.options import AUTO, FRESH_ONLY, TrainOptions, flag
-from tiedgpt.train.plan import Plan, recorded
+from tiedgpt.train.options import AUTO, TrainOptions, counted
+from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
 from tiedgpt.train.tasks import LABELLED
@@ -47,35 +48,16 @@ TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
 
 
-@dataclass
 class Pretrained:
     """The GPT at a SOURCE; a head on it, other than that over the vocabulary, stays there."""
 
-    source: str
-    keep_head: bool
-    """Whether a head of its own over the vocabulary is taken along."""
-    _gpt: GPT | None = None
+    def __init__(self, source: str, *, keep_head: bool) -> None:
+        self.source, self.keep_head = source, keep_head
 
-    @property
+    @functools.cached_property
     def gpt(self) -> GPT:
         """The model, in fp32, read once."""
-        if self._gpt is None:
-            self._gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
-        return self._gpt
-
-    def config(self) -> GPTConfig:
-        """Return its config."""
-        return self.gpt.config
-
-    def tokenizer(self, source: str | None = None) -> Tokenizer:
-        """Return its tokenizer, or that at `source`; they must belong together."""
-        tokenizer = Tokenizer.from_pretrained(source or self.source)
-        if len(tokenizer) > self.gpt.config.vocab_size:
-            raise UserError(
-                f"the tokenizer has {len(tokenizer):,} tokens and {self.source} "
-                f"{self.gpt.config.vocab_size:,}: they do not belong together; give --tokenizer"
-            )
-        return tokenizer
+        return load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
 
     def put_into(self, gpt: GPT) -> None:
         """Copy its weights into a model of its shape, and let go of them."""
@@ -85,81 +67,28 @@ class Pretrained:
                 f"{self.source} is another model than when this run began: give another --out"
             )
         gpt.load_state_dict(theirs)
-        self._gpt = None
+        del self.gpt
 
 
-@dataclass(frozen=True)
 class Forked:
-    """The run that another one begins from."""
+    """The run that another one begins from, as it stands at its newest checkpoint.
 
-    run: RunDirectory
-    tables: dict[str, Any]
-    """Its run.toml."""
-    its_config: GPTConfig
-    its_plan: Plan
+    Raises `UserError` where there is no run with a checkpoint.
+    """
 
-    @classmethod
-    def open(cls, source: str) -> Forked:
-        """Read a run's record; `UserError` where there is no run with a checkpoint."""
-        run = RunDirectory(Path(source))
-        tables = run.read_record()
-        if not tables or not checkpoints(run.checkpoints):
+    def __init__(self, source: str) -> None:
+        self.run = RunDirectory(Path(source))
+        self.tables = self.run.read_record()
+        found = checkpoints(self.run.checkpoints)
+        if not self.tables or not found:
             raise UserError(
                 f"--fork {source}: no run with a checkpoint is there; give the --out of a run, or "
                 "a model's directory to --start"
             )
-        return cls(run, tables, *recorded(tables))
-
-    def step(self) -> int:
-        """Return the step of its newest checkpoint."""
-        return step_of(checkpoints(self.run.checkpoints)[-1])
-
-    def resolve(self, options: TrainOptions) -> TrainOptions:
-        """Return the options with the run's own shape and numbers where none were given.
-
-        Raises `UserError` for options that ask for another model than the run has.
-        """
-        there = {"task": "lm", **self.tables.get("options", {})}
-        if options.task != there["task"]:
-            raise UserError(
-                f"--fork {self.run.path} is of --task {there['task']}: to put another head on its "
-                f"body, give --start {self.run.model}"
-            )
-        for name in FRESH_ONLY:
-            given, default = getattr(options, name), getattr(TrainOptions, name)
-            if given not in (default, there.get(name, default)):
-                raise UserError(
-                    f"{flag(name)} {given} is for a fresh model: {self.run.path} has its own"
-                )
-        context = options.context or there.get("context")
-        _require_positions(context, self.its_config, self.run.path)
-        own_rule = options.optimizer == "auto"
-        return replace(
-            options,
-            size=there.get("size", TrainOptions.size),
-            width=None,
-            vocab_size=None,
-            tokenizer=TrainOptions.tokenizer,
-            context=context,
-            lr=options.lr or self.its_plan.lr,
-            batch_size=options.batch_size or self.its_plan.batch_size,
-            optimizer=self.its_plan.optimizer if own_rule else options.optimizer,
-        )
-
-    def table(self, options: TrainOptions) -> dict[str, dict[str, Any]]:
-        """Return the table of run.toml that tells of it; `options` are the resolved ones."""
-        there = {"run": str(self.run.path.resolve()), "step": self.step()}
-        return {"fork": there | {"context": options.context}}
-
-    def config(self) -> GPTConfig:
-        """Return its newest model's config."""
-        if self.its_plan.untied(self.step()):
-            return replace(self.its_config, tie_word_embeddings=False)
-        return self.its_config
-
-    def tokenizer(self, source: str | None = None) -> Tokenizer:
-        """Return its tokenizer."""
-        return Tokenizer.from_pretrained(self.run.tokenizer)
+        self.config, self.plan = recorded(self.tables)
+        self.step = step_of(found[-1])
+        if self.plan.untied(self.step):
+            self.config = replace(self.config, tie_word_embeddings=False)
 
     def require_labels(self, labels: Sequence[str]) -> None:
         """Raise `UserError` where its head scores other labels than these."""
@@ -172,12 +101,31 @@ class Forked:
 
 
 def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
-    """Return the options, of a fork resolved by the run it begins from or by its own run.toml."""
+    """Return the options, of a fork with its run's numbers where none were given.
+
+    `tables` are the fork's own run.toml, {} before there is one. Raises `UserError` for a --task
+    of which the run is not.
+    """
     if options.fork is None:
         return options
     if tables:
         return replace(options, context=tables.get("fork", {}).get("context", options.context))
-    return Forked.open(options.fork).resolve(options)
+    forked = Forked(options.fork)
+    plan, there = forked.plan, {"task": "lm", "context": None} | forked.tables.get("options", {})
+    if options.task != there["task"]:
+        raise UserError(
+            f"--fork {forked.run.path} is of --task {there['task']}: to put another head on its "
+            f"body, give --start {forked.run.model}"
+        )
+    own_rule = options.optimizer == "auto"
+    return replace(
+        options,
+        context=options.context or there["context"],
+        lr=options.lr or plan.lr,
+        batch_size=options.batch_size or plan.batch_size,
+        optimizer=plan.optimizer if own_rule else options.optimizer,
+        weight_decay=plan.weight_decay if options.weight_decay is None else options.weight_decay,
+    )
 
 
 def begin_fork(
@@ -214,13 +162,15 @@ class Texts:
 
     def notes(self) -> list[str]:
         """Return what is worth telling of the files: left out, or in another encoding."""
-        parts = [part for part in (self.corpus, self.validation) if isinstance(part, FileCorpus)]
-        skipped = sorted(path for part in parts for path in part.skipped)
-        guessed = [pair for part in parts for pair in part.guessed.items()]
-        notes = [f"{name} is read as {how}; --encoding names another" for name, how in guessed]
+        notes, skipped = [], []
+        for part in (self.corpus, self.validation):
+            if isinstance(part, FileCorpus):
+                skipped += sorted(part.skipped)
+                for name, how in part.guessed.items():
+                    notes.append(f"{name} is read as {how}; --encoding names another")
         if skipped:
             names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-            notes.append(f"left out {len(skipped)} files that are not UTF-8: {names}")
+            notes.append(f"left out {counted(len(skipped), 'file')}, not in UTF-8: {names}")
         return notes
 
 
@@ -246,14 +196,16 @@ def prepare(
 
     `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
     """
-    origin: Pretrained | Forked | None = None
+    start = forked = None
     if options.start is not None:
-        origin = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
-    elif options.fork is not None and config is None:
-        origin = Forked.open(options.fork)
-    start = origin if isinstance(origin, Pretrained) else None
-    if isinstance(sources, Examples) and isinstance(origin, Forked):
-        origin.require_labels(sources.labels)
+        start = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
+    if config is None and start is not None:
+        config = _begun_with(start.gpt.config, options)
+    elif config is None and options.fork is not None:
+        forked = Forked(options.fork)
+        config = _begun_with(forked.config, options)
+        if isinstance(sources, Examples):
+            forked.require_labels(sources.labels)
     if (run.data if isinstance(sources, Texts) else run.tokenizer).exists():
         if not run.tokenizer.is_dir():
             raise CorruptInputError(
@@ -261,14 +213,12 @@ def prepare(
                 "--out"
             )
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)
-    elif isinstance(sources, Texts):
-        tokenizer = _encode(run, options, sources, origin, progress)
     else:
-        sides = (sources.train, sources.train + sources.held_out)
-        train, whole = ((text for each in side for text in each.texts) for side in sides)
-        tokenizer = _tokenizer(options, origin, train, whole)
-        tokenizer.save_pretrained(run.tokenizer)
-    config = config or _config(options, tokenizer, origin)
+        own = options.start if forked is None else forked.run.tokenizer
+        tokenizer = _tokenizer(run, options, sources, config, own, progress)
+    config = config or options.model_config(
+        vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
+    )
     made: dict[str, Any] = {"context": options.context, "start": start}
     task: LanguageModelling | Labelled
     if isinstance(sources, Texts):
@@ -280,70 +230,68 @@ def prepare(
     else:
         task = LABELLED[options.task](sources, config, tokenizer, **made)
     task.frozen = options.freeze or ""
-    if isinstance(origin, Forked):
-        task.counted |= origin.table(options)
+    if forked is not None:
+        there = {"run": str(forked.run.path.resolve()), "step": forked.step}
+        task.counted["fork"] = there | {"context": options.context}
     return task
 
 
-def _encode(
-    run: RunDirectory,
-    options: TrainOptions,
-    texts: Texts,
-    origin: Pretrained | Forked | None,
-    progress: Callable[[int, int], None] | None,
-) -> Tokenizer:
-    """Encode texts into shards; return the tokenizer."""
-    split = plan_split(texts.corpus, texts.validation)
-    train = (document.text for side, document in split if side == "train")
-    fresh = origin is None and options.tokenizer == "bpe"
-    if fresh and options.size == AUTO and options.vocab_size is None:
-        options = replace(options, vocab_size=vocabulary(split.characters))
-    tokenizer = _tokenizer(options, origin, train, (document.text for _, document in split))
-    tokenizer.save_pretrained(run.tokenizer)
-    encode_corpus(split, tokenizer, run.data, progress=progress)
-    return tokenizer
-
-
-def _tokenizer(
-    options: TrainOptions,
-    origin: Pretrained | Forked | None,
-    train: Iterable[str],
-    whole: Iterable[str],
-) -> Tokenizer:
-    """Return the tokenizer asked for: trained, of characters, given, or the started model's."""
-    if options.tokenizer != "bpe" and options.vocab_size is not None:
-        raise UserError("--vocab-size is for a BPE that is trained; here the vocabulary is given")
-    if origin is not None:
-        return origin.tokenizer(None if options.tokenizer == "bpe" else options.tokenizer)
-    if options.tokenizer == "char":
-        return Tokenizer.characters(whole)
-    if options.tokenizer == "bpe":
-        size = options.vocab_size or options.shape.vocab_size
-        return Tokenizer.train(_at_most(iter(train), TOKENIZER_CHARACTERS), size)
-    return Tokenizer.from_pretrained(options.tokenizer)
-
-
-def _config(
-    options: TrainOptions, tokenizer: Tokenizer, origin: Pretrained | Forked | None
-) -> GPTConfig:
-    """Return the config of the size that was asked for, or of the model to start from."""
-    if origin is None:
-        return options.model_config(
-            vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
+def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
+    """Return the config of the model to begin with, with the dropout that was asked for."""
+    dropout = options.dropout
+    if options.context is not None and options.context > config.n_positions:
+        raise UserError(
+            f"--context {options.context}: {options.start or options.fork} has "
+            f"{config.n_positions} positions"
         )
-    config, dropout = origin.config(), options.dropout
-    _require_positions(options.context, config, options.start or options.fork)
     if dropout is None:
         return config
     return replace(config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout)
 
 
-def _require_positions(context: int | None, config: GPTConfig, source: object) -> None:
-    if context is not None and context > config.n_positions:
-        raise UserError(f"--context {context}: {source} has {config.n_positions} positions")
+def _tokenizer(
+    run: RunDirectory,
+    options: TrainOptions,
+    sources: Texts | Examples,
+    config: GPTConfig | None,
+    own: str | Path | None,
+    progress: Callable[[int, int], None] | None,
+) -> Tokenizer:
+    """Make and save the run's tokenizer, and encode texts into shards.
+
+    It is the one asked for, that of the model to begin with (`own`), or a BPE trained here.
+    """
+    train: Iterable[str]
+    whole: Iterable[str]
+    vocabulary_size = options.vocab_size or options.shape.vocab_size
+    if isinstance(sources, Texts):
+        split = plan_split(sources.corpus, sources.validation)
+        train = (document.text for side, document in split if side == "train")
+        whole = (document.text for _, document in split)
+        if options.size == AUTO and options.vocab_size is None:
+            vocabulary_size = vocabulary(split.characters)
+    else:
+        sides = (sources.train, sources.train + sources.held_out)
+        train, whole = ((text for each in side for text in each.texts) for side in sides)
+    source = own if options.tokenizer == "bpe" else options.tokenizer
+    if source == "char":
+        tokenizer = Tokenizer.characters(whole)
+    elif source is None:
+        tokenizer = Tokenizer.train(_at_most(train, TOKENIZER_CHARACTERS), vocabulary_size)
+    else:
+        tokenizer = Tokenizer.from_pretrained(source)
+    if config is not None and len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the model {config.vocab_size:,}: "
+            "they do not belong together; give --tokenizer"
+        )
+    tokenizer.save_pretrained(run.tokenizer)
+    if isinstance(sources, Texts):
+        encode_corpus(split, tokenizer, run.data, progress=progress)
+    return tokenizer
 
 
-def _at_most(texts: Iterator[str], characters: int) -> Iterator[str]:
+def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
     """Yield texts until they have this many characters, cutting the last."""
     for text in texts:
         yield text[:characters]

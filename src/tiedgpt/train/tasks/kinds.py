@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from tiedgpt.heads import (
     pad,
 )
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import Arrays, on_device
+from tiedgpt.train.objective import Arrays
 from tiedgpt.train.tasks.labelled import Example, Labelled, Malformed, Row
 
 OUTSIDE = "O"
@@ -47,11 +47,9 @@ class Classify(Labelled):
         answer = np.array(self.numbers[example.labels[0]])
         return Row((ids[: self.context],), answer, cut=len(ids) > self.context)
 
-    def show(self, head: SequenceClassifier, example: Example, row: Row) -> str:
+    def said(self, head: SequenceClassifier, example: Example, batch: Sequence[Tensor]) -> str:
         """Return the label that scores highest, and the text."""
-        said = head.labels[int(self.ask(head, row).argmax())]
-        (label,), (text,) = example.labels, example.texts
-        return f"{said} ({'rightly' if said == label else f'not {label}'}): {text}"
+        return f"{head.labels[int(head(*batch[:2]).argmax())]}: {example.texts[0]}"
 
 
 class Tag(Labelled):
@@ -97,9 +95,9 @@ class Tag(Labelled):
             (text,) = example.texts
             ids = self.tokenizer.encode(text)
             answer = [numbers[OUTSIDE]] * len(ids)
-            places = Places(ids, self.tokenizer, text)
-            for start, end, name in example.answer:
-                first, last = places.tokens(start, end)
+            spans = [span for *span, _ in example.answer]
+            found = token_spans(ids, self.tokenizer, text, spans)
+            for (first, last), (*_, name) in zip(found, example.answer, strict=True):
                 answer[first : last + 1] = [numbers[name]] * (last + 1 - first)
         cut = len(ids) > self.context
         ids, answer = ids[: self.context], answer[: self.context]
@@ -118,15 +116,14 @@ class Tag(Labelled):
         ids, labels = batch
         return (head(ids).argmax(-1) == labels)[labels != IGNORED]
 
-    def show(self, head: TokenClassifier, example: Example, row: Row) -> str:
+    def said(self, head: TokenClassifier, example: Example, batch: Sequence[Tensor]) -> str:
         """Return the text with the label of each token that asks for one, but "O"."""
-        (numbers,) = self.ask(head, row).argmax(-1).tolist()
-        text = ""
-        for id, number, asked in zip(row.rows[0], numbers, row.answer, strict=True):
-            name = head.labels[number]
-            text += self.tokenizer.decode([id])
-            text += f"[{name}]" if asked != IGNORED and name != OUTSIDE else ""
-        return text
+        (ids,), (asked,) = (tensor.tolist() for tensor in batch)
+        names = [head.labels[number] for number in head(batch[0])[0].argmax(-1).tolist()]
+        return "".join(
+            self.tokenizer.decode([id]) + (f"[{name}]" if n != IGNORED and name != OUTSIDE else "")
+            for id, name, n in zip(ids, names, asked, strict=True)
+        )
 
 
 class Choose(Labelled):
@@ -187,11 +184,9 @@ class Choose(Labelled):
         *_, tokens, answers = batch
         return int((tokens != IGNORED).sum()), len(answers)
 
-    def show(self, head: MultipleChoice, example: Example, row: Row) -> str:
+    def said(self, head: MultipleChoice, example: Example, batch: Sequence[Tensor]) -> str:
         """Return the choice that scores highest, after the text."""
-        ids, lengths, *_ = on_device(self.collate([row]), head.gpt.wte.weight.device)
-        said = int(head(ids, lengths).argmax())
-        return f"{'rightly' if said == example.answer else 'wrongly'}: {example.texts[said]}"
+        return example.texts[int(head(*batch[:2]).argmax())]
 
 
 class Answer(Labelled):
@@ -235,7 +230,7 @@ class Answer(Labelled):
         """Return ids, and the answer's first and last token, (2,); None if it is cut off."""
         (text,) = example.texts
         ids = self.tokenizer.encode(text)
-        span = Places(ids, self.tokenizer, text).tokens(*example.answer)
+        (span,) = token_spans(ids, self.tokenizer, text, [example.answer])
         if span[1] >= self.context:
             return None
         return Row((ids[: self.context],), np.array(span), cut=len(ids) > self.context)
@@ -245,32 +240,27 @@ class Answer(Labelled):
         ids, lengths, spans = batch
         return (best_spans(head(ids, lengths)) == spans).all(-1)
 
-    def show(self, head: SpanFinder, example: Example, row: Row) -> str:
-        """Return the text and what was found."""
-        first, last = span = best_spans(self.ask(head, row))[0].tolist()
-        found = self.tokenizer.decode(row.rows[0][first : last + 1])
-        verdict = "rightly" if span == row.answer.tolist() else "wrongly"
-        return f"{example.texts[0]} -> {found} ({verdict})"
+    def said(self, head: SpanFinder, example: Example, batch: Sequence[Tensor]) -> str:
+        """Return what was found, and the text."""
+        first, last = best_spans(head(*batch[:2]))[0].tolist()
+        found = self.tokenizer.decode(batch[0][0, first : last + 1].tolist())
+        return f"{found}: {example.texts[0]}"
 
 
-class Places:
-    """Where in a text its tokens stand.
+def token_spans(
+    ids: Sequence[int], tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last token that have a byte of characters [start, end).
 
     Raises `Malformed` where the tokens are not the text byte for byte.
     """
-
-    def __init__(self, ids: Sequence[int], tokenizer: Tokenizer, text: str) -> None:
-        pieces = [tokenizer.token_bytes(id) for id in ids]
-        if b"".join(pieces) != text.encode():
-            raise Malformed("the tokenizer does not keep this text as it is: no place can be found")
-        self.text = text
-        self._starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # in bytes
-
-    def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first and the last token that have a byte of characters [start, end)."""
-        first = len(self.text[:start].encode())
-        last = first + len(self.text[start:end].encode()) - 1
-        return bisect_right(self._starts, first) - 1, bisect_right(self._starts, last) - 1
+    pieces = [tokenizer.token_bytes(id) for id in ids]
+    if b"".join(pieces) != text.encode():
+        raise Malformed("the tokenizer does not keep this text as it is: no place can be found")
+    starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # in bytes
+    for start, end in spans:
+        first, after = len(text[:start].encode()), len(text[:end].encode())
+        yield bisect_right(starts, first) - 1, bisect_right(starts, after - 1) - 1
 
 
 def text_in(record: Mapping[str, Any], field: str) -> str:

@@ -27,7 +27,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import Arrays, body_of
+from tiedgpt.train.objective import Arrays, body_of, on_device
 from tiedgpt.train.optim import freeze
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Task
@@ -96,8 +96,6 @@ class LabelScore:
     """The mean loss."""
     share: float
     """Of what was asked, how much was answered rightly."""
-    measure: str
-    """What that share is called."""
     examples: int
 
 
@@ -128,9 +126,9 @@ class Labelled(Task):
         self.numbers = {name: number for number, name in enumerate(examples.labels)}
         self.train = self._prepare("to train on", examples.train)
         self.held_out = self._prepare("to validate on", examples.held_out)
-        labels = {"labels": list(examples.labels)} if examples.labels else {}
+        self._labels = {"labels": list(examples.labels)} if examples.labels else {}
         self.counted = {
-            "train_examples": {"examples": len(self.train), **labels},
+            "train_examples": {"examples": len(self.train), **self._labels},
             "val_examples": {"examples": len(self.held_out)},
         }
         self.epoch_rows = len(self.train)
@@ -149,8 +147,8 @@ class Labelled(Task):
         """Return its ids and its answer; None where the answer does not fit the context."""
 
     @abstractmethod
-    def show(self, head: Any, example: Example, row: Row) -> str:
-        """Return an example beside what the head says of it."""
+    def said(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
+        """Return what the head says of an example, which is all of a batch, beside the example."""
 
     def right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
         """Return which answers of a batch the head gives rightly, (n,)."""
@@ -190,8 +188,7 @@ class Labelled(Task):
     def build(self) -> Head:
         """Return a fresh head on a fresh body."""
         make: Callable[..., Head] = self.head_class
-        labels = {"labels": self.examples.labels} if self.examples.labels else {}
-        return freeze(make(GPT(self.config), **labels), self.frozen)
+        return freeze(make(GPT(self.config), **self._labels), self.frozen)
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return the batch of each step; an epoch visits every example once, in its own order."""
@@ -222,19 +219,22 @@ class Labelled(Task):
 
         right, asked, *sums = totals(model, batches, measure, autocast=plan.autocast)
         nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
-        return LabelScore(nats, right / asked, self.measure, len(rows))
+        return LabelScore(nats, right / asked, len(rows))
 
     def metrics(self, score: LabelScore) -> dict[str, float]:
         """Return the loss and the share of right answers."""
-        return {"val_loss": score.nats, f"val_{score.measure.replace(' ', '_')}": score.share}
+        return {"val_loss": score.nats, f"val_{self.measure.replace(' ', '_')}": score.share}
 
     @torch.no_grad()
     def sample(self, model: Head, plan: Plan, step: int) -> str:
-        """Return an example held out, another at each step, beside what the head says of it."""
+        """Return what the head says of an example held out, of another one at each step."""
+        example, row = self.held_out[step % len(self.held_out)]
+        batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
         training = model.training
         model.eval()
         try:
-            return self.show(model, *self.held_out[step % len(self.held_out)])
+            verdict = "rightly" if self.right(model, batch).all() else "wrongly"
+            return f"{verdict} {self.said(model, example, batch)}"
         finally:
             model.train(training)
 
@@ -247,11 +247,6 @@ class Labelled(Task):
             "tokens": f"{self.vocabulary()}, the longest row has {longest:,}",
             "predicts": f"a {self.head_class.__name__} on the states of the body",
         }
-
-    def ask(self, head: Head, row: Row) -> Tensor:
-        """Return what the head says of one row of ids."""
-        logits: Tensor = head(torch.tensor(row.rows[:1], device=body_of(head).wte.weight.device))
-        return logits
 
 
 def read_examples(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.data import Batches, EncodedCorpus, Shards, in_order, open_encoded
+from tiedgpt.data import Batches, Shards, in_order, open_encoded
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
 from tiedgpt.train.optim import freeze
+from tiedgpt.train.options import counted
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
@@ -33,6 +35,8 @@ class LanguageModelling(Task):
 
     unit = "tokens"
     tokenizer: Tokenizer
+    sample_prompt = ""
+    """What samples begin with."""
 
     def __init__(
         self,
@@ -46,16 +50,16 @@ class LanguageModelling(Task):
         super().__init__(config, tokenizer, context, start)
         self.encoded = encoded = open_encoded(run.data)
         self.counted = {"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)}
-        self._train, self._held_out = _open_shards(run, self.encoded)
-        self._byte_lengths = _byte_lengths(tokenizer, config)
+        self._train = _open_shards(run.data, "train", encoded.train.tokens)
+        self._held_out = _open_shards(run.data, "val", encoded.val.tokens)
+        lengths = tokenizer.byte_lengths()  # a model may have more rows than there are tokens
+        self._byte_lengths = np.pad(lengths, (0, max(0, config.vocab_size - len(lengths))))
         self.text_tokens = encoded.train.tokens
         self._count_rows()
 
     def _count_rows(self) -> None:
         self.row_units = self.row_tokens = self.context
         self.epoch_rows = max(1, -(-(self.encoded.train.tokens - 1) // self.context))
-        self.sample_prompt = ""
-        """What samples begin with."""
         self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
 
     def resize(self, config: GPTConfig) -> None:
@@ -115,15 +119,16 @@ class LanguageModelling(Task):
         """Return how much text there is, in which tokens, and what predicts them."""
         train, val = self.encoded.train, self.encoded.val
         config = config or self.config
-        how = "a matrix of {} reads and another predicts"
+        shape = f"{config.vocab_size:,} x {config.n_embd}"
+        how = f"a matrix of {shape} reads and another predicts"
         if config.tie_word_embeddings:
-            how = "one matrix of {} counted once: it reads and predicts"
+            how = f"one matrix of {shape} counted once: it reads and predicts"
         return {
-            "text": f"{train.documents:,} documents, {train.utf8_bytes / 1e6:.2f} MB, "
+            "text": f"{counted(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
             f"{train.tokens:,} tokens; {val.tokens:,} more to validate on",
             "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
             "token",
-            "predicts": how.format(f"{config.vocab_size:,} x {config.n_embd}"),
+            "predicts": how,
         }
 
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
@@ -138,21 +143,12 @@ class LanguageModelling(Task):
         return prompt + written.text
 
 
-def _byte_lengths(tokenizer: Tokenizer, config: GPTConfig) -> np.ndarray:
-    """Return the bytes of each id's text; a model may have more rows than there are tokens."""
-    lengths = tokenizer.byte_lengths()
-    return np.pad(lengths, (0, max(0, config.vocab_size - len(lengths))))
-
-
-def _open_shards(run: RunDirectory, encoded: EncodedCorpus) -> tuple[Shards, Shards]:
-    """Open both sides; they hold what was counted when they were written."""
-    opened = []
-    for side, counts in (("train", encoded.train), ("val", encoded.val)):
-        shards = Shards.in_directory(run.data, side)
-        if len(shards) != counts.tokens:
-            raise CorruptInputError(
-                f"{run.data} holds {len(shards):,} {side} tokens and {counts.tokens:,} were "
-                "written: shards are missing or changed; train in another --out"
-            )
-        opened.append(shards)
-    return opened[0], opened[1]
+def _open_shards(directory: Path, side: str, tokens: int) -> Shards:
+    """Open a side; it holds what was counted when it was written."""
+    shards = Shards.in_directory(directory, side)
+    if len(shards) != tokens:
+        raise CorruptInputError(
+            f"{directory} holds {len(shards):,} {side} tokens and {tokens:,} were written: shards "
+            "are missing or changed; train in another --out"
+        )
+    return shards
