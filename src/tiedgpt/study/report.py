@@ -30,8 +30,8 @@ PAGE = """<!doctype html>
   :root {{ --ink: #e8e8e8; --paper: #16181b; --line: #4a4d52 }}
 }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse; display: block; overflow-x: auto; font-size: .85rem }}
+       max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; font-size: .8rem }}
 th, td {{ border-bottom: 1px solid var(--line); padding: .25rem .6rem; white-space: nowrap }}
 pre {{ border: 1px solid var(--line); padding: .6rem .8rem; white-space: pre-wrap }}
 blockquote {{ border-left: 4px solid #0072b2; margin: 1rem 0; padding: .1rem 1rem }}
@@ -220,7 +220,7 @@ def _by_decile(study: Study) -> str:
         )
         for g in range(GROUPS)
     ]
-    names = ("untied, less that", "untied of equal size", "LSTM")
+    names = ("untied less tied", "untied of equal size less tied", "LSTM less tied GPT")
     return _table(("group", "median count", "targets", "tied GPT, nats", *names), rows)
 
 
@@ -266,12 +266,12 @@ def _band(
 
 
 def _losses(study: Study) -> list[Panel]:
-    """Return the curves, and once more without their beginning."""
+    """Return the curves, and the GPTs' once more without their beginning."""
     curves: dict[str, list[list[Numbers]]] = {
         name: [run["curve"] for run in runs] for name, runs in study.runs.items()
     }
     panels = []
-    for first, title in ((0, "all of the training"), (-5, "its last part")):
+    for first, title in ((0, "all of the training"), (-5, "its last part, GPTs alone")):
         lines = tuple(
             _band(
                 NAMES[name],
@@ -280,6 +280,7 @@ def _losses(study: Study) -> list[Panel]:
                 color,
             )
             for color, (name, of_seeds) in enumerate(curves.items())
+            if first == 0 or name != "lstm"
         )
         panels.append(Panel(title, "step", lines, y_label="nats a token"))
     return panels
