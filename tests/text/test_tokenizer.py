@@ -231,3 +231,21 @@ def test_transformers_loads_what_is_saved_with_the_same_ids(tokenizer, tmp_path,
     assert theirs("x<|endoftext|>")["input_ids"] == tokenizer.encode(
         "x<|endoftext|>", allow_special=True
     )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "characters"])
+def test_special_tokens_can_be_added_to_any_vocabulary(kind, tmp_path):
+    made = {"bpe": Tokenizer.train(["ab ab"], 300), "characters": Tokenizer.characters(["ab"])}
+    before = made[kind]
+    after = before.with_special_tokens(["[x]", "<|endoftext|>", "[y]", "[x]"])
+    assert len(after) == len(before) + 2
+    assert after.encode("[x]a[y]", allow_special=True) == [
+        len(before), *before.encode("a"), len(before) + 1
+    ]  # fmt: skip
+    assert after.decode([len(before) + 1]) == "[y]"
+    assert after.eos_token_id == before.eos_token_id
+    assert after.encode("ab") == before.encode("ab")
+    assert after.with_special_tokens(["[y]"]) is after
+    after.save_pretrained(tmp_path)
+    again = Tokenizer.from_pretrained(tmp_path)
+    assert again.encode("a[y]", allow_special=True) == after.encode("a[y]", allow_special=True)

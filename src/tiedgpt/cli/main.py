@@ -32,6 +32,7 @@ VERBS = {
     "convert": "any GPT into the format of another tool, proven",
     "study": "tied against untied GPTs on your text: an experiment with its report",
     "tie": "is the head the embedding? show, audit or fix it, in any model or file",
+    "data": "which tokens of examples would be trained",
     "doctor": "versions, devices, threads, and what is missing",
 }
 EXAMPLES = """\

@@ -1,23 +1,32 @@
-"""Text to token batches: corpora, splits, token shards and the order of batches."""
+"""Text to token batches: corpora, examples, splits, token shards and the order of batches."""
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, json_lines
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
+from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
+from tiedgpt.data.packing import PackedBatches
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Split, plan_split
+from tiedgpt.data.templates import TEMPLATES, Template, read_template, write_template
 
 __all__ = [
     "IGNORED",
+    "TEMPLATES",
     "Batches",
     "Corpus",
     "Counts",
     "Document",
     "EncodedCorpus",
+    "EncodedExamples",
+    "Example",
+    "ExampleReader",
     "FileCorpus",
+    "PackedBatches",
     "ShardWriter",
     "Shards",
     "Split",
+    "Template",
     "documents",
     "encode_corpus",
     "in_order",
@@ -26,4 +35,6 @@ __all__ = [
     "permutation",
     "plan_split",
     "python_documentation",
+    "read_template",
+    "write_template",
 ]

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,38 +65,50 @@ class FileCorpus:
             CorruptInputError: a named file is not text in UTF-8, or a line of a `.jsonl` is wrong.
         """
         blank = True
-        for path in self.paths:
-            for document in self._read(path):
-                if document.text.strip():
-                    blank = False
-                    yield document
+        for place, record in self.records(f'{{"{self.text_field}": ...}}'):
+            text = record.get(self.text_field)
+            if not isinstance(text, str):
+                keys = ", ".join(map(repr, record)) or "nothing"
+                raise CorruptInputError(
+                    f"{place}: no string in the field {self.text_field!r}, only {keys}"
+                )
+            if text.strip():
+                blank = False
+                yield Document(place, text)
         if blank:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
             raise UserError(f"no text in {names}: every document is empty; name files with text")
 
-    def _read(self, path: str) -> Iterator[Document]:
-        name = _printable(path)
-        try:
-            with self._open(path) as file:
-                if path.lower().endswith(".jsonl"):
-                    yield from _lines(file, self.text_field, name)
-                    return
-                data = file.read(PEEK)
-                if not self._binary(data):
-                    data += file.read()
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        text = None if self._binary(data) else self._text(data, path, name)
-        if text is not None:
-            yield Document(name, text.replace("\r\n", "\n"))
-        elif self.paths[path]:
-            which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
-            raise CorruptInputError(
-                f"{name} is not text in UTF-8{which}: name text files, or their --encoding (often "
-                "cp1252 or utf-16)"
-            )
-        elif not self._binary(data):
-            self.skipped.add(path)
+    def records(
+        self, expected: str, on_bad: Callable[[CorruptInputError], None] | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (place, object) for each line of `.jsonl` files, as `json_lines`.
+
+        A text file is one object, with its text in `text_field`. Raises as iteration does.
+        """
+        for path in self.paths:
+            name = _printable(path)
+            try:
+                with self._open(path) as file:
+                    if path.lower().endswith(".jsonl"):
+                        yield from json_lines(file, name, expected, on_bad)
+                        continue
+                    data = file.read(PEEK)
+                    if not self._binary(data):
+                        data += file.read()
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            text = None if self._binary(data) else self._text(data, path, name)
+            if text is not None:
+                yield name, {self.text_field: text.replace("\r\n", "\n")}
+            elif self.paths[path]:
+                which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
+                raise CorruptInputError(
+                    f"{name} is not text in UTF-8{which}: name text files, or their --encoding "
+                    "(often cp1252 or utf-16)"
+                )
+            elif not self._binary(data):
+                self.skipped.add(path)
 
     def _binary(self, data: bytes) -> bool:
         return b"\0" in data and not data.startswith(UTF_16) and self.encoding == "auto"
@@ -199,22 +211,16 @@ def _guessed(data: bytes) -> str | None:
     return None if found is None else found.encoding
 
 
-def _lines(file: BinaryIO, text_field: str, name: str) -> Iterator[Document]:
-    """Yield the documents of a `.jsonl` file."""
-    for place, record in json_lines(file, name, f'{{"{text_field}": ...}}'):
-        text = record.get(text_field)
-        if not isinstance(text, str):
-            keys = ", ".join(map(repr, record)) or "nothing"
-            raise CorruptInputError(f"{place}: no string in the field {text_field!r}, only {keys}")
-        yield Document(place, text)
-
-
 def json_lines(
-    file: Iterable[bytes], name: str, expected: str
+    file: Iterable[bytes],
+    name: str,
+    expected: str,
+    on_bad: Callable[[CorruptInputError], None] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`name:number`, object) for each line of a `.jsonl` file that is not blank.
 
-    `expected` says in messages what a line should look like.
+    `expected` says in messages what a line should look like. `on_bad` is given the error of a bad
+    line, which is passed over then.
 
     Raises:
         CorruptInputError: a line is not a JSON object of valid Unicode.
@@ -232,10 +238,12 @@ def json_lines(
             if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
                 json.dumps(record, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise CorruptInputError(
-                f"{place}: not a JSON object ({error}); a line is {expected}"
-            ) from None
-        yield place, record
+            bad = CorruptInputError(f"{place}: not a JSON object ({error}); a line is {expected}")
+            if on_bad is None:
+                raise bad from None
+            on_bad(bad)
+        else:
+            yield place, record
 
 
 def _unreadable(path: str, error: OSError) -> UserError:

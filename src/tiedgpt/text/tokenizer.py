@@ -90,6 +90,18 @@ class Tokenizer:
         """
         return cls(character_tokenizer(_checked_texts(texts)))
 
+    def with_special_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+        """Return this tokenizer with more special tokens, after its last id; itself if it has them.
+
+        The model needs a row for each new id (`tie.add_tokens`).
+        """
+        new = [token for token in dict.fromkeys(tokens) if token not in self._special_ids]
+        if not new:
+            return self
+        rust = tokenizers.Tokenizer.from_str(self.to_json())
+        rust.add_special_tokens(new)
+        return Tokenizer(rust, self._settings)
+
     @property
     def vocab_size(self) -> int:
         """V, as `len(tokenizer)`."""

@@ -1,0 +1,144 @@
+"""`tiedgpt data show DATA`: what of a file of examples is trained, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.text import Text
+
+from tiedgpt.cli.console import console, fact, note
+from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from tiedgpt.data import Example, ExampleReader, Template
+    from tiedgpt.text import Tokenizer
+
+ABOUT = """Show which tokens of examples would be trained.
+
+A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
+[{"role": ..., "content": ...}, ...]}. Trained tokens are green, or marked as insertions are."""
+STYLES = {False: ("dim", ""), True: ("green", "bold green")}
+"""Styles of tokens in turn, so that one sees where they end; trained ones are green."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of `data`."""
+
+    verb: Positional[Literal["show"]]
+    """What to do."""
+    data: Positional[tuple[str, ...]]
+    """Files of examples, .jsonl or text; - is standard input."""
+    tokenizer: str | None = None
+    """Where the tokenizer is; default: that of the newest run in runs/."""
+    template: Literal["chatml", "plain"] | None = None
+    """How messages become text; default: as the tokenizer's directory says, or chatml."""
+    context: int | None = None
+    """The most tokens of an example; default: any number."""
+    too_long: Literal["drop", "cut", "error"] = "drop"
+    """What becomes of longer examples."""
+    skip_bad: bool = False
+    """Pass over lines that are no examples, and count them."""
+    examples: int = 3
+    """How many are printed; all are counted."""
+    format: Literal["human", "json"] = "human"
+    """json: one object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Show the examples; return the exit code."""
+    given = parse(Arguments, "data", arguments, ABOUT)
+    from tiedgpt.data import ExampleReader, documents
+    from tiedgpt.text import Tokenizer
+
+    corpus = documents(given.data)
+    source = source_or_newest(given.tokenizer)
+    reader = ExampleReader(
+        corpus,
+        Tokenizer.from_pretrained(source),
+        template=_template(given.template, source),
+        context=given.context,
+        too_long=given.too_long,
+        skip_bad=given.skip_bad,
+    )
+    shown: list[Example] = []
+    counts = {"examples": 0, "tokens": 0, "trained": 0, "longest": 0}
+    for example in reader:
+        if len(shown) < given.examples:
+            shown.append(example)
+        counts["examples"] += 1
+        counts["tokens"] += len(example.ids)
+        counts["trained"] += sum(example.counted[1:])
+        counts["longest"] = max(counts["longest"], len(example.ids))
+    if given.format == "json":
+        print(json.dumps(_as_dict(reader, counts, shown), indent=2))
+    else:
+        _print(reader, counts, shown)
+    return EXIT_OK
+
+
+def _template(name: str | None, source: str) -> Template:
+    """Return the template of a name, or the one beside the tokenizer."""
+    from tiedgpt.data import TEMPLATES, read_template
+    from tiedgpt.weights.hub import local_directory
+
+    if name is not None:
+        return TEMPLATES[name]
+    path = local_directory(source)
+    return read_template(path if path.is_dir() else path.parent) or TEMPLATES["chatml"]
+
+
+def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> dict[str, Any]:
+    listed = [
+        {
+            "place": example.place,
+            "ids": example.ids,
+            "tokens": [text for text, _ in _tokens(example, reader.tokenizer)],
+            "trained": [trained for _, trained in _tokens(example, reader.tokenizer)],
+        }
+        for example in shown
+    ]
+    remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
+    return {"kind": reader.kind, **counts, "remarks": remarks, "shown": listed}
+
+
+def _print(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> None:
+    to = console()
+    for example in shown:
+        to.print(Text(example.place, "bold"))
+        colour = to.color_system is not None and not to.no_color
+        to.print(_marked(example, reader.tokenizer, colour=colour))
+    by = f", by the template {reader.template.name}" if reader.kind == "messages" else ""
+    share = f"{counts['trained']:,} ({counts['trained'] / counts['tokens']:.0%})"
+    fact("kind", reader.kind + by)
+    fact("examples", f"{counts['examples']:,}, the longest of {counts['longest']:,} tokens")
+    fact("tokens", f"{counts['tokens']:,}, of which {share} are trained")
+    for remark in reader.notes():
+        note(remark)
+
+
+def _marked(example: Example, tokenizer: Tokenizer, *, colour: bool) -> Text:
+    """Return an example's text, its trained tokens in colour or between marks."""
+    text, before = Text(), False
+    for number, (token, trained) in enumerate([*_tokens(example, tokenizer), ("", False)]):
+        if trained != before and not colour:
+            text.append("{+" if trained else "+}")
+        text.append(token, STYLES[trained][number % 2])
+        before = trained
+    return text.append("\n")
+
+
+def _tokens(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """Yield the printable text of each token, and whether it is trained.
+
+    A character of several tokens is shown with its last one.
+    """
+    stream = tokenizer.stream()
+    for id, trained in zip(example.ids, [False, *example.counted[1:]], strict=True):
+        shown = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in stream.push(id))
+        yield "".join(shown), trained

@@ -1,0 +1,255 @@
+"""Examples to fine-tune on: `.jsonl` lines -> ids, and which of them are trained.
+
+A line's fields are its kind, and all lines of a run are of one kind:
+
+    {"text": ...}                                         every token is trained
+    {"prompt": ..., "completion": ...}                    the completion is trained
+    {"messages": [{"role": ..., "content": ...}, ...]}    what the template trains: replies
+
+The first two end on the tokenizer's end of text, which is trained. A text file is one `text`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiedgpt.data.corpus import FileCorpus
+from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text.codec import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from tiedgpt.text import Tokenizer
+
+Kind = Literal["text", "completion", "messages"]
+FIELDS: tuple[tuple[Kind, set[str]], ...] = (
+    ("text", {"text"}),
+    ("completion", {"prompt", "completion"}),
+    ("messages", {"messages"}),
+    ("messages", {"conversations"}),
+)
+EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Names of roles in `conversations`."""
+REMARKS = {
+    "skipped": "bad lines that were skipped",
+    "dropped": "examples longer than the context, dropped",
+    "cut": "examples longer than the context, cut",
+    "space": "prompts that end in a space, which should begin the completion instead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One example, encoded."""
+
+    place: str
+    """Where it comes from: `path:line`."""
+    ids: list[int]
+    """(N,)"""
+    counted: list[bool]
+    """(N,): whether a token is trained. The first has nothing before it and never is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something that was found in several examples."""
+
+    count: int
+    first: str
+    """Where first; for a skipped line, with what is wrong with it."""
+
+
+class ExampleReader:
+    """The examples of files, encoded; it can be iterated any number of times.
+
+    `tokenizer` has the special tokens that the kind of the examples needs. They may be new: the
+    model then needs rows for them (`tie.add_tokens`). `remarks` tells, by the names in `REMARKS`,
+    what the last iteration left out or found odd.
+
+    Raises:
+        UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
+        CorruptInputError: a line is no example, nothing in it is trained, or it is of another kind
+            than the first. `skip_bad` counts such lines instead, except those of another kind.
+    """
+
+    def __init__(
+        self,
+        corpus: FileCorpus,
+        tokenizer: Tokenizer,
+        *,
+        template: Template = CHATML,
+        context: int | None = None,
+        too_long: Literal["drop", "cut", "error"] = "drop",
+        skip_bad: bool = False,
+    ) -> None:
+        if context is not None and context < 2:
+            raise UserError(f"context must be at least 2 tokens, got {context}")
+        self.corpus, self.template, self.context = corpus, template, context
+        self.too_long, self.skip_bad = too_long, skip_bad
+        self.remarks: dict[str, Remark] = {}
+        self.kind: Kind = next(self._records())[1]
+        needed = template.tokens if self.kind == "messages" else ()
+        if tokenizer.eos_token_id is None:
+            needed = (*needed, END_OF_TEXT)
+        self.tokenizer = tokenizer.with_special_tokens(needed)
+
+    def __iter__(self) -> Iterator[Example]:
+        """Yield the examples in the order of the files."""
+        self.remarks = {}
+        n_examples = 0
+        for place, _, record in self._records():
+            try:
+                example = self._encode(place, record)
+            except UserError as error:
+                self._bad(CorruptInputError(f"{place}: {error}"))
+                continue
+            if (fitting := self._fitting(example)) is not None:
+                n_examples += 1
+                yield fitting
+        if not n_examples:
+            raise UserError(f"no example is left to train on: {'; '.join(self.notes())}")
+
+    def notes(self) -> list[str]:
+        """Return the remarks in words."""
+        return [
+            f"{REMARKS[name]}: {r.count:,} (first: {r.first})" for name, r in self.remarks.items()
+        ]
+
+    def _records(self) -> Iterator[tuple[str, Kind, dict[str, Any]]]:
+        """Yield the lines with their kind, which is the same for all."""
+        first: tuple[str, Kind] | None = None
+        for place, record in self.corpus.records(EXPECTED, self._bad):
+            try:
+                kind = _kind(record)
+            except UserError as error:
+                self._bad(CorruptInputError(f"{place}: {error}; a line is {EXPECTED}"))
+                continue
+            first = first or (place, kind)
+            if kind != first[1]:
+                raise CorruptInputError(
+                    f"{place} is of the kind {kind}, and {first[0]} of the kind {first[1]}: put "
+                    "them into files of their own"
+                )
+            yield place, kind, record
+        if first is None:
+            why = "; ".join(self.notes()) or "every file is empty"
+            raise UserError(f"no line is an example ({why}): a line is {EXPECTED}")
+
+    def _encode(self, place: str, record: Mapping[str, Any]) -> Example:
+        if self.kind == "messages":
+            pieces = list(self.template.pieces(_messages(record)))
+        else:
+            names = ("text",) if self.kind == "text" else ("prompt", "completion")
+            pieces = [Piece(_string(record, name), counted=name != "prompt") for name in names]
+            pieces.append(Piece(END_OF_TEXT, True, True))
+            if self.kind == "completion" and pieces[0].text.endswith(" "):
+                self._remark("space", place)
+        ids, counted = encode_pieces(pieces, self.tokenizer)
+        if not any(counted[1:]):
+            raise UserError("nothing in it is trained: it has no reply, or no text")
+        return Example(place, ids, counted)
+
+    def _fitting(self, example: Example) -> Example | None:
+        """Return the example if it fits the context, what fits of it, or None."""
+        room, place = self.context, example.place
+        if room is None or len(example.ids) <= room:
+            return example
+        if self.too_long == "error":
+            raise UserError(
+                f"{place} has {len(example.ids):,} tokens, and the context {room:,}: give a longer "
+                "context, or too_long='cut'"
+            )
+        cut = self.too_long == "cut" and any(example.counted[1:room])
+        self._remark("cut" if cut else "dropped", place)
+        return Example(place, example.ids[:room], example.counted[:room]) if cut else None
+
+    def _bad(self, error: CorruptInputError) -> None:
+        if not self.skip_bad:
+            raise error
+        self._remark("skipped", str(error))
+
+    def _remark(self, name: str, where: str) -> None:
+        before = self.remarks.get(name, Remark(0, where))
+        self.remarks[name] = Remark(before.count + 1, before.first)
+
+
+def _kind(record: Mapping[str, Any]) -> Kind:
+    kinds = [kind for kind, fields in FIELDS if fields <= record.keys()]
+    if len(kinds) != 1:
+        named = " and ".join(kinds) or "none"
+        raise UserError(f"its fields are of {named} of the kinds: {', '.join(map(repr, record))}")
+    return kinds[0]
+
+
+def _string(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise UserError(f"{name!r} must be a string, got {type(value).__name__}")
+    return value
+
+
+def _messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield role, content and `train` of each message of a line."""
+    listed = record.get("messages", record.get("conversations"))
+    if not isinstance(listed, list) or not all(isinstance(message, dict) for message in listed):
+        raise UserError("its messages must be a list of objects")
+    for message in listed:
+        role, content = ("role", "content") if "role" in message else ("from", "value")
+        train = message.get("train", True)
+        if not isinstance(train, bool):
+            raise UserError(f"'train' must be true or false, got {train!r}")
+        name = _string(message, role)
+        yield {
+            "role": ROLES.get(name, name),
+            "content": _string(message, content),
+            "train": train,
+        }
+
+
+@dataclass(frozen=True)
+class EncodedExamples:
+    """Examples one after another in memory, 5 bytes a token."""
+
+    ids: NDArray[np.uint32]
+    """(N,)"""
+    counted: NDArray[np.bool_]
+    """(N,): whether a token is trained."""
+    ends: NDArray[np.int64]
+    """(n,): where each example ends."""
+
+    @classmethod
+    def gather(cls, examples: Iterable[Example]) -> EncodedExamples:
+        """Return the examples of a reader."""
+        ids, counted, ends = array("I"), bytearray(), array("q")
+        for example in examples:
+            ids.extend(example.ids)
+            counted.extend(example.counted)
+            ends.append(len(ids))
+        return cls(
+            np.frombuffer(ids, np.uint32),
+            np.frombuffer(counted, np.bool_),
+            np.frombuffer(ends, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def example(self, number: int) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """Return the ids and the mask of one, both (N,)."""
+        start = int(self.ends[number - 1]) if number else 0
+        here = slice(start, int(self.ends[number]))
+        return self.ids[here], self.counted[here]
+
+    def select(self, numbers: Sequence[int]) -> EncodedExamples:
+        """Return some of them, in this order."""
+        return EncodedExamples.gather(
+            Example("", ids.tolist(), counted.tolist())
+            for ids, counted in map(self.example, numbers)
+        )

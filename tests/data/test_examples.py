@@ -1,0 +1,247 @@
+"""Examples to fine-tune on: which tokens are trained, and what is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiedgpt import Tokenizer
+from tiedgpt.data import TEMPLATES, ExampleReader, documents
+from tiedgpt.data.examples import EncodedExamples
+from tiedgpt.errors import CorruptInputError, UserError
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n\täé€😀"
+TOKENIZERS = {
+    "bpe": Tokenizer.train(["the user says hello, the assistant says hello\n\nhello"] * 3, 300),
+    "characters": Tokenizer.characters([LETTERS]),
+}
+CONTENTS = st.text(LETTERS, max_size=12) | st.sampled_from(
+    ["<|im_end|>", "<|endoftext|>", " hello", "\n\nhello", "hello  ", "<|im_start|>assistant\n"]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant"]),
+            "content": CONTENTS,
+        },
+        optional={"train": st.booleans()},
+    ),
+    max_size=5,
+)
+
+
+@pytest.fixture
+def reader(write):
+    def made(*lines, tokenizer="bpe", **options):
+        rows = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+        corpus = documents([write("examples.jsonl", "\n".join(rows))])
+        return ExampleReader(corpus, TOKENIZERS[tokenizer], **options)
+
+    return made
+
+
+def trained_text(example, tokenizer):
+    return tokenizer.decode(
+        [id for id, counted in zip(example.ids, example.counted, strict=True) if counted]
+    )
+
+
+def read(lines, tokenizer, template="chatml"):
+    class Lines:
+        def records(self, expected, on_bad=None):
+            yield from ((f"line {number}", line) for number, line in enumerate(lines))
+
+    return ExampleReader(Lines(), TOKENIZERS[tokenizer], template=TEMPLATES[template])
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(prompt=CONTENTS, completion=CONTENTS)
+def test_a_completion_and_its_end_are_trained_and_nothing_else(tokenizer, prompt, completion):
+    reader = read([{"prompt": "a", "completion": "b"}], tokenizer)
+    pieces = {"prompt": prompt + "a", "completion": completion}
+    example = reader._encode("here", pieces)
+    assert trained_text(example, reader.tokenizer) == completion + "<|endoftext|>"
+    assert reader.tokenizer.decode(example.ids) == prompt + "a" + completion + "<|endoftext|>"
+    assert example.ids.count(reader.tokenizer.eos_token_id) == 1
+    prefix = reader.tokenizer.encode(prompt + "a")
+    assert example.ids[: len(prefix)] == prefix, "a prompt is encoded as generation encodes it"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(text=CONTENTS)
+def test_of_a_text_everything_is_trained(tokenizer, text):
+    reader = read([{"text": "a"}], tokenizer)
+    example = reader._encode("here", {"text": text + "a"})
+    assert all(example.counted)
+    assert trained_text(example, reader.tokenizer) == text + "a<|endoftext|>"
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+@given(messages=MESSAGES)
+def test_of_a_conversation_the_replies_and_their_ends_are_trained(
+    tokenizer, template, field, messages
+):
+    messages = [*messages, {"role": "assistant", "content": "b"}]
+    if field == "conversations":
+        names = {"user": "human", "assistant": "gpt", "system": "system"}
+        listed = [
+            {"from": names[m["role"]], "value": m["content"], "train": m.get("train", True)}
+            for m in messages
+        ]
+    else:
+        listed = messages
+    reader = read([{field: listed}], tokenizer, template)
+    (example,) = reader
+    mark, end = {"chatml": ("", "<|im_end|>"), "plain": (" ", "<|endoftext|>")}[template]
+    replies = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
+    expected = "".join(mark + m["content"] + end for m in replies)
+    assert trained_text(example, reader.tokenizer) == expected
+    (end_id,) = reader.tokenizer.encode(end, allow_special=True)
+    ends = [i for i, id in enumerate(example.ids) if id == end_id and example.counted[i]]
+    assert len(ends) == len(replies)
+
+
+def test_chatml_is_what_it_should_be(reader):
+    conversation = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "you said <|im_end|>"},
+    ]
+    found = reader({"messages": conversation})
+    (example,) = found
+    assert found.kind == "messages"
+    assert len(found.tokenizer) == len(TOKENIZERS["bpe"]) + 2
+    assert found.tokenizer.decode(example.ids) == (
+        "<|endoftext|><|im_start|>user\nhello<|im_end|>\n"
+        "<|im_start|>assistant\nyou said <|im_end|><|im_end|>\n"
+    )
+    start, end = len(TOKENIZERS["bpe"]), len(TOKENIZERS["bpe"]) + 1
+    assert [id for id in example.ids if id >= start] == [start, end, start, end]
+
+
+def test_special_tokens_are_added_only_where_they_are_needed(reader):
+    assert reader({"text": "a b"}).tokenizer is TOKENIZERS["bpe"]
+    assert reader({"messages": []}, template=TEMPLATES["plain"]).tokenizer is TOKENIZERS["bpe"]
+
+
+def test_a_text_file_is_one_text(write):
+    corpus = documents([write("a.txt", "some text")])
+    (example,) = ExampleReader(corpus, TOKENIZERS["bpe"])
+    assert trained_text(example, TOKENIZERS["bpe"]) == "some text<|endoftext|>"
+
+
+PAIR = {"prompt": "a", "completion": " b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("nonsense", "not a JSON object"),
+        ("[1]", "got a JSON list"),
+        ({"prompt": "a"}, "of none of the kinds: 'prompt'"),
+        ({"text": "a", **PAIR}, "of text and completion of the kinds"),
+        ({"prompt": "a", "completion": 4}, "'completion' must be a string, got int"),
+        ({"prompt": None, "completion": "b"}, "'prompt' must be a string, got NoneType"),
+    ],
+)
+def test_a_bad_line_is_named_or_skipped_and_counted(reader, line, says):
+    with pytest.raises(CorruptInputError, match=says) as raised:
+        list(reader(PAIR, line, PAIR))
+    assert "examples.jsonl:2" in str(raised.value)
+    found = reader(PAIR, line, PAIR, skip_bad=True)
+    for _ in range(2):
+        assert len(list(found)) == 2
+        assert found.remarks["skipped"].count == 1
+        assert "examples.jsonl:2" in found.remarks["skipped"].first
+    assert len(list(reader(line, PAIR, skip_bad=True))) == 1
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hello", "must be a list of objects"),
+        (["hello"], "must be a list of objects"),
+        ([{"role": "user"}], "'content' must be a string, got NoneType"),
+        ([{"content": "a"}], "'from' must be a string"),
+        ([{"role": "robot", "content": "a"}], "no role 'robot': system, user, assistant"),
+        ([{"role": "assistant", "content": "a", "train": 0}], "'train' must be true or false"),
+        ([{"role": "user", "content": "a"}], "nothing in it is trained"),
+        ([{"role": "assistant", "content": "a", "train": False}], "nothing in it is trained"),
+        ([], "nothing in it is trained"),
+    ],
+)
+def test_a_bad_conversation_is_named(reader, messages, says):
+    with pytest.raises(CorruptInputError, match=rf"examples\.jsonl:2: .*{says}"):
+        list(reader(CHAT, {"messages": messages}))
+
+
+def test_a_character_outside_the_vocabulary_is_named(reader):
+    with pytest.raises(CorruptInputError, match=r"examples\.jsonl:2: character '한'"):
+        list(reader({"text": "ab"}, {"text": "한"}, tokenizer="characters"))
+
+
+@pytest.mark.parametrize("skip_bad", [True, False])
+def test_lines_of_two_kinds_are_an_error(reader, skip_bad):
+    with pytest.raises(CorruptInputError, match=r":3 is of the kind text, and .*:1 of .* messages"):
+        list(reader(CHAT, CHAT, {"text": "a b"}, skip_bad=skip_bad))
+
+
+LONG = {"prompt": "a", "completion": " b" * 30}
+NO_ROOM = {"prompt": "a" + " a" * 30, "completion": " b"}
+
+
+def test_what_is_too_long_is_dropped_cut_or_an_error(reader):
+    found = reader(PAIR, LONG, NO_ROOM, context=16)
+    assert len(list(found)) == 1
+    assert found.remarks["dropped"].count == 2
+    found = reader(PAIR, LONG, NO_ROOM, context=16, too_long="cut")
+    assert [len(example.ids) for example in found][1:] == [16]
+    assert {name: remark.count for name, remark in found.remarks.items()} == {
+        "cut": 1,
+        "dropped": 1,
+    }
+    with pytest.raises(UserError, match=r":2 has \d+ tokens, and the context 16"):
+        list(reader(PAIR, LONG, context=16, too_long="error"))
+
+
+def test_nothing_left_is_an_error(reader):
+    with pytest.raises(UserError, match=r"no example is left .* longer than the context.*: 2"):
+        list(reader(LONG, LONG, context=16))
+    with pytest.raises(UserError, match=r"no line is an example .*every file is empty"):
+        reader("")
+    with pytest.raises(UserError, match=r"no line is an example .*were skipped: 1"):
+        reader("nonsense", skip_bad=True)
+
+
+def test_a_prompt_that_ends_in_a_space_is_told(reader):
+    found = reader(PAIR, {"prompt": "a ", "completion": "b"})
+    list(found)
+    assert found.remarks["space"].count == 1
+    assert "end in a space" in found.notes()[0] and ":2" in found.notes()[0]
+
+
+def test_a_tokenizer_without_an_end_gets_one(monkeypatch):
+    from tiedgpt.text.characters import tokenizer_of_ids
+
+    tokenizer = Tokenizer(tokenizer_of_ids({"a": 0, "b": 1}))
+    assert tokenizer.eos_token_id is None
+    monkeypatch.setitem(TOKENIZERS, "endless", tokenizer)
+    found = read([{"prompt": "a", "completion": "b"}], "endless")
+    assert [example.ids for example in found] == [[0, 1, 2]]
+    assert found.tokenizer.eos_token_id == 2
+
+
+def test_encoded_examples_lie_one_after_another(reader):
+    found = list(reader(PAIR, LONG))
+    encoded = EncodedExamples.gather(found)
+    assert len(encoded) == 2
+    assert encoded.ids.nbytes + encoded.counted.nbytes == 5 * sum(len(e.ids) for e in found)
+    chosen = encoded.select([1, 0, 1])
+    for number, example in enumerate([found[1], found[0], found[1]]):
+        ids, counted = chosen.example(number)
+        assert ids.tolist() == example.ids and counted.tolist() == example.counted

@@ -1,0 +1,130 @@
+"""Examples in rows: every one once an epoch, and each as if alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiedgpt.data import packing
+from tiedgpt.data.examples import EncodedExamples, Example
+from tiedgpt.data.order import IGNORED
+from tiedgpt.data.packing import PackedBatches, best_fit
+from tiedgpt.errors import UserError
+
+
+def drawn(lengths, seed=0):
+    """Examples of random ids below 97, of which about half are counted, the last always."""
+    draw = np.random.Generator(np.random.Philox(seed))
+    examples = []
+    for n in lengths:
+        counted = (draw.random(n) < 0.5).tolist()
+        examples.append(Example("", draw.integers(97, size=n).tolist(), [*counted[:-1], True]))
+    return EncodedExamples.gather(examples)
+
+
+LENGTHS = [5, 2, 11, 24, 7, 3, 3, 9, 13, 2, 17, 6]
+
+
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 7))
+def test_every_item_is_in_one_row_and_rows_fit(lengths, buffer):
+    before, packing.BUFFER = packing.BUFFER, buffer
+    try:
+        rows = best_fit(lengths, 30)
+    finally:
+        packing.BUFFER = before
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    assert all(sum(lengths[item] for item in row) <= 30 for row in rows)
+    firsts = [row[0] for row in rows]
+    assert firsts == sorted(firsts), "a row begins with the first item that is left"
+
+
+def test_the_longest_that_fits_comes_next_and_of_equals_the_first():
+    assert best_fit([4, 3, 6, 2, 6, 1, 4], 10) == [[0, 2], [1, 4, 5], [3, 6]]
+
+
+def test_rows_are_nearly_full():
+    lengths = np.random.Generator(np.random.Philox(1)).integers(10, 200, size=3000)
+    rows = best_fit(lengths.tolist(), 512)
+    assert lengths.sum() / (512 * len(rows)) > 0.98
+
+
+def test_ids_targets_and_first_are_those_of_the_examples():
+    examples = drawn(LENGTHS)
+    batches = PackedBatches(examples, batch_size=3, n_positions=24, seed=5)
+    ids, targets, first = batches.rows(0, batches.n_rows())
+    assert {array.dtype for array in (ids, targets, first)} == {np.dtype(np.int64)}
+    assert {array.shape for array in (ids, targets, first)} == {(batches.n_rows(), 24)}
+    found = []
+    for row in range(len(ids)):
+        for start in sorted(set(first[row].tolist())):
+            here = first[row] == start
+            assert np.flatnonzero(here)[0] == start, "an example begins where `first` says"
+            found.append((ids[row][here].tolist(), targets[row][here].tolist()))
+    expected = []
+    for number in range(len(examples)):
+        its, counted = examples.example(number)
+        follows = [
+            id if is_counted else IGNORED
+            for id, is_counted in zip(its[1:].tolist(), counted[1:], strict=True)
+        ]
+        expected.append((its.tolist(), [*follows, IGNORED]))
+    rest = [part for part in found if part not in expected]
+    assert sorted(part for part in found if part in expected) == sorted(expected)
+    assert all(set(targets) == {IGNORED} for _, targets in rest), "padding is not counted"
+
+
+def test_the_order_is_a_pure_function_of_seed_and_epoch():
+    examples = drawn(LENGTHS * 5)
+    made = [PackedBatches(examples, batch_size=4, n_positions=24, seed=seed) for seed in (3, 3, 4)]
+    steps = [made[0].batch(step) for step in range(30)]
+    later = [made[1].batch(step) for step in reversed(range(30))][::-1]
+    for one, other in zip(steps, later, strict=True):
+        assert all(map(np.array_equal, one, other))
+    assert not np.array_equal(steps[0][0], made[2].batch(0)[0])
+    epoch = made[0].n_rows(0)
+    rows = [made[0].rows(start, epoch)[0] for start in (0, epoch)]
+    assert not np.array_equal(*rows)
+    whole = [np.sort(r.ravel()) for r in (rows[0], made[0].rows(epoch, made[0].n_rows(1))[0])]
+    assert np.array_equal(*(ids[ids > 0] for ids in whole)), "each epoch has every example"
+
+
+def test_examples_that_cannot_be_packed_are_refused():
+    with pytest.raises(UserError, match=r"up to 24 tokens cannot be packed into 2 rows of 23"):
+        PackedBatches(drawn(LENGTHS), batch_size=2, n_positions=23, seed=0)
+    with pytest.raises(UserError, match="0 examples"):
+        PackedBatches(drawn([]), batch_size=2, n_positions=24, seed=0)
+
+
+def test_packed_loss_and_gradients_are_those_of_separate_examples(tiny):
+    examples = drawn(LENGTHS)
+    batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
+    ids, targets, first = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
+    tiny.loss(ids, targets, first=first).backward()
+    loss = tiny.loss(ids, targets, first=first).item()
+    packed = {name: p.grad.clone() for name, p in tiny.named_parameters()}
+    tiny.zero_grad()
+    total, n_targets = 0.0, 0
+    for number in range(len(examples)):
+        its, counted = (torch.from_numpy(part.copy()) for part in examples.example(number))
+        its = its.long()[None]
+        answers = torch.where(counted[1:], its[:, 1:], IGNORED)
+        if (answers != IGNORED).any():
+            n = int((answers != IGNORED).sum())
+            part = tiny.loss(its[:, :-1], answers) * n
+            part.backward()
+            total, n_targets = total + part.item(), n_targets + n
+    assert loss == pytest.approx(total / n_targets, rel=1e-6)
+    for name, parameter in tiny.named_parameters():
+        alone = parameter.grad / n_targets
+        assert (packed[name] - alone).norm() <= 1e-6 * alone.norm(), name
+
+
+def test_changing_one_example_changes_no_other_examples_logits(tiny):
+    examples = drawn(LENGTHS)
+    batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
+    ids, _, first = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
+    changed, here = ids.clone(), first == first[:, -1:]
+    changed[here] = (ids[here] + 1) % 97
+    logits = [tiny.logits(tiny.body(given, first=first)) for given in (ids, changed)]
+    assert torch.equal((logits[0] != logits[1]).any(-1), here)

@@ -1,0 +1,129 @@
+"""Chat templates: data in, text out, and the same in transformers."""
+
+import json
+
+import pytest
+
+from tiedgpt import Tokenizer
+from tiedgpt.data import TEMPLATES, Template, read_template, write_template
+from tiedgpt.data.templates import Role, encode_pieces
+from tiedgpt.errors import UserError
+
+TOKENIZER = Tokenizer.train(["the user says hello, the assistant says hello\n\nhello"] * 3, 320)
+ODD = Template(
+    "odd",
+    {
+        "user": Role("Q#}\"' ", "\\n\n[end]"),
+        "assistant": Role("[start]Ä😀:  ", "{% x %}[end]\n<|endoftext|>~", counted=True),
+        "system": Role("", "", counted=False),
+    },
+    begin="{{ x }}<|endoftext|>",
+    tokens=("[start]", "[end]"),
+)
+EVERY = {**TEMPLATES, "odd": ODD}
+CHAT = [
+    {"role": "system", "content": "Be brief.\n\n"},
+    {"role": "user", "content": "\n\nhello 'there'  "},
+    {"role": "assistant", "content": "hello ü😀!"},
+    {"role": "user", "content": ""},
+    {"role": "assistant", "content": "not this", "train": False},
+    {"role": "user", "content": " x"},
+    {"role": "assistant", "content": " yes\n\n"},
+    {"role": "assistant", "content": "", "train": True},
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_written_template_is_read_back(name, tmp_path):
+    template = EVERY[name]
+    tokenizer = TOKENIZER.with_special_tokens(template.tokens)
+    (tmp_path / "generation_config.json").write_text('{"_from_model_config": true, "top_k": 7}')
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "other", "x": 1}')
+    write_template(template, tokenizer, tmp_path)
+    assert read_template(tmp_path) == template
+    ends = template.end_ids(tokenizer)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written == {"top_k": 7, "eos_token_id": ends}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"x": 1}
+    end = tokenizer.eos_token_id
+    assert ends == ([end, len(TOKENIZER) + 1] if name == "chatml" else [end])
+
+
+def test_a_template_that_was_changed_or_is_foreign_is_refused(tmp_path):
+    assert read_template(tmp_path) is None
+    ours = TEMPLATES["plain"].jinja()
+    for text in (
+        "{{ messages[0].content }}",
+        ours + " ",
+        ours.replace("User:", "Uzer:", 1),
+        ours.replace("counted", "trained", 1),
+        "{#- tiedgpt template {} -#}\n",
+        "{#- tiedgpt template [1] -#}\n",
+        "",
+    ):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        with pytest.raises(UserError, match=r"chat_template\.jinja .* not executed: name one of"):
+            read_template(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    for foreign in ("{{ messages }}", [{"name": "default", "template": "x"}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": foreign}))
+        with pytest.raises(UserError, match=r"tokenizer_config\.json holds a chat template that"):
+            read_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ours}))
+    assert read_template(tmp_path) == TEMPLATES["plain"]
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"user": Role("Q:", "\n"), "assistant": Role("A:", "\n", counted=True)},
+        {"assistant": Role("A:", "<|im_end|>", counted=True)},
+        {"assistant": Role("A:", "<|endoftext|>")},
+        {},
+    ],
+)
+def test_a_template_needs_an_end_token(roles):
+    with pytest.raises(UserError, match="would never stop"):
+        Template("endless", roles)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_an_error_and_nothing_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"no special token <\|im_end\|>"):
+        write_template(TEMPLATES["chatml"], TOKENIZER, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_reply_follows_its_prompt(name):
+    template = TEMPLATES[name]
+    tokenizer = TOKENIZER.with_special_tokens(template.tokens)
+    prompt, counted = encode_pieces(template.prompt(CHAT[:2]), tokenizer)
+    whole, mask = encode_pieces(template.pieces(CHAT[:3]), tokenizer)
+    assert whole[: len(prompt)] == prompt and not any(counted)
+    assert mask.index(True) == len(prompt)
+    assert not tokenizer.decode(prompt).endswith(" ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind", ["bpe", "characters"])
+def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template, tokenizer = EVERY[name], TOKENIZER
+    if kind == "characters":
+        tokenizer = Tokenizer.characters([template.jinja(), str(CHAT), "\n"])
+    tokenizer = tokenizer.with_special_tokens(template.tokens)
+    tokenizer.save_pretrained(tmp_path)
+    write_template(template, tokenizer, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    ids, counted = encode_pieces(template.pieces(CHAT), tokenizer)
+    assert found["input_ids"] == ids
+    assert list(map(bool, found["assistant_masks"])) == counted
+    prompt = theirs.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
+    assert prompt["input_ids"] == encode_pieces(template.prompt(CHAT[:2]), tokenizer)[0]
+    assert theirs.apply_chat_template(CHAT[:2], tokenize=False) == tokenizer.decode(
+        encode_pieces(template.pieces(CHAT[:2]), tokenizer)[0]
+    )
+    with pytest.raises(Exception, match="no such role: robot"):
+        theirs.apply_chat_template([{"role": "robot", "content": "x"}])
