@@ -141,3 +141,33 @@ def test_one_is_true_where_a_choice_is_true():
 
 def test_an_option_at_its_default_contradicts_nothing():
     GenerationConfig(num_beams=2, stop=[], stop_ids=np.array([], int), top_k=None, temperature=0)
+
+
+def test_names_of_other_libraries_are_told_apart_from_misspelt_ones(engine):
+    for name, meant in {
+        "max_length": "max_new_tokens",
+        "do_sample": "temperature",
+        "max_num_seqs": "slots",
+        "temprature": "temperature",
+    }.items():
+        with pytest.raises(TypeError, match=rf"{name} is no option of .*did you mean {meant}\?"):
+            engine.generate("the", **{name: 1})
+
+
+def test_a_length_penalty_stays_within_finite_numbers(engine):
+    for penalty in (500, -500):
+        with pytest.raises(UserError, match="length_penalty must be a finite number"):
+            engine.generate("the", num_beams=2, length_penalty=penalty)
+    for penalty in (50, -50):
+        found = engine.generate("the", num_beams=2, length_penalty=penalty, max_new_tokens=9)
+        assert found.ids
+
+
+def test_a_generation_says_in_a_line_how_it_stands(engine):
+    generation = engine.submit("the", max_new_tokens=3, temperature=0, stop_ids=[])
+    text = generation.result().text
+    assert repr(generation) == f"<Generation: length after 3 tokens, {' '.join(text.split())!r}>"
+    failed = engine.submit("the", processors=[lambda ids, n, logits: logits[:1]])
+    with pytest.raises(UserError):
+        failed.result()
+    assert repr(failed).startswith("<Generation: failed, ") and "\n" not in repr(failed)

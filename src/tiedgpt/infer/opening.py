@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.infer.options import meant_by
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
@@ -110,9 +111,11 @@ def runner_for(
 def require_engine_options(config: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a name that is neither an option of `Engine` nor a config's field."""
     for name in config.keys() - GPTConfig.__dataclass_fields__.keys():
+        near = meant_by(name, ENGINE_OPTIONS)
+        meant = f": did you mean {near}?" if near else ""
         raise TypeError(
-            f"{name} is no option of Engine; known are {', '.join(ENGINE_OPTIONS)}, and the fields "
-            "of a GPTConfig"
+            f"{name} is no option of Engine{meant}; known are {', '.join(ENGINE_OPTIONS)}, and the "
+            "fields of a GPTConfig"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -214,7 +214,7 @@ _NUMBERS = {
     "presence_penalty": (-math.inf, math.inf),
     "frequency_penalty": (-math.inf, math.inf),
     "timeout": (0, math.inf),
-    "length_penalty": (-math.inf, math.inf),
+    "length_penalty": (-50, 50),  # a power of the length, which must stay finite
     "guidance_scale": (-math.inf, math.inf),
 }
 """Options that are finite numbers, and their bounds."""
@@ -234,6 +234,19 @@ _EXCLUDED = {
 _FIELDS = {option.name: option for option in fields(GenerationConfig)}
 
 
+OTHER_NAMES = {
+    "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
+    "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
+}  # fmt: skip
+"""What transformers, vLLM and llama.cpp call options of generation and of the Engine."""
+
+
+def meant_by(name: str, known: Iterable[str]) -> str | None:
+    """Return the option that another library's name, or a misspelt one, most likely means."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return OTHER_NAMES.get(name) or next(iter(near), None)
+
+
 def default_of(name: str) -> object:
     """Return an option's default."""
     default = _FIELDS[name].default
@@ -243,8 +256,9 @@ def default_of(name: str) -> object:
 def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
     """Return the config with some options changed; an unknown one is a `TypeError`."""
     for name in options.keys() - _FIELDS.keys():
-        near = difflib.get_close_matches(name, _FIELDS, n=1)
-        meant = f": did you mean {near[0]}?" if near else f"; known are {', '.join(_FIELDS)}"
+        meant = meant_by(name, _FIELDS)
+        engine = "" if meant in _FIELDS else " It is an option of Engine."
+        meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(_FIELDS)}"
         raise TypeError(f"{name} is no option of generation{meant}")
     if config is None:
         return GenerationConfig(**options)

@@ -12,11 +12,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from textwrap import shorten
 from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.scheduler import Request, Scheduler
-from tiedgpt.infer.sequence import Token
+from tiedgpt.infer.sequence import Completion, Token
 from tiedgpt.infer.session import Runner
 
 QUEUE_SIZE = 256
@@ -73,6 +74,20 @@ class Generation:
     def done(self) -> bool:
         """Whether it has ended."""
         return self.future.done()
+
+    def __repr__(self) -> str:
+        if not self.done:
+            state = "running"
+        elif self.future.cancelled():
+            state = "cancelled"
+        elif (error := self.future.exception()) is not None:
+            state = f"failed, {shorten(str(error), 80)}"
+        elif isinstance(result := self.result(), Completion):
+            text = shorten(result.text, 60, placeholder=" ...")
+            state = f"{result.finish_reason} after {len(result.ids)} tokens, {text!r}"
+        else:
+            state = "done"
+        return f"<Generation: {state}>"
 
 
 class Worker:
