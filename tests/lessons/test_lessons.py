@@ -62,11 +62,12 @@ MODELS = {
 def test_every_place_that_a_lesson_cites_exists(topic):
     core = Path(tiedgpt.__file__).parent
     for place in TOPICS[topic].places:
-        file, _, name = place.partition(": ")
+        file, _, names = place.partition(": ")
         assert (core / file).exists()
-        found = import_module(f"tiedgpt.{file.removesuffix('.py').replace('/', '.')}")
-        for part in name.split("."):
-            found = getattr(found, part)
+        for name in names.split(", "):
+            found = import_module(f"tiedgpt.{file.removesuffix('.py').replace('/', '.')}")
+            for part in name.split("."):
+                found = getattr(found, part)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -160,7 +161,7 @@ def test_dot_products_and_cosines_disagree_and_norms_move_freely():
     assert 0 < numbers["differ"] < numbers["tokens"]
     assert numbers["probability_moved"] < 1e-5
     assert numbers["norm_after"] > 1.5 * numbers["norm_before"]
-    assert numbers["rank_correlation"] < 0.5 < numbers["spearman"]
+    assert numbers["rank_correlation"] < 0.5
 
 
 def test_a_tokenizer_and_a_text_give_words(tokenizer):
@@ -171,7 +172,7 @@ def test_a_tokenizer_and_a_text_give_words(tokenizer):
 
 def test_what_a_module_has_not_is_left_out_with_the_reason():
     lesson = explain("body", OtherModel())
-    assert "partial" in str(lesson) and any("other heads" in why for why in lesson.partial)
+    assert "left out" in str(lesson) and any("other heads" in why for why in lesson.partial)
 
 
 def test_bad_requests_are_told_in_a_sentence(tokenizer):

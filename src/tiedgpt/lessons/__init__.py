@@ -1,5 +1,5 @@
 """Lessons on a live model: what `tiedgpt explain` shows, and `tiedgpt.explain` returns."""
 
-from tiedgpt.lessons.topics import TOPICS, explain
+from tiedgpt.lessons.lesson import TOPICS, explain
 
 __all__ = ["TOPICS", "explain"]

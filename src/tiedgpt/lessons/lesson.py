@@ -1,22 +1,79 @@
-"""One lesson: its text, at most 80 columns wide, and every number in it by name."""
+"""The topics of `explain`, and a lesson: its text, and every number in it by name. No torch."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
+from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.plots.table import aligned
 
-from tiedgpt.errors import TiedGPTError
+if TYPE_CHECKING:
+    from torch import nn
 
 WIDTH = 79
 EQUATION = "h_0 = U W_e + W_p,  h_l = block(h_{l-1}),  P(u) = softmax(h_n W_e^T)"
-PAPER = "Radford et al. 2018, eq. 2"
+PAPER = "(Radford et al. 2018, eq. 2)"
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A question that brings people here."""
+
+    question: str
+    places: tuple[str, ...]
+    """Where the answer is in the code: "core/FILE: NAME, NAME"."""
+    commands: tuple[str, ...]
+    """What measures more."""
+
+
+TOPICS = {
+    "tie": Topic(
+        "Is the output head the same matrix as the input embedding, or only the same shape?",
+        (
+            "core/embedding.py: TiedEmbedding.forward, TiedEmbedding.unembed",
+            "core/model.py: GPT.states, GPT.logits",
+        ),
+        ("tiedgpt tie show MODEL", "tiedgpt tie audit FILE"),
+    ),
+    "head": Topic(
+        "Why is lm_head not a parameter of its own? Does tuning the head tune the embedding?",
+        ("core/embedding.py: TiedEmbedding.unembed", "core/loss.py: linear_cross_entropy"),
+        ("tiedgpt inspect gradient-split MODEL --text ...",),
+    ),
+    "parameters": Topic(
+        "Why does replacing the head turn 124,439,808 parameters into 163,037,184? And back?",
+        ("core/config.py: GPTConfig.parameter_count", "core/model.py: GPT.__init__"),
+        ("tiedgpt tie show MODEL", "tiedgpt tie fix SOURCE DEST"),
+    ),
+    "positions": Topic(
+        "Why does training predict at all N positions while generation uses only the last?",
+        ("core/model.py: GPT.loss", "core/layers.py: Attention.attend", "core/cache.py: KVCache"),
+        ("tiedgpt inspect positions MODEL --text ...",),
+    ),
+    "norms": Topic(
+        "How can one matrix do both? What does the norm of a row mean on either side?",
+        ("core/embedding.py: TiedEmbedding.forward, TiedEmbedding.unembed",),
+        ("tiedgpt inspect vocabulary MODEL", "tiedgpt inspect dot MODEL --text ..."),
+    ),
+    "body": Topic(
+        "What is the body, what is the head, and how do I put another head on the body?",
+        ("core/model.py: GPT.body, GPT.logits, GPT.states",),
+        ("tiedgpt train --task ...", "tiedgpt inspect lens MODEL --text ..."),
+    ),
+    "loss": Topic(
+        "What is the loss, and what does it do to the rows of the matrix?",
+        ("core/loss.py: linear_cross_entropy", "core/model.py: GPT.head_loss"),
+        ("tiedgpt eval MODEL DATA", "tiedgpt inspect positions MODEL --text ..."),
+    ),
+}
 
 
 @dataclass
@@ -26,7 +83,7 @@ class Lesson:
     topic: str
     question: str
     places: tuple[str, ...] = ()
-    """Where the answer is in the code: "core/FILE: FUNCTION"."""
+    """Where the answer is in the code."""
     commands: tuple[str, ...] = ()
     """What measures more."""
     model: str = ""
@@ -49,22 +106,7 @@ class Lesson:
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Add a table; a column `>name` is aligned to the right."""
-        lines = [[column.lstrip(">") for column in columns], *map(list, rows)]
-        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, ["-" * width for width in widths])
-        made = []
-        for line in lines:
-            cells = []
-            for column, cell, width in zip(columns, line, widths, strict=True):
-                blanks = " " * (width - cell_len(cell))
-                cells.append(blanks + cell if column.startswith(">") else cell + blanks)
-            made.append(f"  {'  '.join(cells)}".rstrip())
-        self.blocks.append("\n".join(made))
-
-    def list(self, title: str, lines: Iterable[str]) -> None:
-        """Add a paragraph with lines of code below it."""
-        text = textwrap.fill(title, WIDTH, subsequent_indent=" " * (title.find(" ") + 1))
-        self.blocks.append("\n".join([text, *(f"     {line}" for line in lines)]))
+        self.blocks.append(textwrap.indent("\n".join(aligned(columns, rows)), "  "))
 
     @contextmanager
     def optional(self, what: str) -> Iterator[None]:
@@ -73,29 +115,6 @@ class Lesson:
             yield
         except TiedGPTError as error:
             self.partial.append(f"{what}: {error}")
-
-    @property
-    def title(self) -> str:
-        """The topic and its question."""
-        return textwrap.fill(f"{self.topic}: {self.question}", WIDTH)
-
-    @property
-    def head(self) -> str:
-        """What the lesson is measured on."""
-        return _labelled([("model", self.model), ("matrix", self.matrices)])
-
-    @property
-    def foot(self) -> str:
-        """What could not be measured, the equation, the code and further commands."""
-        files: dict[str, list[str]] = {}
-        for place in self.places:
-            path, _, name = place.partition(": ")
-            files.setdefault(path, []).append(name)
-        code = [f"{path}: {', '.join(names)}" for path, names in files.items()]
-        equation = f"{EQUATION}\n({PAPER})" if self.places else ""
-        left_out = [("partial", why) for why in self.partial]
-        code_and_more = [("code", "\n".join(code)), ("more", "\n".join(self.commands))]
-        return _labelled([*left_out, ("equation", equation), *code_and_more])
 
     def to_json(self) -> str:
         """Return everything but the text as one JSON object; NaN as null."""
@@ -108,16 +127,64 @@ class Lesson:
         return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, (self.title, self.head, *self.blocks, self.foot)))
+        title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)
+        measured = _labelled([("model", [self.model]), ("matrix", [self.matrices])])
+        left_out = [("left out", [why]) for why in self.partial]
+        equation = [EQUATION, PAPER] if self.places else []
+        more = [("equation", equation), ("code", self.places), ("more", self.commands)]
+        return "\n\n".join(
+            filter(None, (title, measured, *self.blocks, _labelled([*left_out, *more])))
+        )
 
     __repr__ = __str__
 
 
-def _labelled(facts: Iterable[tuple[str, str]]) -> str:
+def _labelled(facts: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Return facts in a column beside their labels, without those that are empty."""
     lines = []
-    for label, text in facts:
-        parts = [p for line in text.split("\n") for p in textwrap.wrap(line, WIDTH - 10)]
-        for name, part in zip([label, *[""] * len(parts)], parts, strict=False):
-            lines.append(f"{name:<9} {part}")
+    for label, texts in facts:
+        parts = [part for text in texts for part in textwrap.wrap(text, WIDTH - 10)]
+        labels = [label, *[""] * len(parts)]
+        lines += [f"{name:<9} {part}" for name, part in zip(labels, parts, strict=False)]
     return "\n".join(lines)
+
+
+def explain(
+    topic: str | None = None,
+    model: nn.Module | str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: Any = None,
+    text: str | None = None,
+) -> Lesson:
+    """Return a lesson, measured on a live model; print it, or take its `numbers`.
+
+    `topic` is one of TOPICS; None lists them. `model` is a `tiedgpt.GPT`, transformers' GPT-2 or
+    any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
+    name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
+    path, or transformers'. A part that cannot be measured is left out, and the lesson says why.
+
+    Raises `UserError` for an unknown topic, and a model or text that cannot be used.
+    """
+    if topic is None:
+        return _overview()
+    if topic not in TOPICS:
+        raise UserError(f"no topic {topic!r}: choose one of {', '.join(TOPICS)}")
+    about = TOPICS[topic]
+    subject = import_module("tiedgpt.lessons.subject").open_subject(model, tokenizer, text)
+    lesson = Lesson(topic, about.question, about.places, about.commands, **subject.described())
+    with subject.inference():
+        getattr(import_module("tiedgpt.lessons.topics"), topic)(subject, lesson)
+    return lesson
+
+
+def _overview() -> Lesson:
+    lesson = Lesson("explain", "questions about GPTs, and the commands that answer them")
+    for number, (name, topic) in enumerate(TOPICS.items(), start=1):
+        question = textwrap.fill(f"{number}. {topic.question}", WIDTH, subsequent_indent="   ")
+        commands = [f"tiedgpt explain {name}", *topic.commands]
+        lesson.blocks.append("\n     ".join([question, *commands]))
+    lesson.say(
+        "A lesson runs on the model that you name, else on the newest run in runs/, else on a "
+        'tiny model that is trained first, in seconds. In Python: tiedgpt.explain("tie", model).'
+    )
+    return lesson

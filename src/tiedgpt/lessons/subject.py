@@ -9,28 +9,24 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.cells import cell_len, set_cell_size
 from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.opening import open_model, open_tokenizer, piece
-from tiedgpt.lessons.lesson import Lesson
+from tiedgpt.plots.table import visible
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
 from tiedgpt.tie.heads import inference
-from tiedgpt.train.fast import fast_training
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
 Module = TypeVar("Module", bound=nn.Module)
@@ -53,14 +49,10 @@ class Subject:
 
     module: nn.Module
     about: str
-    source: Any
-    """What was given: the module or its path."""
     tokenizer: Tokenizer | None
     ids: Tensor
     is_random: bool = False
-    """Whether the ids are drawn at random, for want of words."""
-    counts: np.ndarray | None = None
-    """(V,) of the tokens that it was trained on, where that is known."""
+    """Whether the ids are drawn at random, because no text could be encoded."""
 
     def __post_init__(self) -> None:
         self.audit: Audit = audit(self.module)
@@ -93,22 +85,20 @@ class Subject:
             raise UserError(self.audit.findings[0].explain)
         return self.module.get_parameter(self.predicts).detach()
 
-    @contextmanager
-    def measured(self, lesson: Lesson) -> Iterator[None]:
-        """Let a lesson say what it is measured on; dropout is off."""
+    def described(self) -> dict[str, Any]:
+        """Return the fields of a lesson that say what it is measured on."""
         size = "{} x {}".format(*self.audit.matrices[0].shape)
         does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
-        lesson.model, lesson.matrices = self.about, f"{'; '.join(does)} ({size})"
-        if self.is_random:
-            why = (
-                "the tokenizer cannot write the lesson's text" if self.tokenizer else "no tokenizer"
-            )
-            lesson.partial.append(
-                f"{why}: the text is random ids, so probabilities and losses say nothing of "
-                "language"
-            )
-        with inference(self.module):
-            yield
+        no_words = "the tokenizer cannot encode the text" if self.tokenizer else "no tokenizer"
+        random = f"{no_words}: the text is random ids, so probabilities and losses mean little"
+        partial = [random] if self.is_random else []
+        return {
+            "model": self.about, "matrices": f"{'; '.join(does)} ({size})", "partial": partial
+        }  # fmt: skip
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Switch dropout off for a lesson, and then back."""
+        return inference(self.module)
 
     def logits(
         self,
@@ -160,23 +150,20 @@ class Subject:
 
     def word(self, id: int | Tensor) -> str:
         """Return a token as people read it."""
-        text = piece(self.tokenizer, int(id))
-        text = text if text.startswith(("id:", "bytes:")) else repr(text)
-        return text if cell_len(text) <= WORD else f"{set_cell_size(text, WORD - 2)}.."
+        return visible(piece(self.tokenizer, int(id)), WORD)
 
 
 def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
     """Return what a lesson runs on; see `explain`."""
-    counts = None
     if model is None:
         tiny = tiny_model()
-        model, tokenizer, counts = tiny.model, tiny.tokenizer, tiny.counts
+        model, tokenizer = tiny.model, tiny.tokenizer
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
     elif isinstance(model, (str, os.PathLike)):
         about = os.fspath(model)
     else:
         about = f"{type(model).__name__} in memory"
-    source, found = model, open_tokenizer(model, tokenizer)
+    found = open_tokenizer(model, tokenizer)
     if not isinstance(model, nn.Module):
         model, _ = open_model(model, found)
     n = sum(parameter.numel() for parameter in model.parameters())
@@ -187,7 +174,7 @@ def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
     ids = ids.to(next(model.parameters()).device)
-    return Subject(model, f"{about}: {n:,} parameters", source, found, ids, is_random, counts)
+    return Subject(model, f"{about}: {n:,} parameters", found, ids, is_random)
 
 
 def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
@@ -208,14 +195,11 @@ def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) 
     return None if ids is None else torch.tensor(ids)
 
 
-@dataclass
-class Tiny:
+class Tiny(NamedTuple):
     """A GPT trained in seconds."""
 
     model: GPT
     tokenizer: Tokenizer
-    counts: np.ndarray
-    """(V,) of the tokens that it was trained on."""
     loss: float
     """On text that it was not trained on, in nats."""
 
@@ -246,11 +230,10 @@ def tiny_model(*, tied: bool = True) -> Tiny:
             ids = seen[starts + torch.arange(65)]
             optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / 10, (STEPS - step) / 100, 1)
             optimizer.zero_grad()
-            with fast_training(model):
-                model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            model.loss(ids[:, :-1], ids[:, 1:]).backward()
             optimizer.step()
     model.zero_grad()
     with torch.no_grad():
         rows = held_out[: HELD_OUT // 65 * 65].view(-1, 65)
         loss = float(model.eval().loss(rows[:, :-1], rows[:, 1:]))
-    return Tiny(model, tokenizer, np.bincount(seen, minlength=len(tokenizer)), loss)
+    return Tiny(model, tokenizer, loss)

@@ -1,117 +1,449 @@
-"""The topics of `explain`: the question of each, its lesson, and the commands that go further."""
+"""What each lesson measures and says: one function for each topic."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any
 
-from tiedgpt.errors import UserError
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
+from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons.lesson import Lesson
+from tiedgpt.lessons.subject import Subject, sharing, tiny_model
+from tiedgpt.tie import ledger
+from tiedgpt.tie import tie as tie_again
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
-@dataclass(frozen=True)
-class Topic:
-    """A question that brings people here."""
-
-    question: str
-    module: str
-    """The file of `lessons` that has the function of the topic's name."""
-    places: tuple[str, ...]
-    """Where the answer is in the code: "core/FILE: FUNCTION"."""
-    commands: tuple[str, ...]
-    """What measures more."""
-
-
-EMBEDDING = ("core/embedding.py: TiedEmbedding.forward", "core/embedding.py: TiedEmbedding.unembed")
-TOPICS = {
-    "tie": Topic(
-        "Is the output head the same matrix as the input embedding, or only the same shape?",
-        "matrix",
-        (*EMBEDDING, "core/model.py: GPT.states", "core/model.py: GPT.logits"),
-        ("tiedgpt tie show MODEL", "tiedgpt tie audit FILE"),
-    ),
-    "head": Topic(
-        "Why is lm_head not a parameter of its own? Does tuning the head tune the embedding?",
-        "matrix",
-        (EMBEDDING[1], "core/model.py: GPT.logits", "core/loss.py: linear_cross_entropy"),
-        ("tiedgpt inspect gradient-split MODEL --text ...",),
-    ),
-    "parameters": Topic(
-        "Why does replacing the head turn 124,439,808 parameters into 163,037,184? And back?",
-        "matrix",
-        ("core/config.py: GPTConfig.parameter_count", "core/model.py: GPT.__init__"),
-        ("tiedgpt tie show MODEL", "tiedgpt tie fix SOURCE DEST"),
-    ),
-    "positions": Topic(
-        "Why does training predict at all N positions while generation uses only the last?",
-        "network",
-        ("core/model.py: GPT.loss", "core/layers.py: Attention.attend", "core/cache.py: KVCache"),
-        ("tiedgpt inspect positions MODEL --text ...",),
-    ),
-    "norms": Topic(
-        "How can one matrix do both? What does the norm of a row mean on either side?",
-        "network",
-        (*EMBEDDING, "core/model.py: GPT.body"),
-        ("tiedgpt inspect vocabulary MODEL", "tiedgpt inspect dot MODEL --text ..."),
-    ),
-    "loss": Topic(
-        "What is the loss, and what does it do to the rows of the matrix?",
-        "network",
-        ("core/loss.py: linear_cross_entropy", "core/model.py: GPT.head_loss"),
-        ("tiedgpt eval MODEL", "tiedgpt inspect positions MODEL --text ..."),
-    ),
-    "body": Topic(
-        "What is the body, what is the head, and how do I put another head on the body?",
-        "network",
-        ("core/model.py: GPT.body", "core/model.py: GPT.logits", "core/model.py: GPT.states"),
-        ("tiedgpt train --task ...", "tiedgpt inspect lens MODEL --text ..."),
-    ),
+RATE = 0.1
+"""Of the one step of SGD."""
+SHOWN = 8
+"""Positions in the table."""
+HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
+    "SequenceClassifier, 3 labels": (SequenceClassifier, {"labels": ["a", "b", "c"]}),
+    "TokenClassifier, 5 tags": (TokenClassifier, {"labels": ["a", "b", "c", "d", "e"]}),
+    "MultipleChoice, 2 endings": (MultipleChoice, {}),
+    "SpanFinder: start and end": (SpanFinder, {}),
 }
+"""Heads to put on the body, and their options."""
 
 
-def explain(
-    topic: str | None = None,
-    model: nn.Module | str | os.PathLike[str] | None = None,
-    *,
-    tokenizer: Any = None,
-    text: str | None = None,
-) -> Lesson:
-    """Return a lesson, measured on a live model; print it, or take its `numbers`.
-
-    `topic` is one of TOPICS; None lists them. `model` is a `tiedgpt.GPT`, transformers' GPT-2 or
-    any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
-    name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
-    path, or transformers'. A part that cannot be measured is left out, and the lesson says why.
-
-    Raises `UserError` for an unknown topic, and a model or text that cannot be used.
-    """
-    if topic is None:
-        return _overview()
-    if topic not in TOPICS:
-        raise UserError(f"no topic {topic!r}: choose one of {', '.join(TOPICS)}")
-    about = TOPICS[topic]
-    subject = import_module("tiedgpt.lessons.subject").open_subject(model, tokenizer, text)
-    lesson = Lesson(topic, about.question, about.places, about.commands)
-    with subject.measured(lesson):
-        getattr(import_module(f"tiedgpt.lessons.{about.module}"), topic)(subject, lesson)
-    return lesson
+def tie(subject: Subject, lesson: Lesson) -> None:
+    """Show that one matrix reads and predicts: by formula, by a changed row, by a step."""
+    _two_uses(subject, lesson)
+    _changed_row(subject, lesson)
+    if subject.tied:
+        with lesson.optional("a head of its own with equal values"):
+            _equal_head(subject, lesson)
+    elif subject.audit.comparison is not None:
+        lesson.say(
+            f"The two matrices differ: {subject.reads} and {subject.predicts} "
+            f"{subject.audit.comparison}. tiedgpt.tie.tie(model) makes them one."
+        )
 
 
-def _overview() -> Lesson:
-    lesson = Lesson("explain", "The six questions that bring people here, and what answers each")
-    names = [name for name in TOPICS if name != "loss"]
-    for label, name in zip(
-        ["1.", "2.", "3.", "4.", "5.", "6.", "And"], [*names, "loss"], strict=True
-    ):
-        commands = [f"tiedgpt explain {name}", *TOPICS[name].commands]
-        lesson.list(f"{label} {TOPICS[name].question}", commands)
+@torch.no_grad()
+def _two_uses(subject: Subject, lesson: Lesson) -> None:
+    """Compute both uses of W by hand and compare them with the model's own."""
+    ids, (size, width), t = subject.ids, subject.weight.shape, len(subject.ids)
+    reader = subject.module.get_submodule(subject.reads.rpartition(".")[0])
+    read = float((reader(ids[None])[0] - subject.weight[ids]).abs().max())
+    lesson.numbers |= {"read_difference": read, "verdict": subject.audit.verdict}
+    rows = [("read", f"W_e[ids]    ({t}) -> ({t}, {width})", subject.reads, f"{read:.1g}")]
+    with lesson.optional("the check of h W^T"):
+        by_hand = F.linear(subject.state(), subject.head_weight.float())
+        predict = float((by_hand - subject.logits()).abs().max())
+        lesson.numbers["predict_difference"] = predict
+        shape = f"h_n W_e^T   ({t}, {width}) -> ({t}, {size})"
+        rows.append(("predict", shape, subject.predicts or "", f"{predict:.1g}"))
+    lesson.table(("use", f"by hand, for {t} tokens", "matrix", ">difference"), rows)
     lesson.say(
-        "A lesson runs on the model that you name, on the newest run in runs/, or on a tiny model "
-        'that is trained first, in seconds. In Python: tiedgpt.explain("tie", model).'
+        "The difference is to what the model computes. `tiedgpt tie audit` compares names and "
+        f"storage; its verdict: {subject.audit.verdict} ({subject.audit.claim_source})."
     )
-    return lesson
+
+
+@torch.no_grad()
+def _changed_row(subject: Subject, lesson: Lesson) -> None:
+    """Double the row of a token that is not in the text, in the matrix that reads."""
+    before = subject.logits()
+    rest = before[-1].index_fill(0, subject.ids, -torch.inf)
+    id = int(rest.argmax())
+    rows = subject.weight.clone()
+    rows[id] *= 2
+    after = subject.logits(changed={subject.reads: rows})
+    moved = (after - before).abs()
+    follows = "No logit uses the row: this matrix only reads."
+    if moved[:, id].max() > 0:
+        follows = "The row was not read, so it predicted: one matrix does both."
+    moved[:, id] = 0
+    lesson.say(
+        "A test without names: the text does not contain the token {token}. Double the token's row "
+        "in {reads}. Its logit after the last token goes from {logit_before:.3f} to "
+        "{logit_after:.3f}; every other logit moves by {others_moved:.1g}. " + follows,
+        token=subject.word(id),
+        reads=subject.reads,
+        logit_before=float(before[-1, id]),
+        logit_after=float(after[-1, id]),
+        others_moved=float(moved.max()),
+    )
+
+
+def _equal_head(subject: Subject, lesson: Lesson) -> None:
+    """Give a copy of the model a head with equal values, and train it for one step."""
+    twin, shape = subject.untied(), subject.weight.shape
+    logits = subject.logits(twin)
+    matrices = [parameter for parameter in twin.parameters() if parameter.shape == shape]
+    read, predict = torch.autograd.grad(subject.loss(logits), matrices)
+    with torch.no_grad():
+        apart = float((logits - subject.logits()).abs().max())
+    lesson.say(
+        "Equal values are not a tie. A copy of this model got a head of its own with the same "
+        "values. Its logits differ by {copy_apart:.1g}, so comparing values does not tell the two "
+        "models apart. But after one step of SGD (learning rate {rate}) its two matrices differ by "
+        "up to {drift:.2g}; the standard deviation of W is {deviation:.2g}. So compare storage.",
+        copy_apart=apart,
+        rate=RATE,
+        drift=float((read - predict).abs().max()) * RATE,
+        deviation=float(subject.weight.std()),
+    )
+
+
+def head(subject: Subject, lesson: Lesson) -> None:
+    """Show what training the head trains, and what other heads on this body are worth."""
+    answer = (
+        "The head has no matrix of its own: training only the head trains these numbers, and "
+        "freezing the embedding freezes the head."
+        if subject.tied
+        else "This model is untied: its head has a matrix of its own ({predicts}), and training "
+        "one leaves the other as it is."
+    )
+    lesson.say(
+        "named_parameters() lists {n_names} parameters. {reads} is one of them, with {matrix:,} "
+        "numbers. " + answer,
+        n_names=len(list(subject.module.named_parameters())),
+        reads=subject.reads,
+        predicts=subject.predicts,
+        matrix=subject.weight.numel(),
+    )
+    with lesson.optional("the two parts of the gradient"):
+        split = gradient_split(subject.gpt, None, subject.ids)
+        parts = {
+            "reading": (split.norm_read, int((split.rows_read > 0).sum())),
+            "predicting": (split.norm_predict, int((split.rows_predict > 0).sum())),
+        }
+        lesson.table(
+            ("gradient of the loss", ">norm", ">rows of W that get one"),
+            [
+                (f"from {use}", f"{norm:.3g}", f"{n:,} of {len(split.pieces):,}")
+                for use, (norm, n) in parts.items()
+            ],
+        )
+        joined = "backward() adds both into one .grad" if subject.tied else "they stay apart"
+        lesson.say(
+            f"Their cosine is {{cosine:.2f}}; {joined}. Reading gives a gradient to the rows of "
+            "the text's tokens only. Predicting gives one to every row, through the softmax.",
+            cosine=split.cosine,
+        )
+        for use, name in (("reading", "read"), ("predicting", "predict")):
+            lesson.numbers[f"norm_{name}"], lesson.numbers[f"rows_{name}"] = parts[use]
+    with lesson.optional("other heads on this body"):
+        _other_heads(subject, lesson)
+
+
+@torch.no_grad()
+def _other_heads(subject: Subject, lesson: Lesson) -> None:
+    """Measure the loss with W, its copy and random numbers as the head; then tiny GPTs."""
+    h, size = subject.state(), subject.weight.shape
+    draws = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 0.02
+    own = "its own head" if not subject.tied else "W itself"
+    matrices = {
+        own: subject.head_weight,
+        "the embedding, tied" if not subject.tied else "a copy of W": subject.weight,
+        "new numbers from N(0, 0.02)": draws.to(h.device),
+    }
+    losses = {
+        name: float(subject.loss(F.linear(h, matrix.float()))) for name, matrix in matrices.items()
+    }
+    uniform = math.log(size[0])
+    lesson.numbers |= {"losses": losses, "uniform": uniform}
+    rows = [*losses.items(), ("equal probabilities: ln V", uniform)]
+    lesson.table(
+        ("head on this body", ">loss on the text, nats"), [(n, f"{x:.3f}") for n, x in rows]
+    )
+    tied, untied = tiny_model(), tiny_model(tied=False)
+    sizes = [sum(p.numel() for p in each.model.parameters()) for each in (tied, untied)]
+    lesson.say(
+        "New numbers predict nothing because they were not trained, not because they are untied. "
+        "Two tiny GPTs were trained just now, on the same data, for as many steps. Tied: "
+        "{tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: {untied_size:,} "
+        "parameters, held-out loss {untied_loss:.3f}. Their ln V is {tiny_uniform:.3f}.",
+        tied_size=sizes[0],
+        tied_loss=tied.loss,
+        untied_size=sizes[1],
+        untied_loss=untied.loss,
+        tiny_uniform=math.log(len(tied.tokenizer)),
+    )
+
+
+def parameters(subject: Subject, lesson: Lesson) -> None:
+    """Count, untie, count again, and tie again."""
+    whole, (v, d) = ledger(subject.module), subject.weight.shape
+    with lesson.optional("with a head of its own, and tied again"):
+        twin = subject.untied() if subject.tied else sharing(subject.module)
+        two = ledger(twin)
+        tie_again(twin)
+        again = ledger(twin)
+        one = whole if subject.tied else again
+        columns = {
+            "parameters": (one.total, two.total),
+            "bytes of the weights": (one.bytes, two.bytes),
+            "bytes to train with AdamW": (16 * one.total, 16 * two.total),
+            "multiply-adds per token": (one.multiply_adds, two.multiply_adds),
+        }
+        lesson.numbers |= {"tied": one.total, "untied": two.total}
+        lesson.numbers["multiply_adds"] = columns["multiply-adds per token"]
+        lesson.table(
+            ("", ">tied", ">a head of its own", ">difference"),
+            [(name, f"{a:,}", f"{b:,}", f"{b - a:+,}") for name, (a, b) in columns.items()],
+        )
+        lesson.say(
+            "The difference is V D = {v:,} x {d:,} = {matrix:,}. tiedgpt.tie.tie(model) shares the "
+            "matrix again: {again:,} parameters. Training in fp32 takes 16 bytes a parameter: "
+            "weight, gradient and two moments. Sharing saves memory but no arithmetic: reading is "
+            "a lookup, and predicting takes V D multiply-adds either way.",
+            v=v,
+            d=d,
+            matrix=v * d,
+            again=again.total,
+        )
+    tied, untied = (
+        GPTConfig.preset("gpt2", tie_word_embeddings=tied).parameter_count()
+        for tied in (True, False)
+    )
+    lesson.say(
+        "The same count for GPT-2: {gpt2_tied:,} tied, {gpt2_untied:,} with a head of its own. The "
+        "difference is 50,257 x 768 = {gpt2_matrix:,}.",
+        gpt2_tied=tied,
+        gpt2_untied=untied,
+        gpt2_matrix=untied - tied,
+    )
+
+
+@torch.no_grad()
+def positions(subject: Subject, lesson: Lesson) -> None:
+    """Show a prediction at each position, that none sees ahead, and which one generation uses."""
+    logits, ids, word = subject.logits(), subject.ids, subject.word
+    probs, n, size = logits.softmax(-1), len(ids), logits.shape[1]
+    lesson.table(
+        (">#", "token", "next token", ">probability", "likeliest", ">probability"),
+        [
+            (str(i), word(ids[i]), word(ids[i + 1]), f"{probs[i, ids[i + 1]]:.2g}",
+             word(probs[i].argmax()), f"{probs[i].max():.2g}")
+            for i in range(min(SHOWN, n - 1))
+        ],
+    )  # fmt: skip
+    lesson.say(
+        "One pass over {tokens} tokens gives logits ({tokens}, {size:,}): a prediction at each "
+        "position. {targets} positions have a true next token, and training learns from all of "
+        "them: the mean loss is {loss:.3f} nats. The last position has none. Generation needs only "
+        "that one; its likeliest token is {following}.",
+        tokens=n,
+        size=size,
+        targets=n - 1,
+        loss=float(subject.loss(logits)),
+        following=word(probs[-1].argmax()),
+    )
+    at, poked = n // 2, ids.clone()
+    poked[at] = (poked[at] + 1) % size
+    moved = (subject.logits(ids=poked) - logits).abs().amax(-1)
+    lesson.say(
+        "This works because no position sees later tokens. Change token {at}: the logits before it "
+        "move by {moved_before:.1g}, those from it on by up to {moved_after:.2g}. So each position "
+        "predicts what generation would predict after the same tokens.",
+        at=at,
+        moved_before=float(moved[:at].max()),
+        moved_after=float(moved[at:].max()),
+    )
+    lesson.say(
+        "The head costs V D multiply-adds a position: {head_cost:,} for the whole text, "
+        "{one_cost:,} for the one position that generation needs.",
+        head_cost=n * subject.weight.numel(),
+        one_cost=subject.weight.numel(),
+    )
+
+
+@torch.no_grad()
+def norms(subject: Subject, lesson: Lesson) -> None:
+    """Take logits apart into norms and an angle, and move the norms without any effect."""
+    h, rows, word = subject.state(), subject.head_weight.float(), subject.word
+    logits, norm, cosine = h @ rows.T, rows.norm(dim=1), F.cosine_similarity(h[-1:], rows)
+    top = logits[-1].topk(5).indices
+    ranks = 1 + (cosine > cosine[top, None]).sum(1)
+    lesson.say(
+        "The logit of token i is h . e_i = |h| |e_i| cos, where e_i is its row of {predicts}. "
+        "After the last token, {last}, |h| is {h_norm:.3g}:",
+        predicts=subject.predicts,
+        last=word(subject.ids[-1]),
+        h_norm=float(h[-1].norm()),
+    )
+    lesson.table(
+        ("token", ">logit", ">|e_i|", ">cos", ">rank by cos"),
+        [
+            (word(i), f"{logits[-1, i]:.3f}", f"{norm[i]:.3f}", f"{cosine[i]:.3f}", f"{rank:,}")
+            for i, rank in zip(top.tolist(), ranks.tolist(), strict=True)
+        ],
+    )
+    by_cosine = (F.normalize(h) @ F.normalize(rows).T).argmax(-1)
+    lesson.say(
+        "The largest logit need not have the largest cosine: at {differ} of {tokens} positions of "
+        "the text another token has it, and the norm of the row decides.",
+        differ=int((by_cosine != logits.argmax(-1)).sum()),
+        tokens=len(h),
+    )
+    with lesson.optional("a longer row on the input side"):
+        _longer_rows(subject, lesson, logits[-1])
+    with lesson.optional("other norms, same model"):
+        _moved_norms(subject, lesson)
+
+
+def _longer_rows(subject: Subject, lesson: Lesson, last: Tensor) -> None:
+    """Double a row where it predicts, then one where it is read, in a copy with two matrices."""
+    token, id = subject.ids[-1], last.argmax()
+    longer, rows = last.clone(), subject.weight.clone()
+    longer[id] *= 2
+    rows[token] *= 2
+    twin = subject.untied() if subject.tied else subject.module
+    before, after = (subject.logits(twin, changed=new) for new in (None, {subject.reads: rows}))
+    lesson.say(
+        "Where a row predicts, its norm scales one logit: with twice the row of {best}, the "
+        "token's probability goes from {best_before:.3f} to {best_after:.3f}. Where a row is read, "
+        "it is added to the position's and goes through all layers: with twice the row of {last} "
+        "(in a copy with two matrices), {read_moved:.1%} of the next token's probability moves.",
+        best=subject.word(id),
+        best_before=float(last.softmax(-1)[id]),
+        best_after=float(longer.softmax(-1)[id]),
+        last=subject.word(token),
+        read_moved=float((before[-1].softmax(-1) - after[-1].softmax(-1)).abs().sum() / 2),
+    )
+
+
+def _moved_norms(subject: Subject, lesson: Lesson) -> None:
+    """Subtract a vector from all rows and add it to all positions: another W, the same model."""
+    names = dict(subject.module.named_parameters())
+    places = [name for name in names if name.endswith(("wpe.weight", "positions_embed.weight"))]
+    if not places or not subject.tied:
+        return
+    rows, place = names[subject.reads], names[places[0]]
+    shift = 2 * rows[subject.ids[-1]]
+    changed = {subject.reads: rows - shift, places[0]: place + shift}
+    before, after = subject.logits(), subject.logits(changed=changed)
+    old, new = rows.norm(dim=1), changed[subject.reads].norm(dim=1)
+    ranks = torch.stack([norm.argsort().argsort() for norm in (old, new)]).double()
+    lesson.say(
+        "A norm does not say how important a token is. Subtract one vector (here twice the row of "
+        "{last}) from all rows of W and add it to all positions. The sum of token and position "
+        "stays, all logits move by the same amount, and no probability moves by more than "
+        "{probability_moved:.1g}. Yet the mean norm goes from {norm_before:.3g} to "
+        "{norm_after:.3g}, and the rank correlation of old and new norms is "
+        "{rank_correlation:.2f}.",
+        last=subject.word(subject.ids[-1]),
+        probability_moved=float((after.softmax(-1) - before.softmax(-1)).abs().max()),
+        norm_before=float(old.mean()),
+        norm_after=float(new.mean()),
+        rank_correlation=float(torch.corrcoef(ranks)[0, 1]),
+    )
+
+
+@torch.no_grad()
+def loss(subject: Subject, lesson: Lesson) -> None:
+    """Compute the loss and its gradient by hand, and compare them with autograd's."""
+    logits = subject.logits().requires_grad_()
+    n, size = len(subject.ids) - 1, logits.shape[1]
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(subject.loss(logits), logits)
+    probs, targets = logits[:-1].softmax(-1), subject.ids[1:]
+    value = float(subject.loss(logits))
+    lesson.say(
+        "The loss is the mean of -ln P(true next token) over {targets} positions: {by_hand:.4f} "
+        "nats by hand, {loss:.4f} by cross_entropy. exp(loss) is the perplexity, {perplexity:,.1f}:"
+        " a choice among that many equally likely tokens has the same loss. Equal probabilities "
+        "for all tokens cost ln V = ln {size:,} = {uniform:.3f} nats.",
+        targets=n,
+        by_hand=-float(probs.gather(1, targets[:, None]).log().mean()),
+        loss=value,
+        perplexity=math.exp(value),
+        size=size,
+        uniform=math.log(size),
+    )
+    expected = (probs - F.one_hot(targets, size)) / n
+    lesson.say(
+        "Its gradient with respect to the logits is (P - onehot) / {targets}; autograd's differs "
+        "by {gradient_apart:.1g}. A step raises the true token's logit in proportion to 1 - P, and "
+        "lowers each other logit in proportion to its P.",
+        targets=n,
+        gradient_apart=float((gradient[:-1] - expected).abs().max()),
+    )
+    with lesson.optional("the gradient of the rows"):
+        rows = gradient[:-1].T @ subject.state()[:-1]
+        right = torch.unique(targets)
+        lesson.say(
+            "logits = h W^T, so predicting gives W the gradient (P - onehot)^T h / {targets}. "
+            "{rows_reached:,} of {size:,} rows get one, not only the {n_right} that are the true "
+            "next token somewhere; those have {right_share:.0%} of its squared norm.",
+            targets=n,
+            rows_reached=int((rows.norm(dim=1) > 0).sum()),
+            size=size,
+            n_right=len(right),
+            right_share=float(rows[right].square().sum() / rows.square().sum()),
+        )
+
+
+@torch.no_grad()
+def body(subject: Subject, lesson: Lesson) -> None:
+    """Show what the body returns, and what different heads on it return and cost."""
+    with lesson.optional("the states"):
+        lesson.say(
+            "The body is everything up to the last norm: ids {ids} -> states {states}, one vector "
+            "a token. A head turns states into an answer; the one over the vocabulary gives logits "
+            "{logits}. transformers calls the body GPT2Model, and both together GPT2LMHeadModel.",
+            ids=(1, len(subject.ids)),
+            states=(1, *subject.state().shape),
+            logits=(1, *subject.logits().shape),
+        )
+    own = 0 if subject.tied or not subject.predicts else subject.head_weight.numel()
+    with lesson.optional("other heads"):
+        _heads(subject, lesson, own)
+    lesson.say(
+        "The model has {total:,} parameters. {own:,} of them are the vocabulary head's alone. "
+        "The {matrix:,} of {reads} belong to the body, which reads with them. So leaving out a "
+        "tied head makes a model no smaller, and a new head leaves the matrix as it is.",
+        total=ledger(subject.module).total,
+        own=own,
+        matrix=subject.weight.numel(),
+        reads=subject.reads,
+    )
+    lesson.blocks.append(
+        "In Python:\n"
+        "     h = model.body(ids)                      # (B, T, D)\n"
+        "     logits = model.logits(h)                 # (B, T, V)\n"
+        "     from tiedgpt.heads import SequenceClassifier\n"
+        '     SequenceClassifier(model, labels=["bad", "good"])(ids, lengths)   # (B, 2)'
+    )
+
+
+def _heads(subject: Subject, lesson: Lesson, own: int) -> None:
+    """Put each kind of head on the body."""
+    ids, bare = subject.ids[None], sharing(subject.gpt)
+    bare.head = None
+    rows = [("the vocabulary", str((1, *subject.logits().shape)), f"{own:,}")]
+    for name, (kind, options) in HEADS.items():
+        with torch.random.fork_rng(devices=[]):
+            made = kind(bare, **options).eval()
+        out = made(ids.expand(2, -1)[None] if kind is MultipleChoice else ids)
+        cost = sum(p.numel() for n, p in made.named_parameters() if not n.startswith("gpt."))
+        lesson.numbers[kind.__name__] = cost
+        rows.append((name, str(tuple(out.shape)), f"{cost:,}"))
+    lesson.table(("head", "its output for this text", ">parameters of its own"), rows)
