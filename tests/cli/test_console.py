@@ -3,15 +3,17 @@
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tiedgpt.cli import console
 from tiedgpt.cli.main import VERBS, main
-from tiedgpt.cli.options import as_typed, describe
+from tiedgpt.cli.options import Positional, Repeated, UsageError, as_typed, describe, parse
 from tiedgpt.cli.train import GROUPS, Arguments
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -132,7 +134,7 @@ def test_every_option_of_train_is_in_one_group(capsys):
     ("arguments", "says", "hint"),
     [
         (["trian"], "no verb 'trian'", "did you mean train?"),
-        (["tie", "shwo"], "no verb 'shwo'", "did you mean show?"),
+        (["tie", "shwo"], "VERB must be one of show, audit, fix, got 'shwo'", "mean show?"),
         (["train", "--mintes", "3"], "has no option --mintes", "did you mean --minutes?"),
         (["train", "--max_new_tokens", "3"], "no option --max_new_tokens", "--help"),
         (["train", "--lr", "fast"], "--lr must be a number, got 'fast'", "--help"),
@@ -140,6 +142,11 @@ def test_every_option_of_train_is_in_one_group(capsys):
         (["train", "--task=swim"], "must be one of lm, classify", "--help"),
         (["generate", "run", "Once upon"], "no place for 'Once upon'", "--prompt 'Once upon'"),
         (["convert", "a"], "needs SOURCE and DEST", "--help"),
+        (["tie", "fix", "a"], "needs SOURCE and DEST", "name both"),
+        (["generate", "--max_length", "9"], "no option --max_length", "mean --max-new-tokens?"),
+        (["generate", "--do-sample"], "no option --do-sample", "did you mean --temperature?"),
+        (["generate", "--max-num-seqs=4"], "no option --max-num-seqs", "it is slots of Engine"),
+        (["inspect", "lenz"], "NAME must be one of positions", "did you mean lens?"),
     ],
 )
 def test_a_command_that_cannot_be_understood_is_code_2_with_a_hint(capsys, arguments, says, hint):
@@ -153,6 +160,40 @@ def test_a_prompt_in_the_place_of_the_model_is_told(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "Once upon a time"]) == 2
     assert "goes after --prompt: --prompt 'Once upon a time'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "tie show", "convert --to gguf", "explain tie"])
+def test_a_folder_of_runs_is_no_model_and_a_run_is_no_folder(tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    model = Path("runs", "mine", "model")
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model.parent / "run.toml").write_text('[options]\ntask = "lm"\n')
+    assert main([*verb.split(), "runs", *(["x.gguf"] if "convert" in verb else [])]) == 1
+    said = "error: runs is a folder of runs\nhint: name one of them, such as runs/mine\n"
+    assert capsys.readouterr().err == said
+    assert main(["runs", "runs/mine"]) == 1
+    assert "a run, not a folder of runs\nhint: give `tiedgpt plot" in capsys.readouterr().err
+
+
+def test_options_may_be_written_as_in_python_and_stand_anywhere():
+    @dataclass(frozen=True, kw_only=True)
+    class Arguments:
+        source: Positional[str | None] = None
+        rest: Positional[tuple[int, ...]] = ()
+        many_ids: tuple[int, ...] = ()
+        stop: Repeated[tuple[str, ...]] = ()
+        is_on: bool = True
+
+    def read(line):
+        given = parse(Arguments, "verb", shlex.split(line), "")
+        return given.source, given.rest, given.many_ids, given.stop, given.is_on
+
+    assert read("--stop 'a b' x --stop=c --no-is-on 3 4") == ("x", (3, 4), (), ("a b", "c"), False)
+    assert read("--many_ids 1 -2") == (None, (), (1, -2), (), True)
+    assert read("-- -x") == ("-x", (), (), (), True)
+    with pytest.raises(UsageError, match="N must be a whole number, got 'y'"):
+        read("x y")
 
 
 def test_the_newest_run_of_the_right_kind_is_taken(tmp_path, monkeypatch, capsys):

@@ -10,12 +10,13 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiedgpt.cli.console import console, fact, note, table
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import as_training, duration, label
 from tiedgpt.cli.source import program
@@ -59,7 +60,6 @@ def compare(given: Arguments, command: str) -> int:
 
     A recipe that diverges is left as it is, and its `DivergedError` is raised at the end.
     """
-    from tiedgpt.cli.console import console, fact, note
     from tiedgpt.cli.show_training import Show
 
     recipes = read_recipes(given)
@@ -180,7 +180,6 @@ def _link(source: str, target: str) -> None:
 
 def show(histories: Sequence[History], form: str) -> None:
     """Draw validation by tokens, and show where each recipe ends and when it gets to the others."""
-    from tiedgpt.cli.console import console, table
     from tiedgpt.plots.terminal import print_panels
     from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
 
@@ -189,8 +188,7 @@ def show(histories: Sequence[History], form: str) -> None:
     target = max((t.curves[key][1][-1] for t in trainings if key in t.curves), default=0.0)
     found = []
     for history in histories:
-        ends = (reached(history.series(key, axis), target) for axis in ("tokens", "seconds"))
-        units, seconds = ends
+        units, seconds = (reached(history.series(key, x), target) for x in ("tokens", "seconds"))
         found.append(
             {
                 "recipe": history.name,
@@ -205,16 +203,13 @@ def show(histories: Sequence[History], form: str) -> None:
         print(json.dumps(found, indent=1))
         return
     print_panels([validation_panel(trainings, unit)])
-    shown = [(*_shown(list(line.values())),) for line in found]
+    shown = [
+        ["" if x is None else form(x) for form, x in zip(FORMS, line.values(), strict=True)]
+        for line in found
+    ]
     names = "recipe", VALIDATION[key], unit, "time", f"{unit} to {target:.3f}", "time"
     table([names[0], *(f">{name}" for name in names[1:])], shown)
     console().print(
         f"{target:.3f} is where the last of them ends on the part of the held-out data that is "
         "scored in\nbetween; the final score is of all of it. Time is that of steps."
     )
-
-
-def _shown(values: list[Any]) -> Iterator[str]:
-    """Yield a row of the table: the recipe, its score, and twice tokens and seconds."""
-    for form, value in zip(FORMS, values, strict=True):
-        yield "" if value is None else form(value)

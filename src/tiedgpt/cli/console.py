@@ -11,22 +11,18 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
-from rich.box import Box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from tiedgpt.plots.table import aligned
 
 LABEL_WIDTH = 10
 """Of the labels of facts; a longer label pushes its own fact to the right."""
 SHORTEST_NAME = 16
 """Tables shorten names no further."""
-RULE = Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
-"""A line of dashes below the heads of a table."""
 GOOD, BAD = "bold green", "bold red"
-PIPE_WIDTH = 10_000
 ADVICE = re.compile(
     r"(?<=\S)[:;] ((?:use|give|name|try|say|choose|omit|leave|wait|train|make|pip install|install|"
     r"set|write|load|download|merge|resize|put|check|fix|look|free|pack|rename|build|convert|"
@@ -110,24 +106,17 @@ def table(
     A column `>name` is aligned to the right. In a terminal the names in the first column are
     shortened in the middle until the rows fit. `bold` are numbers of rows.
     """
-    to, heads = console(), [column.lstrip(">") for column in columns]
-    cells = [heads, *map(list, rows)]
-    if not to.is_terminal:
-        to.width = PIPE_WIDTH
-    else:
+    to, cells = console(), [[column.lstrip(">") for column in columns], *map(list, rows)]
+    if to.is_terminal:
         others = [max(cell_len(row[n]) for row in cells) for n in range(1, len(columns))]
         room = max(SHORTEST_NAME, to.width - sum(others) - 2 * len(others))
         for row in cells:
             row[0] = "\n".join(shortened(line, room) for line in row[0].split("\n"))
-    made = Table(box=RULE, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column, head in zip(columns, heads, strict=True):
-        side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        made.add_column(head, justify=side, no_wrap=True)
-    for number, row in enumerate(cells[1:]):
-        made.add_row(*map(Text, row), style="bold" if number in bold else "")
-    if title:
-        to.print(Text(title, "italic"))
-    to.print(made, soft_wrap=False)
+    head, rule, *lines = aligned(columns, cells[1:])
+    to.print(Text(title, "italic"), end="\n" if title else "")
+    to.print(Text(f"{head}\n{rule}"))
+    for number, line in enumerate(lines):
+        to.print(Text(line, "bold" if number in bold else ""))
 
 
 def shortened(name: str, width: int) -> str:

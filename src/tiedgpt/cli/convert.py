@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.files import reading
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
@@ -72,6 +74,7 @@ def run(arguments: list[str]) -> int:
 def _run(given: Arguments) -> int:
     import torch
 
+    from tiedgpt.inspect.opening import open_tokenizer
     from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
 
@@ -80,23 +83,19 @@ def _run(given: Arguments) -> int:
     require_place(path, to, overwrite=given.overwrite)
     if given.calibrate is not None and (to, given.precision) != ("packed", "int4"):
         raise UserError("--calibrate needs --to packed --precision int4")
-    supplied: dict[str, Any] = {
-        name: value
-        for name in ("n_head", "activation_function")
-        if (value := getattr(given, name)) is not None
-    }
+    named = {name: getattr(given, name) for name in ("n_head", "activation_function")}
     # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
     from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
     from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
     with bar("reading") as progress:
         loaded = load(
-            given.source,
+            source_or_newest(given.source),
             resolve=given.resolve,
             dtype=torch.float32 if from_fp32 else None,
             progress=progress,
-            **supplied,
+            **{name: value for name, value in named.items() if value is not None},
         )
-    tokenizer = _tokenizer(given.tokenizer or given.source, asked=given.tokenizer is not None)
+    tokenizer = open_tokenizer(given.source, given.tokenizer)
     source = _source(loaded, tokenizer)
     if given.format == "human":
         _show_source(loaded, source)
@@ -128,27 +127,11 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, in a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    from tiedgpt.cli.console import console
-
     to = console(stderr=True)
     columns = what, BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _tokenizer(source: str, *, asked: bool) -> Any:
-    """Return the tokenizer at `source`; None if there is none and the user did not name one."""
-    from tiedgpt.text import Tokenizer
-
-    try:
-        return Tokenizer.from_pretrained(source)
-    except CorruptInputError:
-        raise
-    except UserError:
-        if asked:
-            raise
-        return None
 
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
@@ -185,7 +168,6 @@ def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _show_source(loaded: Any, source: dict[str, Any]) -> None:
-    from tiedgpt.cli.console import fact, note
     from tiedgpt.weights.save import peculiarities
 
     config, tokenizer = loaded.model.config, source["tokenizer"]
@@ -206,8 +188,6 @@ def _show_source(loaded: Any, source: dict[str, Any]) -> None:
 
 
 def _show_result(written: Any, to: str, tokenizer: Any) -> None:
-    from tiedgpt.cli.console import fact, note
-
     notes = list(written.notes)
     if tokenizer is not None and not written.with_tokenizer:
         notes.append(f"{to} cannot hold a tokenizer: keep it beside the file")

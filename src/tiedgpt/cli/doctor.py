@@ -11,6 +11,7 @@ from importlib import import_module, metadata, util
 from typing import Any, Literal
 
 from tiedgpt import __version__
+from tiedgpt.cli.console import table
 from tiedgpt.cli.options import parse
 from tiedgpt.errors import EXIT_OK
 
@@ -47,7 +48,6 @@ def run(arguments: list[str]) -> int:
     if given.format == "json":
         print(json.dumps(report, indent=2))
         return EXIT_OK
-    from tiedgpt.cli.console import table
 
     features = report.pop("features")
     table(("this machine", ""), [(name, str(value)) for name, value in report.items()])

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.source import read_text, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
-from tiedgpt.files import reading
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore
@@ -73,15 +74,29 @@ def run(arguments: list[str]) -> int:
 
 
 def _evaluate(given: Arguments) -> int:
-    from tiedgpt.evaluate.examples import Example, ExampleScore, ExamplesScore, score_examples
+    from tiedgpt.evaluate.examples import (
+        Example,
+        ExampleScore,
+        ExamplesScore,
+        read_examples,
+        score_examples,
+    )
     from tiedgpt.evaluate.texts import TextScore, Windows, WindowScore, score_windows
     from tiedgpt.infer import Engine
 
-    data = None if given.data is None else _read(given.data, given.limit)
-    with Engine(
-        given.source, given.precision, tokenizer=given.tokenizer, threads=given.threads
-    ) as engine:
-        if data is None:
+    data: list[Any] = []
+    if given.data is not None and given.data.suffix == ".jsonl":
+        data = read_examples(given.data)[: given.limit]
+    elif given.data is not None:
+        if given.limit is not None:
+            raise UserError(
+                f"--limit is for .jsonl files and --tasks, not for {given.data}: leave it out"
+            )
+        data = [read_text(given.data, "DATA")]
+    source = source_or_newest(given.source)
+    tokenizer, threads = given.tokenizer, given.threads
+    with Engine(source, given.precision, tokenizer=tokenizer, threads=threads) as engine:
+        if not data:
             return _harness(engine, given)
         result: ExamplesScore | TextScore
         if isinstance(data[0], Example):
@@ -101,19 +116,11 @@ def _evaluate(given: Arguments) -> int:
     if given.format == "json":
         print(json.dumps(result.to_json()))
     else:
-        print(as_table(result))
+        rows = _of_texts(result) if isinstance(result, TextScore) else _of_examples(result)
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            print(f"{name:<{width}}  {value}")
     return EXIT_OK
-
-
-def _read(path: Path, limit: int | None) -> list[Any]:
-    from tiedgpt.evaluate.examples import read_examples
-
-    if path.suffix == ".jsonl":
-        return read_examples(path)[:limit]
-    if limit is not None:
-        raise UserError(f"--limit is for .jsonl files and --tasks, not for {path}: leave it out")
-    with reading(path, "UTF-8 text"):
-        return [path.read_text(encoding="utf-8")]
 
 
 def _scored(
@@ -122,7 +129,6 @@ def _scored(
     """Return all scores: those that --save holds, then the others, which are added to it."""
     from rich.progress import track
 
-    from tiedgpt.cli.console import console, note
     from tiedgpt.evaluate.saved import keep, read_saved
 
     done = list[S]()
@@ -157,34 +163,22 @@ def _facts(given: Arguments) -> dict[str, Any]:
     }
 
 
-def as_table(result: TextScore | ExamplesScore) -> str:
-    """Return the result as lines of at most 80 columns, with how it was measured."""
-    from tiedgpt.evaluate.texts import TextScore
-
-    if isinstance(result, TextScore):
-        return _table(_of_texts(result))
-    return _table(_of_examples(result))
-
-
-def _table(rows: dict[str, str]) -> str:
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
 def _of_texts(result: TextScore) -> dict[str, str]:
-    windows, (low, high) = result.windows, result.interval
-    known = not math.isnan(low)
-    beginning = (
-        "after a beginning-of-text token" if windows.bos else "the text's first token is not scored"
+    windows, (low, high), n = result.windows, result.interval, len(result.scores)
+    beginning = "after a beginning-of-text token" if windows.bos else "is not scored"
+    first = f"the text's first token {beginning}"
+    ranges = (
+        f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})",
+        f"  ({low:.4f} to {high:.4f})",
     )
+    if math.isnan(low):
+        ranges = "", ""
     return {
-        "perplexity": f"{result.perplexity:.4f}"
-        + (f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})" if known else ""),
-        "nats a token": f"{result.nats:.4f}" + (f"  ({low:.4f} to {high:.4f})" if known else ""),
+        "perplexity": f"{result.perplexity:.4f}{ranges[0]}",
+        "nats a token": f"{result.nats:.4f}{ranges[1]}",
         "bits per byte": f"{result.bits_per_byte:.4f}",
-        "measured on": f"{result.tokens:,} tokens in {len(result.scores):,} window"
-        + "s" * (len(result.scores) != 1),
-        "windows": f"context {windows.context}, stride {windows.stride}, {beginning}",
+        "measured on": f"{result.tokens:,} tokens in {n:,} window{'s' * (n != 1)}",
+        "windows": f"context {windows.context}, stride {windows.stride}, {first}",
     }
 
 

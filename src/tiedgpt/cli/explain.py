@@ -6,8 +6,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+from tiedgpt.cli.console import note, show_text
 from tiedgpt.cli.options import Positional, UsageError, parse
-from tiedgpt.cli.source import newest_run
+from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 
 ABOUT = """Answer a question about GPTs with numbers from a model.
@@ -37,16 +38,17 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Print a lesson; return the exit code."""
     given = parse(Arguments, "explain", arguments, ABOUT)
-    from tiedgpt.cli.console import note, show_text
     from tiedgpt.lessons import TOPICS, explain
 
     if given.topic not in (None, *TOPICS):
         raise UsageError(f"no topic {given.topic!r}", f"choose one of {', '.join(TOPICS)}")
     source = given.source
-    if source is None and given.topic is not None:
+    if given.topic is not None:
         try:
-            source = str(newest_run("model/config.json", "lm"))
+            source = source_or_newest(source, task="lm")
         except UserError:
+            if source is not None:
+                raise
             note("runs/ has no model: training a tiny one, in seconds")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(str(message))
@@ -54,7 +56,7 @@ def run(arguments: list[str]) -> int:
     if given.format == "json":
         print(lesson.to_json())
         return EXIT_OK
-    show_text(lesson.title, style="bold")
-    for part in filter(None, (lesson.head, *lesson.blocks, lesson.foot)):
-        show_text(f"\n{part}")
+    title, _, answer = str(lesson).partition("\n\n")
+    show_text(f"{title}\n", style="bold")
+    show_text(answer)
     return EXIT_OK

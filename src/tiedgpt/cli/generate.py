@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Hidden, Positional, Repeated, UsageError, parse, prompt_hint
-from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+from tiedgpt.cli.source import read_text, source_or_newest
+from tiedgpt.errors import EXIT_OK
 from tiedgpt.infer.options import GenerationConfig
 
 if TYPE_CHECKING:
@@ -94,19 +94,13 @@ class Arguments(GenerationConfig):
         """Return the options of generation, checked, files read."""
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
-            schema = _text_of(Path(schema), "--json-schema")
-        values = {name: getattr(self, name) for name in OPTIONS}
-        return GenerationConfig(
-            **values
-            | {
-                "early_stopping": EARLY_STOPPING[self.early_stopping],
-                "json_schema": schema,
-                "grammar": None if self.grammar is None else _text_of(self.grammar, "--grammar"),
-            }
-        )
-
-
-OPTIONS = tuple(option.name for option in fields(GenerationConfig))
+            schema = read_text(schema, "--json-schema")
+        values = {option.name: getattr(self, option.name) for option in fields(GenerationConfig)}
+        values["early_stopping"] = EARLY_STOPPING[self.early_stopping]
+        values["json_schema"] = schema
+        if self.grammar is not None:
+            values["grammar"] = read_text(self.grammar, "--grammar")
+        return GenerationConfig(**values)
 
 
 def run(arguments: list[str]) -> int:
@@ -119,10 +113,24 @@ def _generate(given: Arguments, config: GenerationConfig) -> int:
     source = source_or_newest(given.source, task="lm")
     if " " in source and not given.prompt and not Path(source).exists():
         raise UsageError(f"there is no model {source!r}", prompt_hint(source))
-    prompt = _standard_input() if given.prompt == "-" else given.prompt
-    engine = _engine(source, given, slots=config.n_slots * min(config.n_samples, MOST_SLOTS))
+    prompt = read_text("-", "--prompt") if given.prompt == "-" else given.prompt
+    if given.prompt == "-" and not prompt:
+        note("standard input is empty: beginning a text")
+    from tiedgpt.infer import Engine
+
+    named = {name: getattr(given, name) for name in ("n_head", "activation_function")}
+    engine = Engine(
+        source,
+        given.precision,
+        slots=config.n_slots * min(config.n_samples, MOST_SLOTS),
+        backend=given.backend,
+        tokenizer=given.tokenizer,
+        resolve=given.resolve,
+        threads=given.threads,
+        **{name: value for name, value in named.items() if value is not None},
+    )
     for text in engine.notes:
-        _note(text)
+        note(text)
     human = given.format == "human"
     with engine, _telling_of_compilation(engine):
         if config.num_beams > 1 or config.n_samples > 1:
@@ -133,76 +141,27 @@ def _generate(given: Arguments, config: GenerationConfig) -> int:
         else:
             completions = [_streamed(engine, prompt, config, show=human)]
     if not human:
-        answers = [_as_json(prompt, completion) for completion in completions]
+        answers = [{"prompt": prompt, **asdict(completion)} for completion in completions]
+        for answer in answers:
+            del answer["error"]  # it would have been raised
         print(json.dumps(answers if config.n > 1 else answers[0], ensure_ascii=False))
     _tell_of_ends(completions, config)
     return EXIT_OK
-
-
-def _engine(source: str, given: Arguments, slots: int) -> Engine:
-    from tiedgpt.infer import Engine
-
-    named: dict[str, Any] = {
-        "n_head": given.n_head,
-        "activation_function": given.activation_function,
-    }
-    return Engine(
-        source,
-        given.precision,
-        slots=slots,
-        backend=given.backend,
-        tokenizer=given.tokenizer,
-        resolve=given.resolve,
-        threads=given.threads,
-        **{name: value for name, value in named.items() if value is not None},
-    )
-
-
-def _as_json(prompt: str, completion: Completion) -> dict[str, Any]:
-    answer = asdict(completion)
-    del answer["error"]  # which would have been raised
-    return {"prompt": prompt, **answer}
-
-
-def _note(text: str) -> None:
-    from tiedgpt.cli.console import note
-
-    note(text)
 
 
 def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:
     """Say on stderr where a text did not end by itself."""
     reasons = {completion.finish_reason for completion in completions}
     if config.form and reasons != {"stop"}:
-        _note("cut off: it may not have its whole form; --max-new-tokens gives room")
+        note("cut off: it may not have its whole form; --max-new-tokens gives room")
     if "timeout" in reasons:
-        _note("cut off by --timeout")
+        note("cut off by --timeout")
     if "context" in reasons:
         may_slide = config.num_beams == 1 and not config.guided
         advice = "; --context-end slide goes on" if may_slide else ""
-        _note(f"the context is full{advice}")
+        note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
-        _note(f"the context slid: the first {dropped} tokens were dropped")
-
-
-def _text_of(path: Path, flag: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(f"{flag} {path} is not UTF-8: {error}") from None
-
-
-def _standard_input() -> str:
-    if sys.stdin is None:
-        raise UserError("standard input is closed, and --prompt - reads it: give the text itself")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
-    except OSError as error:
-        raise UserError(f"standard input cannot be read: {error.strerror}") from None
+        note(f"the context slid: the first {dropped} tokens were dropped")
 
 
 @contextlib.contextmanager
@@ -214,11 +173,8 @@ def _telling_of_compilation(engine: Engine) -> Iterator[None]:
     from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
     text = "compiling kernels for this CPU, which takes some ten seconds, once"
-    with (
-        warnings.catch_warnings(),
-        telling_of_compilation(lambda: _note(text)),
-    ):
-        warnings.showwarning = lambda message, *_, **__: _note(str(message))
+    with warnings.catch_warnings(), telling_of_compilation(lambda: note(text)):
+        warnings.showwarning = lambda message, *_, **__: note(str(message))
         yield
 
 
@@ -237,5 +193,4 @@ def _streamed(engine: Engine, prompt: str, config: GenerationConfig, *, show: bo
         raise
     if show:
         print(unshown)
-    completion: Completion = generation.result()
-    return completion
+    return generation.result()

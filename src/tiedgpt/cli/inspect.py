@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tiedgpt.cli.console import fact, note
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK, CorruptInputError, UserError
+from tiedgpt.cli.source import read_text, source_or_newest
+from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.plots.table import aligned, visible
 
 if TYPE_CHECKING:
     from tiedgpt.inspect.gradients import GradientSplit
@@ -27,7 +29,7 @@ ABOUT = """Look inside a GPT.
 positions: what it predicts after each token. lens: what each layer would predict. dot: a prediction
 as dot products. vocabulary: the rows of W. gradient-split: the gradient of W from reading and from
 predicting. attention: where the heads of a layer look. ablate: the loss without each part."""
-WORD = 14
+WORD = 12
 """Columns of a token in a table."""
 SHOWN = 10
 """Rows of a table of tokens, unless --top asks for more."""
@@ -82,14 +84,12 @@ class Arguments:
 
 SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "mode", "counts",
            "own_rank_rows")  # fmt: skip
-TO_SHOW = ("vocabulary", "gradient-split")
-"""Where --top is of the table alone."""
+"""Options of some names alone, which their functions take."""
 
 
 def run(arguments: list[str]) -> int:
     """Inspect; return the exit code."""
     given = parse(Arguments, "inspect", arguments, ABOUT)
-    from tiedgpt.cli.console import fact, note
 
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(str(message))
@@ -116,7 +116,7 @@ def _inspect(given: Arguments) -> Any:
     function = getattr(import_module("tiedgpt.inspect"), given.name.replace("-", "_"))
     options = {name: getattr(given, name) for name in SPECIAL}
     options = {name: x for name, x in options.items() if x is not None and x is not False}
-    if given.name in TO_SHOW:
+    if given.name in ("vocabulary", "gradient-split"):  # --top is of the table alone
         options.pop("top", None)
     for name in options.keys() - signature(function).parameters.keys():
         raise UserError(f"--{name.replace('_', '-')} is not for inspect {given.name}: leave it out")
@@ -130,11 +130,8 @@ def _inspect(given: Arguments) -> Any:
         if (given.text is None) == (not given.ids):
             raise UserError("give --text, or --ids, for the model to read")
         options["text"] = given.ids or given.text
-        try:
-            if given.text == "-" and sys.stdin is not None:
-                options["text"] = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as error:
-            raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
+        if given.text == "-":
+            options["text"] = read_text("-", "--text")
     elif given.text is not None or given.ids:
         raise UserError("--text and --ids are not for inspect vocabulary: leave them out")
     if given.name == "ablate":
@@ -153,50 +150,39 @@ def _progress(done: int, of: int) -> None:
         print(f"\rlayer {done} of {of}", end="\n" if done == of else "", file=sys.stderr)
 
 
-def shown(piece: str) -> str:
-    r"""Return a token's text with its blanks and controls visible: ' the', '\n'."""
-    return piece if piece.startswith(("bytes:\\x", "id:")) else repr(piece)
+def _cells(column: Iterable[Any]) -> list[str]:
+    """Return a column's numbers with as many decimals as its largest leaves room for; "-": none."""
+    values = [x if x is None or isinstance(x, str) or x == x else None for x in column]
+    sizes = [abs(x) for x in values if not isinstance(x, (str, type(None)))]
+    size = max(sizes, default=0)
+    whole = not any(isinstance(x, (float, np.floating)) for x in sizes)
+    decimals = 0 if whole or size >= 1000 else 3 if size < 10 else 2 if size < 100 else 1
+    cells = []
+    for value in values:
+        if value is None or isinstance(value, str):
+            cells.append("-" if value is None else value)
+        elif value and abs(value) < 0.5 * 10**-decimals:
+            cells.append(f"{value:.0e}")
+        else:
+            cells.append(f"{value:,.{decimals}f}" if value else "0")
+    return cells
 
 
-def _words(pieces: Iterable[str], width: int = WORD) -> list[str]:
-    """Return tokens as a table shows them, cut to a width."""
-    from rich.cells import cell_len, set_cell_size
-
-    texts = map(shown, pieces)
-    return [t if cell_len(t) <= width else set_cell_size(t, width - 2) + ".." for t in texts]
-
-
-def _cell(value: Any) -> str:
-    """Return a number in at most seven columns, if it is below a million; "-" for none."""
-    if isinstance(value, str):
-        return value
-    if value is None or value != value:
-        return "-"
-    if value == 0:
-        return "0"
-    if float(value).is_integer() and not isinstance(value, (float, np.floating)):
-        return f"{value:,}"
-    size = abs(value)
-    if 0 < size < 0.0005:
-        return f"{value:.0e}"
-    return f"{value:,.{3 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0}f}"
+def _cell(value: float) -> str:
+    return _cells([value])[0]
 
 
 def _table(*columns: tuple[str, Iterable[Any]]) -> None:
     """Print columns, each a name and its values; numbers stand to the right."""
-    from rich.cells import cell_len
+    values = [list(column) for _, column in columns]
+    words = [all(isinstance(value, str) for value in column) for column in values]
+    names = [name if word else f">{name}" for (name, _), word in zip(columns, words, strict=True)]
+    rows = zip(*map(_cells, values), strict=True)
+    print("\n".join(aligned(names, rows)))
 
-    made = []
-    for name, values in columns:
-        listed = list(values)
-        cells = [name, *map(_cell, listed)]
-        width = max(map(cell_len, cells))
-        left = all(isinstance(value, str) for value in listed)
-        blanks = [" " * (width - cell_len(cell)) for cell in cells]
-        pairs = zip(cells, blanks, strict=True) if left else zip(blanks, cells, strict=True)
-        padded = [a + b for a, b in pairs]
-        made.append([padded[0], "-" * width, *padded[1:]])
-    print("\n".join(" ".join(row).rstrip() for row in zip(*made, strict=True)))
+
+def _words(pieces: Iterable[str], width: int = WORD) -> list[str]:
+    return [visible(piece, width) for piece in pieces]
 
 
 def _positions(found: Positions, _: int) -> None:
@@ -226,7 +212,7 @@ def _positions(found: Positions, _: int) -> None:
 
 def _lens(found: Lens, _: int) -> None:
     at = found.position
-    print(f"after token {at}, {shown(found.pieces[at])}: each state, read by final norm and head")
+    print(f"after token {at}, {visible(found.pieces[at])}: each state, read by final norm and head")
     columns: list[tuple[str, Iterable[Any]]] = [("state", found.layers)]
     for k in range(min(2, found.top_ids.shape[2])):
         columns.append(("likely", _words(found.words[id] for id in found.top_ids[:, at, k])))
@@ -241,7 +227,7 @@ def _lens(found: Lens, _: int) -> None:
 
 def _dot(found: Dot, _: int) -> None:
     print(
-        f"after token {found.position}, {shown(found.piece)}: logit = h . e = |h| |e| cos; "
+        f"after token {found.position}, {visible(found.piece)}: logit = h . e = |h| |e| cos; "
         f"|h| = {_cell(found.h_norm)}\n"
         f"e is a row of {found.matrix}, which {found.does}; c is e less the mean row"
     )
@@ -305,15 +291,16 @@ def _reach(found: Vocabulary, id: int) -> str:
 
 
 def _gradient_split(found: GradientSplit, top: int) -> None:
-    joined, both = "one matrix, which both are added to", "their sum is the ordinary gradient"
+    joined = f"{found.reads} reads and predicts: both gradients are added"
+    both = "their sum is the ordinary gradient"
     if found.reads != found.predicts:
-        joined = "two matrices, untied: they stay apart"
+        joined = f"{found.reads} reads, {found.predicts} predicts: two matrices, untied"
         both = "each is its matrix's ordinary gradient"
-    print(f"{found.reads} reads, {found.predicts} predicts: {joined}")
     print(
+        f"{joined}\n"
         f"gradient of the loss: {_cell(found.norm_read)} from reading, "
         f"{_cell(found.norm_predict)} from predicting, cosine {_cell(found.cosine)}\n"
-        f"{both}, to {found.residual:.0e} of its length\n"
+        f"{both}, to {_cell(found.residual)} of its length\n"
     )
     order = np.hypot(found.rows_read, found.rows_predict).argsort()[::-1][:top]
     _table(
@@ -350,7 +337,12 @@ def _ablate(found: Ablation, _: int) -> None:
     )
 
 
-_SHOWING: tuple[Callable[[Any, int], None], ...] = (
-    _positions, _lens, _dot, _vocabulary, _gradient_split, _attention, _ablate,
-)  # fmt: skip
-SHOW = {function.__name__[1:].replace("_", "-"): function for function in _SHOWING}
+SHOW: dict[str, Callable[[Any, int], None]] = {
+    "positions": _positions,
+    "lens": _lens,
+    "dot": _dot,
+    "vocabulary": _vocabulary,
+    "gradient-split": _gradient_split,
+    "attention": _attention,
+    "ablate": _ablate,
+}

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tiedgpt.cli.inspect import shown
 from tiedgpt.inspect.gradients import GradientSplit
 from tiedgpt.inspect.layers import Ablation, AttentionMaps, Lens
 from tiedgpt.inspect.predictions import Dot, Positions
 from tiedgpt.inspect.rows import Vocabulary
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Grid, Line, Panel
+from tiedgpt.plots.table import visible
 
 NAMED = 5
 """Points of a cloud, and lines, that are named."""
@@ -41,7 +41,7 @@ def _lines(columns: dict[str, Any], **style: Any) -> tuple[Line, ...]:
 def _at_tokens(pieces: tuple[str, ...]) -> dict[str, Any]:
     return {
         "x_label": "token, and its position",
-        "x_names": [f"{shown(piece)} {at}" for at, piece in enumerate(pieces)],
+        "x_names": [f"{visible(piece)} {at}" for at, piece in enumerate(pieces)],
     }
 
 
@@ -58,7 +58,7 @@ def _positions(found: Positions) -> tuple[str, Panels]:
 
 
 def _lens(found: Lens) -> tuple[str, Panels]:
-    words = [[shown(found.words[id])[:9] for id in row] for row in found.top_ids[..., 0].tolist()]
+    words = [[visible(found.words[id])[:9] for id in row] for row in found.top_ids[..., 0].tolist()]
     grid = Grid(
         "the likeliest next token, by state",
         y_label="state after",
@@ -68,10 +68,10 @@ def _lens(found: Lens) -> tuple[str, Panels]:
         y_names=found.layers,
         **_at_tokens(found.pieces),
     )
-    names = [shown(found.words[id]) for id in found.watch[:NAMED].tolist()]
+    names = [visible(found.words[id]) for id in found.watch[:NAMED].tolist()]
     columns = dict(zip(names, np.exp(found.watch_logprob.T), strict=False))
     watched = Panel(
-        f"after token {found.position}, {shown(found.pieces[found.position])}",
+        f"after token {found.position}, {visible(found.pieces[found.position])}",
         "state after",
         _lines(columns, marked=True),
         y_label="probability",
@@ -97,11 +97,11 @@ def _dot(found: Dot) -> tuple[str, Panels]:
             drawn = (level > cos.min()) & (level < cos.max())
             name = f"h . {sign} = {found.h_norm * product:.1f}"
             lines.append(Line(name, lengths[drawn].tolist(), level[drawn].tolist(), color))
-        notes = list(zip(x, y, map(shown, found.pieces), strict=True))[:NAMED]
+        notes = list(zip(x, y, map(visible, found.pieces), strict=True))[:NAMED]
         panels.append(
             Panel(what, "length of the row", tuple(lines), y_label="cos(h, row)", notes=notes)
         )
-    return f"after token {found.position}, {shown(found.piece)}: logit = |h| |e| cos", panels
+    return f"after token {found.position}, {visible(found.piece)}: logit = |h| |e| cos", panels
 
 
 def _vocabulary(found: Vocabulary) -> tuple[str, Panels]:
@@ -134,14 +134,14 @@ def _gradient_split(found: GradientSplit) -> tuple[str, Panels]:
         "token",
         _lines(parts, marked=True, joined=False),
         y_label="length of the row's gradient",
-        x_names=[shown(found.pieces[id]) for id in order],
+        x_names=[visible(found.pieces[id]) for id in order],
     )
     return "gradient of W: the rows that it moves most", [panel]
 
 
 def _attention(found: AttentionMaps) -> tuple[str, Panels]:
     tokens: dict[str, Any] = {"x_label": "key", "y_label": "query"}
-    tokens["x_names"] = tokens["y_names"] = list(map(shown, found.pieces))
+    tokens["x_names"] = tokens["y_names"] = list(map(visible, found.pieces))
     heads: dict[str, Any] = {"x_label": "head", "y_label": "layer"}
     grids: Panels = [
         Grid(f"layer {found.layer}, head {n}", unit="weight", values=weights.tolist(), **tokens)
@@ -170,7 +170,12 @@ def _ablate(found: Ablation) -> tuple[str, Panels]:
     return f"loss {found.loss:.3f} nats, and without a part, which gives {instead}", [heads, whole]
 
 
-_FIGURES: tuple[Callable[[Any], tuple[str, Panels]], ...] = (
-    _positions, _lens, _dot, _vocabulary, _gradient_split, _attention, _ablate,
-)  # fmt: skip
-FIGURES = {function.__name__[1:].replace("_", "-"): function for function in _FIGURES}
+FIGURES: dict[str, Callable[[Any], tuple[str, Panels]]] = {
+    "positions": _positions,
+    "lens": _lens,
+    "dot": _dot,
+    "vocabulary": _vocabulary,
+    "gradient-split": _gradient_split,
+    "attention": _attention,
+    "ablate": _ablate,
+}

@@ -29,9 +29,9 @@ VERBS = {
     "plot": "the curves of runs, in the terminal or as a figure",
     "inspect": "what a model predicts and why: by position, layer, head, row of W",
     "explain": "lessons that run on a model: the tie, the head, the loss",
-    "convert": "any GPT into the format of another tool, proven",
+    "convert": "write any GPT in another tool's format, and check the file",
     "study": "tied against untied GPTs on your text: an experiment with its report",
-    "tie": "is the head the embedding? show, audit or fix it, in any model or file",
+    "tie": "is the head the embedding? show, audit or fix any model or file",
     "data": "which tokens of examples would be trained",
     "doctor": "versions, devices, threads, and what is missing",
 }
@@ -40,10 +40,16 @@ EXAMPLES = """\
   tiedgpt train my.txt --size small
   tiedgpt generate --prompt "Return a new"
 """
-EXIT_CODES = (
-    "0 well, 1 a request that cannot be met, 2 one that cannot be understood, 3 damaged input, "
-    "4 no room, 5 diverged, 6 a check failed, 75 interrupted and saved"
-)
+EXIT_CODES = {
+    0: "done",
+    1: "the request cannot be met",
+    2: "the command cannot be understood",
+    3: "an input is damaged",
+    4: "no room in memory or on the disk",
+    5: "training diverged",
+    6: "a check failed",
+    75: "interrupted and saved; the same command goes on",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,7 +97,7 @@ def _run(arguments: list[str]) -> int:
     else:
         from tiedgpt.cli.options import no_verb
 
-        raise no_verb(verb, VERBS, "tiedgpt")
+        raise no_verb(verb, VERBS)
     return EXIT_OK
 
 
@@ -101,11 +107,14 @@ def _show_verbs() -> None:
     from tiedgpt.cli.console import console, say
 
     to = console()
-    to.print(Text.assemble(("usage: tiedgpt VERB [options]", "bold"), "\n"))
+    to.print(Text.assemble(("usage: tiedgpt VERB", "bold"), " [options]\n"))
     for verb, about in VERBS.items():
-        say(f"  {verb:<8} ", about, style="cyan", to=to)
-    to.print(f"\n{EXAMPLES}\n`tiedgpt VERB --help` tells more.\n")
-    say("exit codes:", EXIT_CODES, to=to)
+        say(f"  {verb:<9}", about, style="cyan", to=to)
+    to.print(Text.assemble(("\nexamples", "bold"), f"\n{EXAMPLES}"))
+    to.print(Text("exit codes", "bold"))
+    for code, about in EXIT_CODES.items():
+        to.print(f"  {code:>2}  {about}")
+    to.print("\n`tiedgpt VERB --help` tells more.")
 
 
 def _fail(arguments: list[str], problem: TiedGPTError | str, code: int) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import inspect
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -145,7 +145,8 @@ def _read(option: Option, verb: str, text: str) -> Any:
     except ValueError:
         pass
     named = option.flags[0] if option.flags else option.value
-    raise UsageError(f"{named} must be {option.expected}, got {text!r}", _all_options(verb))
+    hint = f"{_meant(text, option.choices)}{_all_options(verb)}"
+    raise UsageError(f"{named} must be {option.expected}, got {text!r}", hint)
 
 
 def _positional(options: Sequence[Option], rest: list[str], verb: str) -> dict[str, Any]:
@@ -283,14 +284,14 @@ def _entry(option: Option, width: int) -> Any:
     return Text.assemble((typed, "cyan"), gap, below.join(lines))
 
 
-def no_verb(verb: str, verbs: Iterable[str], program: str) -> UsageError:
+def no_verb(verb: str, verbs: Iterable[str]) -> UsageError:
     """Return the error for a verb that there is not."""
-    near = difflib.get_close_matches(verb, verbs, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return UsageError(
-        f"`{program}` has no verb {verb!r}",
-        f"{meant}`{program} --help` lists all: {', '.join(verbs)}",
-    )
+    hint = f"{_meant(verb, verbs)}`tiedgpt --help` lists all: {', '.join(verbs)}"
+    return UsageError(f"`tiedgpt` has no verb {verb!r}", hint)
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    return "".join(f"did you mean {near}? " for near in get_close_matches(text, list(known), 1))
 
 
 def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:
@@ -301,12 +302,17 @@ def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:
         if any(option.name == "prompt" for option in options):
             hint = prompt_hint(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
+    from tiedgpt.infer.options import OTHER_NAMES
+
     typed = argument.partition("=")[0]
+    known = {option.name: option.flags[0] for option in options if option.flags}
+    other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"))
+    if other is not None and "max_new_tokens" in known:
+        there = f"did you mean {known[other]}? " if other in known else f"it is {other} of Engine; "
+        return UsageError(f"`tiedgpt {verb}` has no option {typed}", there + _all_options(verb))
     flags = [flag for option in options for flag in option.flags]
-    near = difflib.get_close_matches(typed.replace("_", "-"), flags, n=1)
-    near = near or [flag for flag in flags if flag.startswith(typed) and typed.startswith("--")][:1]
-    meant = f"did you mean {near[0]}? " if near else ""
-    return UsageError(f"`tiedgpt {verb}` has no option {typed}", meant + _all_options(verb))
+    near = _meant(typed.replace("_", "-"), flags)
+    return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + _all_options(verb))
 
 
 def _all_options(verb: str) -> str:

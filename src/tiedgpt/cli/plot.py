@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from tiedgpt.cli.console import fact, note, table
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import EXIT_OK, UserError
@@ -55,7 +56,6 @@ def run(arguments: list[str]) -> int:
         show_summary(histories)
         print_panels(drawn)
     else:
-        from tiedgpt.cli.console import fact
         from tiedgpt.plots.figure import save_figure
 
         save_figure(drawn, given.out, ", ".join(history.name for history in histories))
@@ -65,8 +65,6 @@ def run(arguments: list[str]) -> int:
 
 def open_histories(runs: Sequence[str]) -> list[History]:
     """Return the metrics of the runs named, or of the newest; `UserError` where none has any."""
-    from tiedgpt.cli.console import note
-
     paths = [path for name in runs for path in _runs_at(Path(name))]
     paths = paths or [newest_run("metrics.jsonl")]
     names = [path.resolve().name for path in paths]
@@ -100,8 +98,6 @@ def label(histories: Sequence[History], axis: Axis) -> str:
 
 def show_summary(histories: Sequence[History]) -> None:
     """Show where each run stands, a line each."""
-    from tiedgpt.cli.console import table
-
     rows = []
     for history in histories:
         _, losses = history.series("loss", "steps")
@@ -139,8 +135,6 @@ def duration(seconds: float) -> str:
 
 def show_samples(histories: Sequence[History]) -> None:
     """Show what the models wrote at their evaluations."""
-    from tiedgpt.cli.console import fact
-
     for history in histories:
         fact(history.name, f"{len(history.samples)} samples")
         for step, sample in sorted(history.samples.items()):

@@ -32,6 +32,11 @@ def run(arguments: list[str]) -> int:
     if given.format == "json":
         print(json.dumps([_plain(each) for each in runs], indent=1))
         return EXIT_OK
+    if not runs and (Path(given.folder) / "run.toml").exists():
+        raise UserError(
+            f"{given.folder} is a run, not a folder of runs: give `tiedgpt plot {given.folder}` to "
+            f"see it, or `tiedgpt runs {Path(given.folder).parent}`"
+        )
     if not runs:
         raise UserError(f"there is no run in {given.folder}: train first, or name a folder of runs")
     rows = []

@@ -8,17 +8,23 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tiedgpt.errors import UserError
+from tiedgpt.cli.console import note
+from tiedgpt.errors import CorruptInputError, UserError
 
 
 def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:
     """Return the source given, or the newest run under runs/ that has a model (of the task)."""
-    return source if source is not None else str(newest_run("model/config.json", task))
+    if source is None:
+        return str(newest_run("model/config.json", task))
+    is_folder = os.path.isdir(source) and not Path(source, "config.json").exists()
+    runs = Path(source).glob("*/model/config.json") if is_folder else []
+    if names := sorted(str(file.parent.parent) for file in runs):
+        raise UserError(f"{source} is a folder of runs: name one of them, such as {names[0]}")
+    return source
 
 
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
-    from tiedgpt.cli.console import note
     from tiedgpt.train.runs import RUNS, can_generate
 
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
@@ -29,6 +35,21 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     note(f"newest run: {newest}")
     return newest
+
+
+def read_text(path: str | Path, flag: str) -> str:
+    """Return the UTF-8 text of a file, or of standard input for "-"; `flag` is what names it."""
+    place = "standard input" if path == "-" else str(path)
+    try:
+        if path != "-":
+            return Path(path).read_text(encoding="utf-8")
+        if sys.stdin is None:
+            raise UserError(f"standard input is closed, and {flag} - reads it: give the text")
+        return sys.stdin.buffer.read().decode()
+    except OSError as error:
+        raise UserError(f"{place} cannot be read ({error.strerror}): check {flag}") from None
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(f"{place} is not UTF-8 ({error}): check {flag}") from None
 
 
 def program() -> str:

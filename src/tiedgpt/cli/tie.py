@@ -5,106 +5,84 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import BAD, GOOD, fact, show_text, table
-from tiedgpt.cli.options import Positional, no_verb, parse
+from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK
+from tiedgpt.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
     from tiedgpt.tie.audits import Audit
     from tiedgpt.tie.ledgers import Ledger, Row
 
 LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
-USAGE = """\
-usage: tiedgpt tie show [SOURCE]
-                     every parameter once: who shares it, what it costs
-       tiedgpt tie audit [SOURCE]
-                     is the head the embedding, and is that what is claimed?
-       tiedgpt tie fix SOURCE DEST
-                     write a corrected copy; SOURCE is never touched
+ABOUT = """Is the output head the same matrix as the input embedding?
 
-SOURCE is a run, a model directory, a hub name, or a file: safetensors,
-.pt/.bin, GGUF, ONNX. `audit` exits with 0 if the tie is as claimed, 6 if it
-is broken or contradicts the claim. `tiedgpt tie show --help` tells more.
-"""
-VERBS = ("show", "audit", "fix")
+  tiedgpt tie show [SOURCE]       every parameter once: who shares it, its cost
+  tiedgpt tie audit [SOURCE]      is it the same, and is that what is claimed?
+  tiedgpt tie fix SOURCE DEST     write a corrected copy; SOURCE is only read
+
+The exit code of audit is 0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
+NOT_FOR = {"show": ("dest", "keep", "input", "output"), "audit": ("dest", "keep"), "fix": ()}
+"""Options that a verb does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
-    """Options of `tie show`."""
+class Arguments:
+    """Show, audit or fix the tie."""
 
+    verb: Positional[Literal["show", "audit", "fix"]]
+    """What to do."""
     source: Positional[str | None] = None
-    """A run, a model directory, a hub name or a file; default: the newest run in runs/."""
+    """A run, a model directory, a hub name, or a file: safetensors, .pt, .bin, GGUF, ONNX; default:
+    the newest run in runs/."""
+    dest: Positional[str | None] = None
+    """fix: the new directory, which must not exist."""
+    keep: Literal["input", "output", "both"] | None = None
+    """fix: if two matrices differ, whose values stay, or both; the model is untied then."""
+    input: str | None = None
+    """audit, fix: name of the tensor that reads, if names do not tell."""
+    output: str | None = None
+    """audit, fix: name of the tensor that predicts, if names do not tell."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditOptions(Show):
-    """Options of `tie audit`."""
-
-    input: str | None = None
-    """Name of the tensor that reads, if names do not tell."""
-    output: str | None = None
-    """Name of the tensor that predicts, if names do not tell."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fix(AuditOptions):
-    """Options of `tie fix`."""
-
-    source: Positional[str] = field()
-    """The checkpoint to fix; it is only read."""
-    dest: Positional[str]
-    """The new directory; it must not exist."""
-    keep: Literal["input", "output", "both"] | None = None
-    """If two matrices differ: whose values stay, or both; the model is untied then."""
-
-
-Arguments = Fix
-"""The options of all three."""
-
-
 def run(arguments: list[str]) -> int:
-    """Run one of the three; return the exit code, which of `audit` is its verdict."""
-    verb, *rest = arguments or ["--help"]
-    if verb == "show":
-        shown = parse(Show, "tie show", rest, "Every parameter once, by storage.")
-        from tiedgpt.tie import ledger
+    """Show, audit or fix; return the exit code, which of an audit is its verdict."""
+    given = parse(Arguments, "tie", arguments, ABOUT)
+    from tiedgpt.tie import audit, fix, ledger
 
-        return _print(shown, ledger(source_or_newest(shown.source)), _print_ledger)
-    if verb == "audit":
-        given = parse(AuditOptions, "tie audit", rest, "Is the head the embedding?")
-        from tiedgpt.tie import audit
-
-        source = source_or_newest(given.source)
-        judged = audit(source, input_name=given.input, output_name=given.output)
-        return _print(given, judged, _print_audit) or judged.exit_code
-    if verb == "fix":
-        fixing = parse(Fix, "tie fix", rest, "Write a corrected copy.")
-        from tiedgpt.tie import fix
-
-        names = {"input_name": fixing.input, "output_name": fixing.output}
-        done = fix(fixing.source, fixing.dest, keep=fixing.keep, **names)
-        return _print(fixing, done, lambda done: show_text(done.explain))
-    if verb in ("-h", "--help"):
-        print(USAGE, end="")
-        return EXIT_OK
-    raise no_verb(verb, VERBS, "tiedgpt tie")
-
-
-def _print(options: Show, result: Any, human: Callable[[Any], None]) -> int:
-    """Print a result as JSON or for people."""
-    if options.format == "json":
+    for name in NOT_FOR[given.verb]:
+        if getattr(given, name) is not None:
+            typed = "DEST" if name == "dest" else f"--{name}"
+            raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`: leave it out")
+    if given.verb == "fix" and (given.source is None or given.dest is None):
+        raise UsageError("`tiedgpt tie fix` needs SOURCE and DEST", "name both")
+    source, code = source_or_newest(given.source), EXIT_OK
+    names = {"input_name": given.input, "output_name": given.output}
+    result: Any
+    show: Callable[[Any], None]
+    if given.verb == "show":
+        result, show = ledger(source), _print_ledger
+    elif given.verb == "audit":
+        result, show = audit(source, **names), _print_audit
+        code = result.exit_code
+    else:
+        result = fix(source, str(given.dest), keep=given.keep, **names)
+        show = _print_repair
+    if given.format == "json":
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        human(result)
-    return EXIT_OK
+        show(result)
+    return code
+
+
+def _print_repair(repair: Any) -> None:
+    show_text(repair.explain)
 
 
 def _print_ledger(ledger: Ledger) -> None:
@@ -124,12 +102,12 @@ def _print_ledger(ledger: Ledger) -> None:
     totals = f"{ledger.total:,}", f"{ledger.bytes / 1e6:,.2f}", f"{ledger.multiply_adds:,}"
     rows.append(("all", "", *totals))
     table(
-        ("parameter = who shares it", "shape", ">parameters", ">MB", ">products"),
+        ("parameter (= its other names)", "shape", ">parameters", ">MB", ">multiply-adds"),
         rows,
         bold=(*shared, len(rows) - 1),
         title=f"{ledger.source} ({ledger.format})",
     )
-    show_text("\nproducts: multiply-adds per token with this matrix; a lookup costs none")
+    show_text("\nmultiply-adds: per token; looking up a row takes none")
     show_text(ledger.explain)
     if ledger.left_out:
         show_text(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
