@@ -146,6 +146,8 @@ def test_every_option_of_train_is_in_one_group(capsys):
         (["generate", "--max_length", "9"], "no option --max_length", "mean --max-new-tokens?"),
         (["generate", "--do-sample"], "no option --do-sample", "did you mean --temperature?"),
         (["generate", "--max-num-seqs=4"], "no option --max-num-seqs", "it is slots of Engine"),
+        (["train", "--verbose=yes"], "--verbose takes no value", "--help"),
+        (["train", "--help=3"], "-h takes no value", "--help"),
         (["inspect", "lenz"], "NAME must be one of positions", "did you mean lens?"),
     ],
 )

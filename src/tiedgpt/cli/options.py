@@ -20,6 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from rich.text import Text
+
+from tiedgpt.cli.console import console
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 
 T = TypeVar("T")
@@ -71,7 +74,7 @@ class Option:
     value: str
     """The placeholder of its value; "" for a switch."""
     expected: str
-    """What its value must be."""
+    """What its value must be; "" for a switch."""
     choices: tuple[str, ...]
     about: str
     default: Any
@@ -123,8 +126,9 @@ def parse(
         found, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         named = (error.argument_name or "").split("/")[0]
-        expected = next((o.expected for o in known if named in o.flags), "nothing")
-        raise UsageError(f"{named} needs a value: {expected}", _all_options(verb)) from None
+        expected = next((option.expected for option in known if named in option.flags), "")
+        needs = f"needs a value: {expected}" if expected else "takes no value"
+        raise UsageError(f"{named} {needs}", _all_options(verb)) from None
     given = vars(found)
     if given.pop("help", False):
         show_help(known, verb, description, groups or {})
@@ -228,8 +232,8 @@ def _docstrings(options: type) -> dict[str, str]:
 def _value(name: str, hint: Any) -> tuple[Any, str, str, tuple[str, ...]]:
     """Return what makes an option's value, its placeholder, what it must be, and its choices."""
     if hint is bool:
-        return bool, "", "nothing", ()
-    kinds = [k for k in _flat(hint) if k not in (type(None), ...)]
+        return bool, "", "", ()
+    kinds = [k for k in _flat(hint) if k not in (None, type(None), ...)]
     choices = tuple(str(choice) for choice in kinds if not isinstance(choice, type))
     if choices:
         many = f"one of {', '.join(choices)}" if choices[1:] else choices[0]
@@ -247,10 +251,6 @@ def show_help(
     options: Sequence[Option], verb: str, description: str, groups: Mapping[str, str]
 ) -> None:
     """Print the help of a verb on stdout."""
-    from rich.text import Text
-
-    from tiedgpt.cli.console import console
-
     to = console()
     width = min(max(to.width, HELP_WIDTH[0]), HELP_WIDTH[1]) - 1
     named = {option.name: option for option in options}
@@ -271,10 +271,8 @@ def show_help(
             to.print(Text("\n").join([Text(heading, "bold"), *entries, Text()]))
 
 
-def _entry(option: Option, width: int) -> Any:
+def _entry(option: Option, width: int) -> Text:
     """Return an option's lines of help."""
-    from rich.text import Text
-
     lines = textwrap.wrap(
         option.about, width - HELP_COLUMN, break_long_words=False, break_on_hyphens=False
     )
