@@ -17,11 +17,11 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [[cell.split("\n") for cell in row] for row in made]
     stacked = zip(*cells, strict=True)
     widths = [max(cell_len(line) for cell in column for line in cell) for column in stacked]
-    cells.insert(1, [["-" * width] for width in widths])
-    return [
+    lines = [
         "\n".join(_line(columns, parts, widths) for parts in zip_longest(*row, fillvalue=""))
         for row in cells
     ]
+    return [lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]
 
 
 def _line(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
