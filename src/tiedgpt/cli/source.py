@@ -47,9 +47,9 @@ def read_text(path: str | Path, flag: str) -> str:
             raise UserError(f"standard input is closed, and {flag} - reads it: give the text")
         return sys.stdin.buffer.read().decode()
     except OSError as error:
-        raise UserError(f"{place} cannot be read ({error.strerror}): check {flag}") from None
+        raise UserError(f"{flag} {place} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise CorruptInputError(f"{place} is not UTF-8 ({error}): check {flag}") from None
+        raise CorruptInputError(f"{flag} {place} is not UTF-8: {error}") from None
 
 
 def program() -> str:

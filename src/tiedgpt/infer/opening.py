@@ -114,8 +114,8 @@ def require_engine_options(config: Mapping[str, Any]) -> None:
         near = meant_by(name, ENGINE_OPTIONS)
         meant = f": did you mean {near}?" if near else ""
         raise TypeError(
-            f"{name} is no option of Engine{meant}; known are {', '.join(ENGINE_OPTIONS)}, and the "
-            "fields of a GPTConfig"
+            f"{name} is no option of Engine; known are {', '.join(ENGINE_OPTIONS)}, and the "
+            f"fields of a GPTConfig{meant}"
         )
 
 
