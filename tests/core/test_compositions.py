@@ -337,7 +337,7 @@ def loss_of(model, parameters, ids, targets):
     return functional_call(Loss(), named, (ids, targets))
 
 
-@pytest.mark.parametrize("head", ["as it is", "untied"])
+@pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
 def test_torch_func_grad_gives_the_plain_gradients(model, head):
     CHANGES[head](model)
     theirs = gradients(model, plain(model)(*A))
