@@ -157,7 +157,8 @@ def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (("--freeze", "head"), "--freeze head: no parameter has such a name: body, wte, wpe, h"),
+        (("--freeze", "hat"), "--freeze hat: no parameter has such a name: body, wte, wpe, h"),
+        (("--freeze", "*,+head"), "--freeze +head: the model is tied: wte.weight reads tokens and"),
         (("--freeze", "body"), "leaves nothing to train"),
         (("--device", "cuda:99"), "--device cuda:99 cannot be used here"),
         (("--device", "toaster"), "--device toaster cannot be used here"),

@@ -49,8 +49,11 @@ class Unembed(nn.Module):
 
 
 def require_gpt(model: object) -> GPT:
-    """Return the model if it is an unsharded `tiedgpt.GPT`; else raise `UserError`."""
+    """Return the model if it is an unsharded, unadapted `tiedgpt.GPT`; else raise `UserError`."""
     if isinstance(model, GPT) and type(model.wte.weight) is nn.Parameter:
+        for name, part in (("wte", model.wte), ("head", model.head or nn.Identity())):
+            if any("lora_" in own for own, _ in part.named_parameters()):
+                raise UserError(f"{name} has an adapter: merge it first (tiedgpt.tune.merge)")
         return model
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
     for name in (name for name, part in parts if isinstance(part, GPT) and part is not model):

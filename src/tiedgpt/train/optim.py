@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
 from tiedgpt.tie.surgery import tie, untie
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.schedule import Rule
@@ -74,33 +72,6 @@ def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> li
         group.parameters[name] = parameter
     every = (shared, head, positions, products, rest)
     return [group for group in every if group.parameters]
-
-
-M = TypeVar("M", bound=Model)
-
-
-def freeze(model: M, patterns: str) -> M:
-    """Let parameters stay as they are: `wte`, `h.0`, `h.*.attn`, several with commas; `body`.
-
-    A pattern is a parameter's name or the beginning of one, up to a dot, in the body or in all.
-    """
-    named = [(name, name.removeprefix("gpt."), p) for name, p in model.named_parameters()]
-    body = set(body_of(model).parameters())
-    for pattern in filter(None, patterns.split(",")):
-        found = [
-            p
-            for *names, p in named
-            if (pattern == "body" and p in body)
-            or any(fnmatch(n, pattern) or fnmatch(n, f"{pattern}.*") for n in names)
-        ]
-        if not found:
-            there = ", ".join(dict.fromkeys(inner.split(".")[0] for _, inner, _ in named))
-            raise UserError(f"--freeze {pattern}: no parameter has such a name: body, {there}")
-        for parameter in found:
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"--freeze {patterns} leaves nothing to train: W reads and predicts")
-    return model
 
 
 def optimizers(groups: list[Group], *, lr: float) -> Optimizers:

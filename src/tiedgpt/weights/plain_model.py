@@ -20,7 +20,8 @@ from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDED = {
-    r"lora_|\.base_layer\.|modules_to_save": "belongs to an adapter: merge it first",
+    r"lora_|\.base_layer\.|modules_to_save": "belongs to an adapter: merge it first "
+    "(tiedgpt.tune.merge)",
     r"parametrizations\.": "is parametrized: call torch.nn.utils.parametrize."
     "remove_parametrizations first",
     r"_orig$": "is pruned: call torch.nn.utils.prune.remove first",

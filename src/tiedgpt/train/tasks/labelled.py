@@ -28,9 +28,9 @@ from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays, body_of, on_device
-from tiedgpt.train.optim import freeze
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Task
+from tiedgpt.tune import freeze
 
 if TYPE_CHECKING:
     from tiedgpt.train.sources import Pretrained
@@ -188,7 +188,9 @@ class Labelled(Task):
     def build(self) -> Head:
         """Return a fresh head on a fresh body."""
         make: Callable[..., Head] = self.head_class
-        return freeze(make(GPT(self.config), **self._labels), self.frozen)
+        head = make(GPT(self.config), **self._labels)
+        freeze(head, self.frozen)
+        return head
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return the batch of each step; an epoch visits every example once, in its own order."""

@@ -17,11 +17,11 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.optim import freeze
 from tiedgpt.train.options import counted
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
+from tiedgpt.tune import freeze
 
 if TYPE_CHECKING:
     from tiedgpt.train.sources import Pretrained
@@ -84,7 +84,9 @@ class LanguageModelling(Task):
 
     def build(self) -> GPT:
         """Return a GPT with fresh weights."""
-        return freeze(GPT(self.config), self.frozen)
+        model = GPT(self.config)
+        freeze(model, self.frozen)
+        return model
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
         """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""

@@ -1,0 +1,287 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): W + s B A in place of a frozen W.
+
+A (r, in) begins random and B (out, r) zero, so the model begins as it was, bit for bit. On W of the
+embedding there is one pair for both faces: with P = B (V, r) and Q = A (r, D)
+
+    read      W[i] + s P[i] Q
+    predict   h W^T + s (h Q^T) P^T
+
+An adapted layer stays the same module under the same name; only its class changes, and `merge`
+changes it back. Its parameters are `lora_A`, `lora_B`, and `lora_rows` (n, D): differences that are
+added to whole rows of W, those of new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tiedgpt.core.embedding import TiedEmbedding
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.heads import Head
+from tiedgpt.tie.heads import inference, is_tied
+from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
+
+BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+"""The four matrices of each block."""
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""How much a merge may change a logit, relative to the largest one, in each dtype."""
+
+
+class Adapter:
+    """What an adapted layer has besides its frozen matrix (out, in)."""
+
+    weight: Any
+    scale: float
+    """s, alpha / r."""
+    lora_A: nn.Parameter | None
+    lora_B: nn.Parameter | None
+    lora_rows: nn.Parameter | None
+    lora_ids: Tensor | None
+    """(n,) int64, ascending: the rows that `lora_rows` is added to."""
+
+    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        """Turn y = x W^T (..., out) into x (W + s B A + rows)^T."""
+        if self.lora_A is not None and self.lora_B is not None:
+            low = F.linear(x.to(self.lora_A.dtype), self.lora_A)  # (..., r)
+            y = y + (self.scale * F.linear(low, self.lora_B)).to(y.dtype)
+        if self.lora_rows is not None and self.lora_ids is not None:
+            more = F.linear(x.to(self.lora_rows.dtype), self.lora_rows)  # (..., n)
+            y = y.index_add(-1, self.lora_ids, more.to(y.dtype))
+        return y
+
+    def matrix(self) -> Tensor:
+        """Return W + s B A + rows, (out, in), in fp32 or wider."""
+        matrix = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        if self.lora_A is not None and self.lora_B is not None:
+            matrix = matrix + self.scale * (self.lora_B @ self.lora_A).to(matrix.dtype)
+        if self.lora_rows is not None and self.lora_ids is not None:
+            matrix = matrix.index_add(0, self.lora_ids, self.lora_rows.to(matrix.dtype))
+        return matrix
+
+    def extra_repr(self) -> str:
+        """Say in `print(model)` what is added to the matrix."""
+        said = [super().extra_repr()]  # type: ignore[misc]
+        if self.lora_A is not None:
+            said.append(f"lora rank {len(self.lora_A)}, scale {self.scale:g}")
+        if self.lora_rows is not None:
+            said.append(f"{len(self.lora_rows)} rows trained whole")
+        return ", ".join(said)
+
+
+class LoRALinear(Adapter, nn.Linear):
+    """x (W + s B A)^T + b."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.adapted(super().forward(x), x)
+
+
+class LoRAEmbedding(Adapter, TiedEmbedding):
+    """W + s P Q on both faces."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Read: ids (B, T) -> (B, T, D)."""
+        x = super().forward(ids)
+        if self.lora_A is not None and self.lora_B is not None:
+            x = x + (self.scale * F.embedding(ids, self.lora_B) @ self.lora_A).to(x.dtype)
+        if self.lora_rows is not None and self.lora_ids is not None:
+            at = torch.searchsorted(self.lora_ids, ids.long().contiguous())
+            at = at.clamp(max=len(self.lora_ids) - 1)
+            more = F.embedding(at, self.lora_rows) * (self.lora_ids[at] == ids)[..., None]
+            x = x + more.to(x.dtype)
+        return x
+
+    def unembed(self, h: Tensor) -> Tensor:
+        """Predict: h (..., D) -> logits (..., V)."""
+        return self.adapted(super().unembed(h), h)
+
+
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: LoRALinear,
+    TiedEmbedding: LoRAEmbedding,
+}
+PLAIN = {adapted: plain for plain, adapted in CLASSES.items()}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an adapter of one layer is made of; rank 0 is none."""
+
+    rank: int = 0
+    scale: float = 0.0
+    ids: tuple[int, ...] = ()
+    """Rows that are trained whole."""
+
+
+def lora(
+    model: Model,
+    rank: int = 8,
+    targets: Sequence[str] = BLOCKS,
+    alpha: float | None = None,
+    *,
+    tokens: Iterable[int] = (),
+) -> Moving:
+    """Freeze a model and put adapters on it, in place; return what moves.
+
+    `targets` are names of layers, or their ends: "attn.c_attn", "h.0.mlp.c_fc", "h.1*.c_proj"; the
+    default is the four matrices of each block. "wte" adapts W with one pair for both faces, "head"
+    an untied head. `alpha` is 2 `rank` by default; what is added is scaled by alpha / rank. The
+    rows of `tokens`, ids such as those that `add_tokens` added, are trained whole, in an untied
+    head too. A head of `tiedgpt.heads` trains its own layers whole.
+
+    A is drawn from torch's global random stream. Parameters of half precision get adapters in fp32.
+    Raises `UserError`, with nothing changed, for targets that are not there or are adapted already.
+    """
+    gpt, alpha = gpt_of(model), 2 * rank if alpha is None else alpha
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= gpt.config.n_embd:
+        raise UserError(f"rank must be from 1 to the width {gpt.config.n_embd}, got {rank!r}")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise UserError(f"alpha must be above 0, got {alpha}")
+    sizes = {name: Size(rank, alpha / rank) for name in _targeted(gpt, targets)}
+    ids = tuple(sorted({*tokens}))
+    if ids:
+        for name in ("wte",) if gpt.head is None else ("wte", "head"):
+            sizes[name] = Size(*_pair_of(sizes.get(name)), ids)
+    return adapt(model, sizes)
+
+
+def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
+    """Freeze a model and put an adapter of each size on the layer of that name in its GPT."""
+    gpt = gpt_of(model)
+    if adapted_layers(gpt):
+        raise UserError("the model has adapters already: merge them first (tiedgpt.tune.merge)")
+    for name, size in sizes.items():
+        layer = gpt.get_submodule(name)
+        if type(layer) not in CLASSES or type(layer.weight) is not nn.Parameter:
+            raise UserError(
+                f"{name} is a {type(layer).__name__}: adapters go on plain layers; put them on "
+                "before the model is wrapped, sharded, parametrized or entered in fast_training"
+            )
+        n_rows = len(layer.weight)
+        if size.ids and not 0 <= size.ids[0] <= size.ids[-1] < n_rows:
+            raise UserError(f"tokens must be ids from 0 to {n_rows - 1}, got {size.ids[-1]}")
+    model.requires_grad_(False)
+    for name, size in sizes.items():
+        _put_on(gpt.get_submodule(name), size)
+    if isinstance(model, Head):
+        for name in model.own:
+            model.get_parameter(name).requires_grad_(True)
+    return moving(model)
+
+
+def adapted_layers(gpt: GPT) -> dict[str, LoRALinear | LoRAEmbedding]:
+    """Return the adapted layers of a GPT by name."""
+    named = gpt.named_modules()
+    return {name: m for name, m in named if isinstance(m, (LoRALinear, LoRAEmbedding))}
+
+
+@torch.no_grad()
+def merge(model: Model) -> float:
+    """Add the adapters to their matrices, in fp32, and remove them, in place.
+
+    The parameters stay the same objects, and all of them require gradients again. Logits of fixed
+    ids are computed before and after; returned is the largest change, relative to the largest
+    logit. Above 1e-5 (fp32; 3e-2 in bf16 and 4e-3 in fp16, which round W) `CheckFailedError` is
+    raised and the model is as it was.
+    """
+    gpt = gpt_of(model)
+    layers = adapted_layers(gpt)
+    if not layers:
+        raise UserError("the model has no adapters to merge: see tiedgpt.tune.lora")
+    ids = _fixed_ids(gpt, layers)
+    bound = BOUNDS.get(gpt.wte.weight.dtype, 1e-5)
+    with inference(model):
+        before = gpt(ids)
+        kept = {name: layer.weight.clone() for name, layer in layers.items()}
+        classes = {name: type(layer) for name, layer in layers.items()}
+        try:
+            for layer in layers.values():
+                layer.weight.copy_(layer.matrix())
+                layer.__class__ = PLAIN[type(layer)]  # type: ignore[assignment]
+            change = float((gpt(ids) - before).abs().max() / before.abs().max())
+            if not change <= bound:  # nan, too
+                raise CheckFailedError(
+                    f"merging changed a logit by {change:.1e} of the largest, and {bound:.0e} is "
+                    f"allowed in {gpt.wte.weight.dtype}: the model is as it was; convert it to a "
+                    "wider dtype first (model.float()), or look for adapters that are not finite"
+                )
+        except BaseException:
+            for name, layer in layers.items():
+                layer.__class__ = classes[name]
+                layer.weight.copy_(kept[name])
+            raise
+    for layer in layers.values():
+        for name in ("lora_A", "lora_B", "lora_rows", "lora_ids", "scale"):
+            delattr(layer, name)
+    model.requires_grad_(True)
+    return change
+
+
+def _targeted(gpt: GPT, targets: Sequence[str]) -> list[str]:
+    """Return the names of the layers that the targets mean; `UserError` where one means none."""
+    if isinstance(targets, str):
+        raise UserError(f"targets must be a list of names, got the string {targets!r}")
+    known = [name for name, m in gpt.named_modules() if name.startswith("h.") and is_linear(m)]
+    known += ["wte"] + ["head"] * is_linear(gpt.head)
+    found: dict[str, None] = {}
+    for target in targets:
+        fits = [name for name in known if fnmatch(name, target) or name.endswith(f".{target}")]
+        if not fits and target in ("head", "lm_head") and is_tied(gpt):
+            raise UserError(f"target {target!r}: {TWO_CHOICES}")
+        if not fits:
+            there = ", ".join([*BLOCKS, *known[-2 if is_linear(gpt.head) else -1 :]])
+            raise UserError(f"target {target!r} is no linear layer of the model: {there}")
+        found |= dict.fromkeys(fits)
+    return list(found)
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether a module has a matrix (out, in) that an adapter can be added to."""
+    return isinstance(module, nn.Linear)
+
+
+def _pair_of(size: Size | None) -> tuple[int, float]:
+    return (0, 0.0) if size is None else (size.rank, size.scale)
+
+
+def _put_on(layer: nn.Module, size: Size) -> None:
+    """Make a layer an adapted one that computes the same."""
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    n_out, n_in = weight.shape
+    like = torch.empty(
+        0, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
+    )
+    layer.__class__ = CLASSES[type(layer)]
+    layer.scale = size.scale  # type: ignore[assignment]
+    for name in ("lora_A", "lora_B", "lora_rows"):
+        layer.register_parameter(name, None)
+    layer.register_buffer("lora_ids", None)
+    if size.rank:
+        layer.lora_A = nn.Parameter(like.new_empty(size.rank, n_in))
+        layer.lora_B = nn.Parameter(like.new_zeros(n_out, size.rank))
+        nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
+    if size.ids:
+        layer.lora_rows = nn.Parameter(like.new_zeros(len(size.ids), n_in))
+        layer.lora_ids = torch.tensor(size.ids, device=weight.device)
+
+
+def _fixed_ids(gpt: GPT, layers: Mapping[str, LoRALinear | LoRAEmbedding]) -> Tensor:
+    """Return ids (2, T) that are the same each time, with those of trained rows among them."""
+    length = min(32, gpt.config.n_positions)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(gpt.config.vocab_size, (2 * length,), generator=draw)
+    for layer in layers.values():
+        if layer.lora_ids is not None:
+            rows = layer.lora_ids[:length]
+            ids[: len(rows)] = rows.cpu()
+    return ids.view(2, length).to(gpt.wte.weight.device)

@@ -1,0 +1,55 @@
+"""The core's compositions with adapters on the blocks and on both faces of W."""
+
+import pytest
+import torch
+
+from tests.core import test_compositions as core
+from tests.core.test_compositions import *  # noqa: F403
+from tiedgpt.tune import lora
+from tiedgpt.tune.adapters import BLOCKS
+
+del test_a_forward_mode_derivative_is_our_error  # noqa: F821  that of the fused loss
+
+
+def adapted_model(base):
+    lora(base, rank=3, targets=(*BLOCKS, "wte"), tokens=[50, 51, 52])
+    draw = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.2, generator=draw)
+    return base
+
+
+@pytest.fixture
+def model():
+    """As in the core's tests, with adapters, and W itself moving as well."""
+    torch.manual_seed(11)
+    base = core.GPT(core.CONFIG).double()
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+    return adapted_model(base).requires_grad_(True)
+
+
+@core.NO_BATCHING_RULE
+def test_a_backward_pass_through_vmap(model):
+    """Chunks cannot be computed again where vmap is over: torch refuses, and nothing is wrong."""
+    losses = core.vmap(lambda ids, targets: model.loss(ids[None], targets[None]))(*core.A)
+    with pytest.raises(RuntimeError, match="vmapped"):
+        losses.sum().backward()
+
+
+@pytest.mark.parametrize("windows", [None])
+def test_packed_documents_are_as_if_alone(model, windows):
+    core.test_packed_documents_are_as_if_alone(model, windows)
+
+
+@pytest.mark.parametrize("composition", core.COMPOSITIONS, ids=lambda c: c.__name__)
+def test_only_the_adapters_have_gradients(model, composition):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    theirs = core.gradients(model, composition(model, core.plain(model)))
+    ours = core.gradients(model, composition(model, core.own(model)))
+    assert {name.split(".")[-1] for name in ours} == {"lora_A", "lora_B", "lora_rows"}
+    core.assert_equal(ours, theirs)
