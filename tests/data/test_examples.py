@@ -25,7 +25,7 @@ MESSAGES = st.lists(
             "role": st.sampled_from(["system", "user", "assistant"]),
             "content": CONTENTS,
         },
-        optional={"train": st.booleans()},
+        optional={"train": st.booleans() | st.none()},
     ),
     max_size=5,
 )
@@ -88,7 +88,7 @@ def test_of_a_conversation_the_replies_and_their_ends_are_trained(
     if field == "conversations":
         names = {"user": "human", "assistant": "gpt", "system": "system"}
         listed = [
-            {"from": names[m["role"]], "value": m["content"], "train": m.get("train", True)}
+            {"from": names[m["role"]], "value": m["content"], "train": m.get("train")}
             for m in messages
         ]
     else:
@@ -96,7 +96,7 @@ def test_of_a_conversation_the_replies_and_their_ends_are_trained(
     reader = read([{field: listed}], tokenizer, template)
     (example,) = reader
     mark, end = {"chatml": ("", "<|im_end|>"), "plain": (" ", "<|endoftext|>")}[template]
-    replies = [m for m in messages if m["role"] == "assistant" and m.get("train", True)]
+    replies = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
     expected = "".join(mark + m["content"] + end for m in replies)
     assert trained_text(example, reader.tokenizer) == expected
     (end_id,) = reader.tokenizer.encode(end, allow_special=True)
@@ -143,7 +143,7 @@ PAIR = {"prompt": "a", "completion": " b"}
         ({"prompt": "a"}, "of none of the kinds: 'prompt'"),
         ({"text": "a", **PAIR}, "of text and completion of the kinds"),
         ({"prompt": "a", "completion": 4}, "'completion' must be a string, got int"),
-        ({"prompt": None, "completion": "b"}, "'prompt' must be a string, got NoneType"),
+        ({"prompt": None, "completion": "b"}, "of none of the kinds: 'prompt', 'completion'"),
     ],
 )
 def test_a_bad_line_is_named_or_skipped_and_counted(reader, line, says):
@@ -172,6 +172,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
         ([{"role": "assistant", "content": "a", "train": 0}], "'train' must be true or false"),
         ([{"role": "user", "content": "a"}], "nothing in it is trained"),
         ([{"role": "assistant", "content": "a", "train": False}], "nothing in it is trained"),
+        (None, "of none of the kinds"),
         ([], "nothing in it is trained"),
     ],
 )
@@ -241,7 +242,24 @@ def test_encoded_examples_lie_one_after_another(reader):
     encoded = EncodedExamples.gather(found)
     assert len(encoded) == 2
     assert encoded.ids.nbytes + encoded.counted.nbytes == 5 * sum(len(e.ids) for e in found)
-    chosen = encoded.select([1, 0, 1])
-    for number, example in enumerate([found[1], found[0], found[1]]):
-        ids, counted = chosen.example(number)
+    for number, example in enumerate(found):
+        ids, counted = encoded.example(number)
         assert ids.tolist() == example.ids and counted.tolist() == example.counted
+
+
+def test_new_special_tokens_get_rows_in_the_model(reader):
+    torch = pytest.importorskip("torch")
+    from tiedgpt import GPT, GPTConfig
+    from tiedgpt.data import PackedBatches
+    from tiedgpt.tie import add_tokens
+
+    found = reader(CHAT, CHAT)
+    shape = {"n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = GPT(GPTConfig(vocab_size=len(TOKENIZERS["bpe"]), **shape))
+    encoded = EncodedExamples.gather(found)
+    packed = PackedBatches(encoded, batch_size=1, n_positions=32, seed=0)
+    ids, targets, first = map(torch.from_numpy, packed.batch(0))
+    with pytest.raises(UserError, match="ids must be between 0 and"):
+        model.loss(ids, targets, first=first)
+    add_tokens(model, len(found.tokenizer) - model.config.vocab_size)
+    assert model.loss(ids, targets, first=first).isfinite()

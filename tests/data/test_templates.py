@@ -13,9 +13,9 @@ TOKENIZER = Tokenizer.train(["the user says hello, the assistant says hello\n\nh
 ODD = Template(
     "odd",
     {
-        "user": Role("Q#}\"' ", "\\n\n[end]"),
-        "assistant": Role("[start]Ä😀:  ", "{% x %}[end]\n<|endoftext|>~", counted=True),
-        "system": Role("", "", counted=False),
+        "user": Role("Q#}\"' ", "{", "\\n\n", "[end]"),
+        "assistant": Role("[start]Ä😀:", "  ", "{% x %}[end]\n<|endoftext|>", "~", counted=True),
+        "system": Role(),
     },
     begin="{{ x }}<|endoftext|>",
     tokens=("[start]", "[end]"),
@@ -38,13 +38,11 @@ def test_a_written_template_is_read_back(name, tmp_path):
     template = EVERY[name]
     tokenizer = TOKENIZER.with_special_tokens(template.tokens)
     (tmp_path / "generation_config.json").write_text('{"_from_model_config": true, "top_k": 7}')
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "other", "x": 1}')
     write_template(template, tokenizer, tmp_path)
     assert read_template(tmp_path) == template
     ends = template.end_ids(tokenizer)
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"top_k": 7, "eos_token_id": ends}
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"x": 1}
     end = tokenizer.eos_token_id
     assert ends == ([end, len(TOKENIZER) + 1] if name == "chatml" else [end])
 
@@ -76,9 +74,10 @@ def test_a_template_that_was_changed_or_is_foreign_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "roles",
     [
-        {"user": Role("Q:", "\n"), "assistant": Role("A:", "\n", counted=True)},
-        {"assistant": Role("A:", "<|im_end|>", counted=True)},
-        {"assistant": Role("A:", "<|endoftext|>")},
+        {"user": Role("Q:", "\n"), "assistant": Role("A:", suffix="<|endoftext|>", counted=True)},
+        {"assistant": Role("A:", after="<|im_end|>", counted=True)},
+        {"assistant": Role("A:", after="<|endoftext|>.", counted=True)},
+        {"assistant": Role("A:", after="<|endoftext|>")},
         {},
     ],
 )
@@ -114,6 +113,8 @@ def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
         tokenizer = Tokenizer.characters([template.jinja(), str(CHAT), "\n"])
     tokenizer = tokenizer.with_special_tokens(template.tokens)
     tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "old"}))
     write_template(template, tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     found = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
@@ -125,5 +126,7 @@ def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
     assert theirs.apply_chat_template(CHAT[:2], tokenize=False) == tokenizer.decode(
         encode_pieces(template.pieces(CHAT[:2]), tokenizer)[0]
     )
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == template.end_ids(tokenizer)
     with pytest.raises(Exception, match="no such role: robot"):
         theirs.apply_chat_template([{"role": "robot", "content": "x"}])

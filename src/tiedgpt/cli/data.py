@@ -23,7 +23,7 @@ ABOUT = """Show which tokens of examples would be trained.
 A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
 [{"role": ..., "content": ...}, ...]}. Trained tokens are green, or marked as insertions are."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
-"""Styles of tokens in turn, so that one sees where they end; trained ones are green."""
+"""By whether a token is trained; two in turn, so that one sees where tokens end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Arguments:
     verb: Positional[Literal["show"]]
     """What to do."""
     data: Positional[tuple[str, ...]]
-    """Files of examples, .jsonl or text; - is standard input."""
+    """Files of examples: .jsonl, or a text each."""
     tokenizer: str | None = None
     """Where the tokenizer is; default: that of the newest run in runs/."""
     template: Literal["chatml", "plain"] | None = None
@@ -94,15 +94,11 @@ def _template(name: str | None, source: str) -> Template:
 
 
 def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> dict[str, Any]:
-    listed = [
-        {
-            "place": example.place,
-            "ids": example.ids,
-            "tokens": [text for text, _ in _tokens(example, reader.tokenizer)],
-            "trained": [trained for _, trained in _tokens(example, reader.tokenizer)],
-        }
-        for example in shown
-    ]
+    listed = []
+    for example in shown:
+        tokens, trained = zip(*_tokens(example, reader.tokenizer), strict=True)
+        each = {"place": example.place, "ids": example.ids, "tokens": tokens, "trained": trained}
+        listed.append(each)
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
     return {"kind": reader.kind, **counts, "remarks": remarks, "shown": listed}
 

@@ -12,7 +12,7 @@ The first two end on the tokenizer's end of text, which is trained. A text file 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
 Kind = Literal["text", "completion", "messages"]
-FIELDS: tuple[tuple[Kind, set[str]], ...] = (
-    ("text", {"text"}),
-    ("completion", {"prompt", "completion"}),
-    ("messages", {"messages"}),
-    ("messages", {"conversations"}),
-)
+FIELDS: list[tuple[set[str], Kind]] = [
+    ({"text"}, "text"),
+    ({"prompt", "completion"}, "completion"),
+    ({"messages"}, "messages"),
+    ({"conversations"}, "messages"),
+]
+"""A field that is null counts as absent."""
 EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 ROLES = {"human": "user", "gpt": "assistant"}
 """Names of roles in `conversations`."""
@@ -181,7 +182,8 @@ class ExampleReader:
 
 
 def _kind(record: Mapping[str, Any]) -> Kind:
-    kinds = [kind for kind, fields in FIELDS if fields <= record.keys()]
+    present = {name for name, value in record.items() if value is not None}
+    kinds = [kind for fields, kind in FIELDS if fields <= present]
     if len(kinds) != 1:
         named = " and ".join(kinds) or "none"
         raise UserError(f"its fields are of {named} of the kinds: {', '.join(map(repr, record))}")
@@ -202,15 +204,11 @@ def _messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise UserError("its messages must be a list of objects")
     for message in listed:
         role, content = ("role", "content") if "role" in message else ("from", "value")
-        train = message.get("train", True)
-        if not isinstance(train, bool):
+        name, train = _string(message, role), message.get("train")
+        if train is not None and not isinstance(train, bool):
             raise UserError(f"'train' must be true or false, got {train!r}")
-        name = _string(message, role)
-        yield {
-            "role": ROLES.get(name, name),
-            "content": _string(message, content),
-            "train": train,
-        }
+        text = _string(message, content)
+        yield {"role": ROLES.get(name, name), "content": text, "train": train}
 
 
 @dataclass(frozen=True)
@@ -232,11 +230,8 @@ class EncodedExamples:
             ids.extend(example.ids)
             counted.extend(example.counted)
             ends.append(len(ids))
-        return cls(
-            np.frombuffer(ids, np.uint32),
-            np.frombuffer(counted, np.bool_),
-            np.frombuffer(ends, np.int64),
-        )
+        mask = np.frombuffer(counted, np.bool_)
+        return cls(np.frombuffer(ids, np.uint32), mask, np.frombuffer(ends, np.int64))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -246,10 +241,3 @@ class EncodedExamples:
         start = int(self.ends[number - 1]) if number else 0
         here = slice(start, int(self.ends[number]))
         return self.ids[here], self.counted[here]
-
-    def select(self, numbers: Sequence[int]) -> EncodedExamples:
-        """Return some of them, in this order."""
-        return EncodedExamples.gather(
-            Example("", ids.tolist(), counted.tolist())
-            for ids, counted in map(self.example, numbers)
-        )

@@ -1,9 +1,10 @@
 """Chat templates: messages -> pieces of text, and which of them are trained.
 
-A template is data: for each role, what stands before and after its messages, and whether they are
-trained. It is rendered here without Jinja. `write_template` writes it as `chat_template.jinja`,
-with which transformers makes the same ids and the same mask. Templates of other programs are
-refused, never executed.
+A template is data: for each role, what stands around its messages, and whether they are trained.
+It is rendered here without Jinja. `write_template` writes it as `chat_template.jinja`, from which
+transformers makes the same ids and the same mask, unless content spells a special token (ordinary
+text here), or a reply begins with several blanks (a token may reach across the seam there).
+Templates of other programs are refused, never executed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tiedgpt.text.codec import END_OF_TEXT
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
-FILE, GENERATION, CONFIG = "chat_template.jinja", "generation_config.json", "tokenizer_config.json"
+FILE = "chat_template.jinja"
 OURS = re.compile(r"\{#- tiedgpt template (.*) -#\}\n")
 """How the templates begin that we write; the comment holds the template's data."""
 
@@ -39,23 +40,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Role:
-    """What stands around the messages of a role.
+    """What stands around the messages of a role: `prefix before CONTENT after suffix`."""
 
-    Blanks that end `prefix` belong to the content, as words bring the blank before them. A trained
-    message is trained up to the last special token of `suffix`.
-    """
-
-    prefix: str
-    suffix: str
+    prefix: str = ""
+    before: str = ""
+    """With `after`, it belongs to the content: a space before its first word stands here."""
+    after: str = ""
+    suffix: str = ""
     counted: bool = False
+    """Whether `before`, content and `after` are trained; `after` then ends on an end token."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation becomes text. `<|endoftext|>` is the tokenizer's end of text.
+    """How a conversation becomes text. `<|endoftext|>` stands for the tokenizer's end of text.
 
-    Raises `UserError` where no role is trained, or a trained one has no end token: a model tuned
-    with it would never stop.
+    Raises `UserError` where no role is trained, or a trained one has no end token.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Template:
     """The special tokens in it, beside `<|endoftext|>`; a tokenizer may lack them."""
 
     def __post_init__(self) -> None:
-        counted = [role for role in self.roles.values() if role.counted]
-        if not counted or not all(self._ends(role)[0] for role in counted):
+        ends, replies = (END_OF_TEXT, *self.tokens), [r for r in self.roles.values() if r.counted]
+        if not replies or not all(role.after.endswith(ends) for role in replies):
             raise UserError(
-                f"template {self.name!r} must train a role, whose suffix has an end token: put "
-                f"{END_OF_TEXT} or one of `tokens` there, or the model would never stop"
+                f"template {self.name!r} must train a role, and its `after` must end on one of "
+                f"{', '.join(ends)}: without an end token the model would never stop"
             )
 
     def pieces(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Piece]:
@@ -84,33 +84,52 @@ class Template:
             if role is None:
                 known = ", ".join(self.roles)
                 raise UserError(f"template {self.name!r} has no role {message['role']!r}: {known}")
-            counted = role.counted and message.get("train", True)
-            opening = role.prefix.rstrip(" ")
-            end, rest = self._ends(role)
-            yield from self._split(opening)
-            yield Piece(role.prefix[len(opening) :] + message["content"], counted)
-            yield from self._split(end, counted)
-            yield from self._split(rest)
+            counted = role.counted and message.get("train") is not False
+            yield from self._split(role.prefix)
+            yield from self._split(role.before, counted)
+            yield Piece(message["content"], counted)
+            yield from self._split(role.after, counted)
+            yield from self._split(role.suffix)
 
     def prompt(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Piece]:
         """Yield the pieces of a conversation that the model is to continue with its reply."""
         yield from self.pieces(messages)
-        yield from self._split(self._reply().prefix.rstrip(" "))
+        yield from self._split(self._reply().prefix)
 
     def end_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids that end a reply: the tokenizer's end of text, and the template's."""
-        ends = [piece for piece in self._split(self._ends(self._reply())[0]) if piece.special]
-        ids, _ = encode_pieces([Piece(END_OF_TEXT, True, True), ends[-1]], tokenizer)
-        return list(dict.fromkeys(ids))
+        *_, end = self._split(self._reply().after)
+        return list(
+            dict.fromkeys(encode_pieces([Piece(END_OF_TEXT, True, True), end], tokenizer)[0])
+        )
+
+    def jinja(self) -> str:
+        """Return the template as transformers executes it, its data in the first line."""
+        data = json.dumps(asdict(self)).replace("#", "\\u0023")  # no `#}` ends the comment early
+        lines = ["{#- tiedgpt template " + data + " -#}", self._shown(self.begin)]
+        lines += ["{%- for message in messages -%}", "{%- if false -%}"]
+        for name, role in self.roles.items():
+            content = self._shown(role.before) + "{{- message.content -}}" + self._shown(role.after)
+            if role.counted:
+                trained = "{%- generation -%}" + content + "{%- endgeneration -%}{%- endif -%}"
+                content = "{%- if message.train is false -%}" + content + "{%- else -%}" + trained
+            lines.append("{%- elif message.role == " + json.dumps(name) + " -%}")
+            lines.append(self._shown(role.prefix) + content + self._shown(role.suffix))
+        lines.append("{%- else -%}{{- raise_exception('no such role: ' + message.role) -}}")
+        lines += ["{%- endif -%}", "{%- endfor -%}", "{%- if add_generation_prompt -%}"]
+        lines += [self._shown(self._reply().prefix), "{%- endif -%}", ""]
+        return "\n".join(lines)
+
+    def _shown(self, text: str) -> str:
+        """Return Jinja that prints a text."""
+        pieces = [
+            "eos_token" if piece.text == END_OF_TEXT else json.dumps(piece.text, ensure_ascii=False)
+            for piece in self._split(text)
+        ]
+        return "{{- " + (" + ".join(pieces) or "''") + " -}}"
 
     def _reply(self) -> Role:
         return next(role for role in self.roles.values() if role.counted)
-
-    def _ends(self, role: Role) -> tuple[str, str]:
-        """Return a suffix up to its last special token, and what follows."""
-        pieces = list(self._split(role.suffix))
-        rest = pieces.pop().text if pieces and not pieces[-1].special else ""
-        return "".join(piece.text for piece in pieces), rest
 
     def _split(self, text: str, counted: bool = False) -> Iterator[Piece]:
         special = "|".join(map(re.escape, (END_OF_TEXT, *self.tokens)))
@@ -118,65 +137,23 @@ class Template:
             if part:
                 yield Piece(part, counted, number % 2 == 1)
 
-    def jinja(self) -> str:
-        """Return the template as transformers executes it, its data in the first line."""
-        data = json.dumps(asdict(self)).replace("#", "\\u0023")  # no `#}` ends the comment early
-        lines = [f"{{#- tiedgpt template {data} -#}}", self._show(self.begin)]
-        lines.append("{%- for message in messages -%}")
-        for number, (name, role) in enumerate(self.roles.items()):
-            opening = role.prefix.rstrip(" ")
-            end, rest = self._ends(role)
-            blanks, end = json.dumps(role.prefix[len(opening) :]), self._literal(end)
-            body = f"{{{{- {blanks} + message['content'] + {end} -}}}}"
-            if role.counted:
-                trained = f"{{%- generation -%}}{body}{{%- endgeneration -%}}"
-                body = f"{{%- if message.train is false -%}}{body}{{%- else -%}}{trained}"
-                body += "{%- endif -%}"
-            lines += [
-                f"{{%- {'elif' if number else 'if'} message['role'] == {json.dumps(name)} -%}}",
-                self._show(opening) + body + self._show(rest),
-            ]
-        lines += [
-            "{%- else -%}{{- raise_exception('no such role: ' + message['role']) -}}{%- endif -%}",
-            "{%- endfor -%}",
-            "{%- if add_generation_prompt -%}",
-            self._show(self._reply().prefix.rstrip(" ")),
-            "{%- endif -%}",
-        ]
-        return "\n".join(lines) + "\n"
-
-    def _show(self, text: str) -> str:
-        return f"{{{{- {self._literal(text)} -}}}}"
-
-    def _literal(self, text: str) -> str:
-        parts = [
-            "eos_token" if p.text == END_OF_TEXT else json.dumps(p.text, ensure_ascii=False)
-            for p in self._split(text)
-        ]
-        return " + ".join(parts) or "''"
-
 
 def _chatml(role: str, counted: bool = False) -> Role:
-    return Role(f"<|im_start|>{role}\n", "<|im_end|>\n", counted)
+    return Role(f"<|im_start|>{role}\n", "", "<|im_end|>", "\n", counted)
 
 
 CHATML = Template(
     "chatml",
-    {
-        "system": _chatml("system"),
-        "user": _chatml("user"),
-        "assistant": _chatml("assistant", counted=True),
-        "tool": _chatml("tool"),
-    },
+    {role: _chatml(role, role == "assistant") for role in ("system", "user", "assistant", "tool")},
     begin=END_OF_TEXT,
     tokens=("<|im_start|>", "<|im_end|>"),
 )
 PLAIN = Template(
     "plain",
     {
-        "system": Role("", "\n\n"),
-        "user": Role("User: ", "\n\n"),
-        "assistant": Role("Assistant: ", END_OF_TEXT, counted=True),
+        "system": Role(suffix="\n\n"),
+        "user": Role("User:", " ", suffix="\n\n"),
+        "assistant": Role("Assistant:", " ", END_OF_TEXT, counted=True),
     },
 )
 TEMPLATES = {template.name: template for template in (CHATML, PLAIN)}
@@ -222,18 +199,15 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
     Writes `chat_template.jinja` and, in `generation_config.json`, the ids that end a reply. Raises
     `UserError`, before anything is written, where the tokenizer lacks a token of the template.
     """
-    ends = template.end_ids(tokenizer)
+    new = {"eos_token_id": template.end_ids(tokenizer)}
     encode_pieces([Piece(token, False, True) for token in template.tokens], tokenizer)
     directory = Path(directory)
     with replacing(directory / FILE) as temporary:
         temporary.write_text(template.jinja(), encoding="utf-8")
-    for name, new in ((GENERATION, {"eos_token_id": ends}), (CONFIG, {})):
-        path = directory / name
-        old: dict[str, Any] = read_json(path) if path.exists() else {}
-        # Either would win over what is written here.
-        kept = {k: v for k, v in old.items() if k not in ("_from_model_config", "chat_template")}
-        if kept | new != old:
-            write_json(path, kept | new)
+    path = directory / "generation_config.json"
+    old: dict[str, Any] = read_json(path) if path.exists() else {}
+    old.pop("_from_model_config", None)  # the model's config has one id alone
+    write_json(path, old | new)
 
 
 def read_template(directory: str | Path) -> Template | None:
@@ -241,30 +215,23 @@ def read_template(directory: str | Path) -> Template | None:
 
     Raises `UserError` for a template of another program: it would have to be executed.
     """
-    path = Path(directory) / FILE
+    path, text = Path(directory) / FILE, None
     if path.is_file():
         with reading(path, "chat template"):
-            text: Any = path.read_text(encoding="utf-8")
-    else:
-        path = Path(directory) / CONFIG
-        text = read_json(path).get("chat_template") if path.is_file() else None
+            text = path.read_text(encoding="utf-8")
+    elif (path := path.with_name("tokenizer_config.json")).is_file():
+        text = read_json(path).get("chat_template")
     if text is None:
         return None
-    template = _ours(text) if isinstance(text, str) else None
-    if template is None:
-        raise UserError(
-            f"{path} holds a chat template that tiedgpt did not write, and foreign templates are "
-            f"not executed: name one of ours, {' or '.join(TEMPLATES)}"
-        )
-    return template
-
-
-def _ours(text: str) -> Template | None:
-    """Return the template of a text that we wrote, letter for letter; else None."""
     try:
         data = json.loads(OURS.match(text)[1])  # type: ignore[index]
-        roles = {name: Role(**role) for name, role in data.pop("roles").items()}
-        template = Template(roles=roles, **data | {"tokens": tuple(data["tokens"])})
-        return template if template.jinja() == text else None
+        data["roles"] = {name: Role(**role) for name, role in data["roles"].items()}
+        template = Template(**data | {"tokens": tuple(data["tokens"])})
+        if template.jinja() == text:
+            return template
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+        pass
+    raise UserError(
+        f"{path} holds a chat template that tiedgpt did not write, and foreign templates are not "
+        f"executed: name one of ours, {' or '.join(TEMPLATES)}"
+    )
