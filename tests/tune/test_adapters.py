@@ -14,6 +14,7 @@ from tiedgpt.heads import FeatureExtractor, SequenceClassifier, SpanFinder, Toke
 from tiedgpt.infer import Engine
 from tiedgpt.tie import add_tokens, audit, guard, ledger, replace_head, tie, untie
 from tiedgpt.train import fast_training
+from tiedgpt.train.optim import parameter_groups
 from tiedgpt.tune import lora, merge
 from tiedgpt.tune.adapters import BLOCKS, LoRAEmbedding, adapted_layers
 
@@ -181,6 +182,7 @@ def test_a_feature_extractor_is_adapted_too(make):  # noqa: F811
         ({"alpha": 0.0}, "alpha must be above 0"),
         ({"alpha": float("nan")}, "alpha must be above 0"),
         ({"tokens": [97]}, "tokens must be ids from 0 to 96, got 97"),
+        ({"tokens": [True]}, "tokens must be ids from 0 to 96, got True"),
         ({"tokens": [-1, 3]}, "tokens must be ids from 0 to 96"),
     ],
 )
@@ -188,6 +190,21 @@ def test_what_cannot_be_adapted_is_refused_and_nothing_is_frozen(tiny, given, sa
     with pytest.raises(UserError, match=says):
         lora(tiny, **given)
     assert all(p.requires_grad for p in tiny.parameters()) and not adapted_layers(tiny)
+
+
+def test_a_second_name_of_w_is_refused_since_an_adapter_would_not_reach_it(tiny):
+    tiny.head = nn.Linear(32, 97, bias=False)
+    tiny.head.weight = tiny.wte.weight
+    for targets in (["wte"], ["head"]):
+        with pytest.raises(UserError, match=r"head.weight is wte.weight under a second name"):
+            lora(tiny, targets=targets)
+
+
+def test_an_adapter_of_w_is_optimized_as_w_is(tiny):
+    lora(tiny, targets=ALL)
+    groups = parameter_groups(tiny, matrices="adamw", weight_decay=0.1)
+    assert [*groups[0].parameters] == ["wte.lora_A", "wte.lora_B"]
+    assert groups[0].name == "W, which reads and predicts" and len(groups) == 2
 
 
 def test_adapters_are_put_on_once_and_on_plain_layers(tiny):

@@ -126,6 +126,11 @@ def _from_model(model: GPT, how: How) -> Runner:
     from tiedgpt.core.model import GPT
     from tiedgpt.infer.torch_session import DTYPES
 
+    if hasattr(model, "merge_and_unload"):
+        raise UserError(
+            f"{type(model).__name__} has PEFT's adapters: merge them and give the GPT inside: "
+            "Engine(model.merge_and_unload().gpt)"
+        )
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
     if how.backend == "kernels" or how.precision in QUANTIZED:

@@ -57,11 +57,12 @@ def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> li
     positions = Group("positions", {}, "adamw", 0.0)
     products = Group("matrices of the blocks", {}, matrices, weight_decay)
     rest = Group("norms and biases", {}, "adamw", 0.0)
+    in_w = {id(parameter) for parameter in gpt.wte.parameters()}  # an adapter's, too
     in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter is gpt.wte.weight:
+        if id(parameter) in in_w:
             group = shared
         elif parameter is gpt.wpe.weight:
             group = positions

@@ -2,12 +2,17 @@
 
     print(freeze(model, "body,+h.11"))     # train the last block alone, and say so
     print(lora(model, rank=8))             # or adapters on all blocks
-    merge(model)                           # and a plain GPT again
+    save_adapter(model, "adapter")         # in PEFT's format, on disk
+    merge(model)                           # a plain GPT again
+    load_adapter(model, "adapter")         # PEFT's files, on the model they are for
 
 Each changes the model in place. `print` of the first two says what moves and what stays.
+`PeftBase(model)` is what the PEFT package itself takes.
 """
 
 from tiedgpt.tune.adapters import lora, merge
 from tiedgpt.tune.freezing import freeze
+from tiedgpt.tune.peft_base import PeftBase
+from tiedgpt.tune.peft_files import load_adapter, save_adapter
 
-__all__ = ["freeze", "lora", "merge"]
+__all__ = ["PeftBase", "freeze", "load_adapter", "lora", "merge", "save_adapter"]

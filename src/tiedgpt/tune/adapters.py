@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -27,7 +27,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
-from tiedgpt.tie.heads import inference, is_tied
+from tiedgpt.tie.heads import inference, is_tied, predicts_through_wte, second_names
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
 
 BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -148,9 +148,9 @@ def lora(
         raise UserError(f"alpha must be above 0, got {alpha}")
     sizes = {name: Size(rank, alpha / rank) for name in _targeted(gpt, targets)}
     ids = tuple(sorted({*tokens}))
-    if ids:
-        for name in ("wte",) if gpt.head is None else ("wte", "head"):
-            sizes[name] = Size(*_pair_of(sizes.get(name)), ids)
+    for name in ("wte", "head") if ids else ():
+        if name == "wte" or not predicts_through_wte(gpt):
+            sizes[name] = replace(sizes.get(name, Size()), ids=ids)
     return adapt(model, sizes)
 
 
@@ -167,8 +167,13 @@ def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
                 "before the model is wrapped, sharded, parametrized or entered in fast_training"
             )
         n_rows = len(layer.weight)
-        if size.ids and not 0 <= size.ids[0] <= size.ids[-1] < n_rows:
-            raise UserError(f"tokens must be ids from 0 to {n_rows - 1}, got {size.ids[-1]}")
+        if wrong := [i for i in size.ids if type(i) is not int or not 0 <= i < n_rows]:
+            raise UserError(f"tokens must be ids from 0 to {n_rows - 1}, got {wrong[0]!r}")
+        if name in ("wte", "head") and (second := second_names(gpt)):
+            raise UserError(
+                f"{second[0]} is wte.weight under a second name, which an adapter of {name} would "
+                "not reach: tiedgpt.tie.tie(model) or replace_head(model, None) leaves one name"
+            )
     model.requires_grad_(False)
     for name, size in sizes.items():
         _put_on(gpt.get_submodule(name), size)
@@ -230,27 +235,18 @@ def _targeted(gpt: GPT, targets: Sequence[str]) -> list[str]:
     """Return the names of the layers that the targets mean; `UserError` where one means none."""
     if isinstance(targets, str):
         raise UserError(f"targets must be a list of names, got the string {targets!r}")
-    known = [name for name, m in gpt.named_modules() if name.startswith("h.") and is_linear(m)]
-    known += ["wte"] + ["head"] * is_linear(gpt.head)
+    known = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
+    whole = ["wte"] + ["head"] * isinstance(gpt.head, nn.Linear)
     found: dict[str, None] = {}
     for target in targets:
-        fits = [name for name in known if fnmatch(name, target) or name.endswith(f".{target}")]
+        fits = [n for n in known + whole if fnmatch(n, target) or n.endswith(f".{target}")]
         if not fits and target in ("head", "lm_head") and is_tied(gpt):
             raise UserError(f"target {target!r}: {TWO_CHOICES}")
         if not fits:
-            there = ", ".join([*BLOCKS, *known[-2 if is_linear(gpt.head) else -1 :]])
+            there = ", ".join([*BLOCKS, *whole])
             raise UserError(f"target {target!r} is no linear layer of the model: {there}")
         found |= dict.fromkeys(fits)
     return list(found)
-
-
-def is_linear(module: nn.Module | None) -> bool:
-    """Whether a module has a matrix (out, in) that an adapter can be added to."""
-    return isinstance(module, nn.Linear)
-
-
-def _pair_of(size: Size | None) -> tuple[int, float]:
-    return (0, 0.0) if size is None else (size.rank, size.scale)
 
 
 def _put_on(layer: nn.Module, size: Size) -> None:

@@ -1,0 +1,363 @@
+"""Adapters in PEFT's file format: adapter_config.json and adapter_model.safetensors.
+
+    tensor (after "base_model.model.")                             what it is here
+    transformer.h.0.attn.c_attn.lora_A.weight (r, in)              A
+    transformer.h.0.attn.c_attn.lora_B.weight (out, r)             B
+    transformer.wte.lora_embedding_A (r, V)                        P^T
+    transformer.wte.lora_embedding_B (D, r)                        Q^T
+    transformer.wte.token_adapter.trainable_tokens_delta (n, D)    rows of W, no differences
+    score.weight                                                   a head's own (modules_to_save)
+
+On a tied model PEFT 0.21 does not compute what some files say: see `_both_faces`. No pickle is
+read, and peft is not imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json, reading, replacing, require_room, write_json, writing
+from tiedgpt.heads import Head
+from tiedgpt.tie import untie
+from tiedgpt.tune.adapters import Size, adapt, adapted_layers
+from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
+from tiedgpt.weights.huggingface import model_type_of, to_file
+from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tiedgpt.weights.torch_file import stored_tensor
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, BASE = "base_model.model.", "tiedgpt_base"
+LORA = {"A": "lora_A.weight", "B": "lora_B.weight"}
+EMBEDDING = {"B": "lora_embedding_A", "A": "lora_embedding_B"}  # transposed
+ROWS, COPY = "token_adapter.trainable_tokens_delta", "base_layer.weight"
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS", "Model": "FEATURE_EXTRACTION",
+}  # fmt: skip
+HONOURED = frozenset(
+    "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules "
+    "layers_to_transform trainable_token_indices modules_to_save ensure_weight_tying".split()
+)
+INERT = frozenset(
+    "auto_mapping base_model_name_or_path revision task_type peft_version inference_mode "
+    "lora_dropout fan_in_fan_out layers_pattern megatron_core qalora_group_size".split()
+)
+"""Fields that change nothing of what an adapter computes."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base
+}
+"""Values under which a field changes nothing; every other field must be none, false or empty."""
+MERGE_HERE = (
+    "adapters on W: PEFT loads them on both faces, but its own merge adds them twice to the one "
+    "matrix; merge with tiedgpt.tune.merge"
+)
+
+
+@dataclass
+class Layer:
+    """What a file holds for one layer."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """A, B and rows."""
+    ids: list[int] = field(default_factory=list)
+    """The ids of `rows`, in the file's order."""
+    scale: float = 0.0
+
+
+def save_adapter(
+    model: Model, directory: str | os.PathLike[str], *, base: str | None = None
+) -> tuple[str, ...]:
+    """Write a model's adapters as PEFT loads them; return notes on how PEFT must be used.
+
+    `base` is the path or hub name of the model under them, for PEFT's `AutoPeftModel`. The file
+    remembers which weights it is for. Raises `UserError`, before anything is written, for what
+    PEFT's format does not hold: a pair and whole rows on W, rows alone, other parameters that move.
+    """
+    directory, own = Path(directory), model.own if isinstance(model, Head) else ()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" not in name and name not in own:
+            raise UserError(
+                f"{name} is trained too, and PEFT's format has no place for it: freeze it, or "
+                "merge the adapters and write the whole model (save_pretrained)"
+            )
+    config, tensors = _described(model)
+    tensors |= {name: model.get_parameter(name).detach() for name in own}
+    stored = {PREFIX + n: stored_tensor(n, tensor.contiguous()) for n, tensor in tensors.items()}
+    with writing(directory):
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory} is a file; give a directory to save the adapter in")
+    require_room(directory, sum(tensor.n_bytes for tensor in stored.values()))
+    metadata = {"format": "pt", BASE: _fingerprint(gpt_of(model))}
+    with replacing(directory / TENSORS) as temporary:
+        write_safetensors(temporary, stored, metadata)
+    write_json(directory / CONFIG, config | {"base_model_name_or_path": base})
+    return (MERGE_HERE,) if config["ensure_weight_tying"] else ()
+
+
+def load_adapter(
+    model: Model, directory: str | os.PathLike[str], resolve: str | None = None
+) -> Moving:
+    """Put adapters in PEFT's format on the model they are for, in place; return what moves.
+
+    An adapter that PEFT applied to one face of a tied W needs `resolve`: "untie" computes what PEFT
+    did, with a head of its own; "keep-input" or "keep-output" takes the adapter of that face for
+    both. Dropout, which only training uses, is not taken over.
+
+    Raises `UserError`, with the model as it was, for kinds of adapters that are not supported (it
+    names the field), for another base or shape, and where `resolve` must decide.
+    """
+    if resolve not in (None, "untie", "keep-input", "keep-output"):
+        raise UserError(f"resolve must be untie, keep-input or keep-output, got {resolve!r}")
+    gpt, directory = gpt_of(model), Path(directory)
+    if adapted_layers(gpt):
+        raise UserError("the model has adapters already: merge them first (tiedgpt.tune.merge)")
+    config = read_json(directory / CONFIG)
+    _require_supported(config)
+    with reading(directory, "adapter"):
+        layers, own = _read(model, config, directory / TENSORS)
+        layers, one_face = _both_faces(model, config, layers, resolve)
+    if one_face:
+        untie(gpt)
+    sizes = {}
+    for name, layer in layers.items():
+        rank = len(layer.tensors["A"]) if "A" in layer.tensors else 0
+        sizes[name] = Size(rank, layer.scale, tuple(sorted(layer.ids)))
+    moving = adapt(model, sizes)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            _fill(gpt.get_submodule(name), layer)
+        for name, tensor in own.items():
+            model.get_parameter(name).copy_(tensor)
+    return moving
+
+
+def _names(model: Model) -> dict[str, str]:
+    """Return PEFT's names of the layers of a GPT that may be adapted, by ours."""
+    gpt = gpt_of(model)
+    model_type = model_type_of(gpt.config)
+    prefix = model_type.prefix if isinstance(model, Head) and not model.own else ""
+    blocks = (name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear))
+    names = (*blocks, "wte", "head")
+    theirs = (to_file(f"{name}.weight", model_type).removesuffix(".weight") for name in names)
+    return dict(zip(names, (name.removeprefix(prefix) for name in theirs), strict=True))
+
+
+def _fingerprint(gpt: GPT) -> str:
+    """Return a digest of the first numbers of each matrix of the blocks, as bf16."""
+    digest = hashlib.sha256()
+    for name, parameter in gpt.h.named_parameters():
+        if "lora_" not in name and parameter.ndim == 2:
+            some = parameter.detach().flatten()[:256].to("cpu", torch.bfloat16)
+            digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _described(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return adapter_config.json and the tensors by PEFT's names, without the prefix."""
+    names, tensors = _names(model), dict[str, Tensor]()
+    ranks, alphas, rows = dict[str, int](), dict[str, float](), dict[str, list[int]]()
+    both = False
+    for name, layer in adapted_layers(gpt_of(model)).items():
+        theirs, A, B, ids = names[name], layer.lora_A, layer.lora_B, layer.lora_ids
+        if A is not None and B is not None and ids is not None:
+            raise UserError(
+                f"{name} has a low-rank pair and rows that are trained whole; PEFT takes one or "
+                "the other: merge the adapters and write the whole model (save_pretrained)"
+            )
+        if ids is not None:
+            tensors[f"{theirs}.{ROWS}"] = layer.matrix()[ids]
+            rows[theirs] = ids.tolist()
+        if A is not None and B is not None:
+            kind, pair = (EMBEDDING, (A.T, B.T)) if name == "wte" else (LORA, (A, B))
+            tensors |= {f"{theirs}.{kind[k]}": t for k, t in zip("AB", pair, strict=True)}
+            ranks[theirs], alphas[theirs] = len(A), round(layer.scale * len(A), 9)
+            both |= name == "wte" and predicts_with_w(model)
+    if not ranks:
+        raise UserError("PEFT's format needs a low-rank pair, and the model has none: merge")
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    head = model if isinstance(model, Head) else None
+    own = {name.rpartition(".")[0] for name in head.own} if head else set()
+    config = {
+        "peft_type": "LORA",
+        "task_type": TASKS.get(head.architecture) if head else "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {re.escape(n): r for n, r in ranks.items() if r != rank},
+        "alpha_pattern": {re.escape(n): a for n, a in alphas.items() if a != alpha},
+        "target_modules": [*ranks, *(["lm_head"] if both else [])],
+        "ensure_weight_tying": both,
+        "trainable_token_indices": rows or None,
+        "modules_to_save": sorted(own) or None,
+        "fan_in_fan_out": True,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return config, tensors
+
+
+def _require_supported(config: Mapping[str, Any]) -> None:
+    """Raise `UserError`, naming the field, for what this project does not compute."""
+    for name, value in config.items():
+        allowed = NEUTRAL.get(name, (None, False, "", {}, []))
+        if name not in HONOURED | INERT and value not in allowed:
+            raise UserError(
+                f"{CONFIG}: {name}={value!r} is not supported: adapters here are plain LoRA; merge "
+                "this one with PEFT and load the merged model"
+            )
+
+
+def _read(
+    model: Model, config: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Layer], dict[str, Tensor]]:
+    """Read a file's tensors, checked against the model: by our layers, and the head's own."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; adapters are read from safetensors only")
+    file, gpt, names = SafetensorsFile.open(path), gpt_of(model), _names(model)
+    if file.metadata.get(BASE, fingerprint := _fingerprint(gpt)) != fingerprint:
+        raise UserError(f"{path} was made for another base: its blocks hold other weights")
+    layers, own = dict[str, Layer](), dict[str, Tensor]()
+    places = {
+        f"{theirs}.{end}": (name, kind)
+        for name, theirs in names.items()
+        for kind, end in [*(EMBEDDING if name == "wte" else LORA).items(), ("rows", ROWS)]
+    }
+    copies = {f"{names[name]}.{COPY}" for name in ("wte", "head")}
+    for key in file.entries:
+        theirs, tensor = key.removeprefix(PREFIX), file.read(key)
+        if isinstance(model, Head) and theirs in model.own:
+            _require_shape(theirs, tensor, tuple(model.get_parameter(theirs).shape))
+            own[theirs] = tensor
+        elif theirs in places:
+            name, kind = places[theirs]
+            tensor = tensor.T if "lora_embedding" in theirs else tensor
+            layers.setdefault(name, Layer()).tensors[kind] = tensor
+        elif theirs in copies:  # PEFT's, of an embedding that it adapted
+            if not torch.equal(tensor.to(gpt.wte.weight), gpt.wte.weight) and gpt.head is None:
+                raise UserError(f"{path} was made for another base: it holds another W")
+        elif theirs.removesuffix(".weight") in names.values():
+            raise UserError(
+                f"{path} holds {theirs} whole (modules_to_save, or a resized vocabulary): PEFT put "
+                "it in the place of one face of W, which unties the model; merge it with PEFT"
+            )
+        else:
+            raise UserError(f"{path} is for another base: this model has no place for {theirs}")
+    for name, layer in layers.items():
+        at = gpt.wte if name in ("wte", "head") and gpt.head is None else gpt.get_submodule(name)
+        _check(config, names[name], layer, tuple(at.weight.shape))  # type: ignore[arg-type]
+    targets, partial = config.get("target_modules") or (), config.get("exclude_modules")
+    partial = partial or config.get("layers_to_transform") is not None
+    for name, theirs in names.items():
+        if isinstance(targets, str):
+            meant = re.fullmatch(targets, theirs) is not None
+        else:
+            meant = any(f".{theirs}".endswith(f".{target}") for target in targets)
+        if meant and name.startswith("h.") and name not in layers and not partial:
+            raise UserError(f"{path} is incomplete, or for another base: nothing for {theirs}")
+    return layers, own
+
+
+def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[int, ...]) -> None:
+    """Set a layer's scale and ids, and check its shapes against a matrix (out, in)."""
+
+    def value(patterns: str, default: Any) -> Any:  # the first that fits, as PEFT does
+        found = (config.get(patterns) or {}).items()
+        return next((v for key, v in found if re.match(rf"(.*\.)?({key})$", theirs)), default)
+
+    if "A" in layer.tensors or "B" in layer.tensors:
+        rank, alpha = (
+            value("rank_pattern", config["r"]),
+            value("alpha_pattern", config["lora_alpha"]),
+        )
+        layer.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        _require_shape(f"{theirs} A", layer.tensors["A"], (rank, shape[1]))
+        _require_shape(f"{theirs} B", layer.tensors["B"], (shape[0], rank))
+    if "rows" in layer.tensors:
+        ids = config["trainable_token_indices"]
+        if isinstance(ids, dict):
+            ids = next(some for key, some in ids.items() if f".{theirs}".endswith(f".{key}"))
+        if len({*ids}) < len(ids) or not all(isinstance(i, int) for i in ids):
+            raise CorruptInputError(f"{CONFIG}: trainable_token_indices must be ids, each once")
+        layer.ids = ids
+        _require_shape(f"{theirs} rows", layer.tensors["rows"], (len(ids), shape[1]))
+
+
+def _require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise UserError(
+            f"the adapter is for another base: {what} must be {shape}, got {tuple(tensor.shape)}"
+        )
+
+
+def _both_faces(
+    model: Model, config: Mapping[str, Any], layers: dict[str, Layer], resolve: str | None
+) -> tuple[dict[str, Layer], bool]:
+    """Return the layers to adapt, and whether a tied model must be untied for them.
+
+    What PEFT 0.21 computes on a tied GPT-2:
+
+        in the file                        PEFT
+        wte alone                          adapts reading, and predicts with the old W
+        wte; ensure_weight_tying and       both faces: this is what `save_adapter` writes
+          lm_head in target_modules
+        wte and lm_head, one pair          trained on both faces (ensure_weight_tying); but loaded
+                                           again PEFT leaves the prediction unadapted
+        wte and lm_head, two pairs         two matrices
+        lm_head alone                      adapts the prediction, and reads with the old W
+        rows (trainable_token_indices)     both faces
+    """
+    reads, predicts = layers.get("wte"), layers.get("head")
+    if not predicts_with_w(model):
+        if predicts is not None and gpt_of(model).head is None:
+            raise UserError("the adapter is for another base: this one predicts no tokens")
+        return layers, False
+    if predicts is None and (reads is None or "A" not in reads.tensors):
+        return layers, False
+    if predicts is not None and "A" not in predicts.tensors:
+        raise UserError("the adapter has rows of its own for lm_head: its base is not tied")
+    rest = {name: layer for name, layer in layers.items() if name not in ("wte", "head")}
+    flagged = config.get("ensure_weight_tying") and "lm_head" in config["target_modules"]
+    if reads and (flagged if predicts is None else _equal(reads, predicts)):
+        return rest | {"wte": reads}, False
+    if resolve == "untie":
+        return layers, True
+    chosen = {"keep-input": reads, "keep-output": predicts}.get(resolve or "")
+    if chosen is not None:
+        return rest | {"wte": chosen}, False
+    what = "has two different pairs for wte and lm_head, which are one matrix here"
+    if predicts is None:
+        what = "adapts wte for reading alone: PEFT predicts with the old W"
+    elif reads is None:
+        what = "adapts lm_head for predicting alone: PEFT reads with the old W"
+    raise UserError(
+        f"this adapter {what}. resolve (--resolve): 'untie' computes the same, with a head of its "
+        "own; 'keep-input' or 'keep-output' takes that face's pair for both faces"
+    )
+
+
+def _equal(a: Layer, b: Layer) -> bool:
+    same = (torch.equal(a.tensors[kind], b.tensors[kind]) for kind in "AB" if kind in a.tensors)
+    return "A" in a.tensors and a.scale == b.scale and all(same)
+
+
+def _fill(layer: Any, given: Layer) -> None:
+    """Copy a file's values into an adapted layer."""
+    for kind in given.tensors.keys() & {"A", "B"}:
+        getattr(layer, f"lora_{kind}").copy_(given.tensors[kind])
+    if given.ids:
+        rows = given.tensors["rows"][torch.tensor(given.ids).argsort()].to(layer.lora_rows)
+        layer.lora_rows.copy_(rows - layer.weight[layer.lora_ids].to(rows))

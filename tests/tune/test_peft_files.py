@@ -1,0 +1,290 @@
+"""Adapters in PEFT's format: what is written, what is read, and what is refused by name."""
+
+import json
+
+import pytest
+import torch
+
+from tests.heads.conftest import make  # noqa: F401
+from tests.tune.test_adapters import ALL, drawn
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.heads import MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
+from tiedgpt.tie import add_tokens, audit, untie
+from tiedgpt.tune import freeze, load_adapter, lora, merge, save_adapter
+from tiedgpt.tune.adapters import BLOCKS, adapted_layers
+from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tiedgpt.weights.torch_file import stored_tensor
+
+WTE = "base_model.model.transformer.wte"
+HEAD = "base_model.model.lm_head"
+
+
+@pytest.fixture
+def base(tiny):
+    """Return fresh copies of one GPT."""
+    state = tiny.state_dict()
+
+    def made():
+        model = GPT(tiny.config).eval()
+        model.load_state_dict(state)
+        return model
+
+    return made
+
+
+def rewrite(directory, change=None, **fields):
+    """Change the tensors and the config of a saved adapter."""
+    path = directory / "adapter_model.safetensors"
+    file = SafetensorsFile.open(path)
+    tensors = {name: file.read(name) for name in file.entries}
+    if change:
+        change(tensors)
+        stored = {name: stored_tensor(name, t.contiguous()) for name, t in tensors.items()}
+        write_safetensors(path, stored, {"format": "pt"})
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def unchanged(model, other):
+    same = (torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return all(same) and not adapted_layers(model) and model.head is None
+
+
+@pytest.mark.parametrize("targets", [BLOCKS, ["h.1*.c_proj", "h.0.mlp.c_fc"], ALL])
+def test_a_saved_adapter_loads_onto_its_base_bit_for_bit(base, ids, targets, tmp_path):
+    model = base()
+    lora(model, rank=3, targets=targets, alpha=5.0)
+    drawn(model)
+    notes = save_adapter(model, tmp_path, base="gpt2")
+    assert len(notes) == ("wte" in targets)
+    again = base()
+    report = load_adapter(again, tmp_path)
+    assert report.moving == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert torch.equal(again(ids), model(ids))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "gpt2" and config["r"] == 3
+
+
+def test_new_rows_load_onto_a_base_whose_new_rows_are_others(base, ids, tmp_path):
+    model, other = base(), base()
+    add_tokens(model, 3)
+    add_tokens(other, 3, seed=7)
+    lora(model, tokens=[97, 98, 99])
+    drawn(model)
+    save_adapter(model, tmp_path)
+    load_adapter(other, tmp_path)
+    new = torch.cat([ids[:, :20], torch.tensor([[97, 98, 99]] * 3)], 1)
+    torch.testing.assert_close(other(new), model(new), rtol=1e-5, atol=1e-4)
+
+
+def test_an_untied_model_has_adapters_of_its_own_for_each_matrix(base, ids, tmp_path):
+    model, other = base(), base()
+    untie(model)
+    untie(other)
+    lora(model, targets=["wte", "head", "attn.c_attn"])
+    drawn(model)
+    assert save_adapter(model, tmp_path) == ()
+    load_adapter(other, tmp_path)
+    assert torch.equal(other(ids), model(ids))
+
+
+@pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier, SpanFinder, MultipleChoice])
+def test_a_heads_own_layers_are_in_its_adapter(make, kind, tmp_path):  # noqa: F811
+    model, other = make(kind), make(kind)
+    lora(model)
+    drawn(model)
+    save_adapter(model, tmp_path)
+    load_adapter(other, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter), name
+    with pytest.raises(UserError, match="no place for"):
+        load_adapter(make(kind).gpt, tmp_path)
+
+
+def test_what_the_format_cannot_hold_is_refused_and_nothing_is_written(base, tmp_path):
+    def refused(model, says):
+        with pytest.raises(UserError, match=says):
+            save_adapter(model, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
+
+    model = base()
+    refused(model.requires_grad_(False), "the model has none")
+    lora(model, tokens=[4], targets=["wte"])
+    refused(model, "wte has a low-rank pair and rows that are trained whole")
+    merge(model)
+    lora(model, targets=[], tokens=[4])
+    refused(model, "needs a low-rank pair")
+    merge(model)
+    lora(model)
+    freeze(model, "+ln_f")
+    refused(model, "ln_f.weight is trained too")
+
+
+# One face or both
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """Save an adapter on the blocks and W, and return its directory."""
+    model = base()
+    lora(model, rank=2, targets=["attn.c_attn", "wte"])
+    drawn(model)
+    save_adapter(model, tmp_path / "a")
+    return tmp_path / "a"
+
+
+def effective(adapter):
+    """Return s P Q of the file."""
+    file = SafetensorsFile.open(adapter / "adapter_model.safetensors")
+    a, b = (file.read(f"{WTE}.lora_embedding_{kind}") for kind in "AB")
+    return 2.0 * a.T @ b.T
+
+
+def test_wte_alone_adapts_reading_only_and_is_asked_about(base, adapter, ids):
+    targets = ["attn.c_attn", "wte"]
+    rewrite(adapter, target_modules=targets, ensure_weight_tying=False)
+    model = base()
+    with pytest.raises(UserError, match=r"wte for reading alone: PEFT predicts with the old W\."):
+        load_adapter(model, adapter)
+    with pytest.raises(UserError, match="reading alone"):
+        load_adapter(model, adapter, resolve="keep-output")
+    assert unchanged(model, base())
+    load_adapter(model, adapter, resolve="untie")
+    merge(model)
+    w = base().wte.weight
+    torch.testing.assert_close(model.wte.weight, w + effective(adapter))
+    assert torch.equal(model.head.weight, w)
+    both = base()
+    load_adapter(both, adapter, resolve="keep-input")
+    assert both.head is None and audit(both).verdict == "tied"
+    merge(both)
+    assert torch.equal(both.wte.weight, model.wte.weight)
+
+
+def as_head(tensors, factor=1.0):
+    """Write wte's pair under lm_head, where A and B change places."""
+    tensors[f"{HEAD}.lora_A.weight"] = factor * tensors[f"{WTE}.lora_embedding_B"].T
+    tensors[f"{HEAD}.lora_B.weight"] = tensors[f"{WTE}.lora_embedding_A"].T
+
+
+def only_head(tensors):
+    as_head(tensors)
+    del tensors[f"{WTE}.lora_embedding_A"], tensors[f"{WTE}.lora_embedding_B"]
+
+
+def test_lm_head_alone_adapts_the_prediction_only_and_is_asked_about(base, adapter):
+    rewrite(adapter, only_head, target_modules=["attn.c_attn", "lm_head"])
+    model = base()
+    with pytest.raises(UserError, match="lm_head for predicting alone: PEFT reads with the old W"):
+        load_adapter(model, adapter)
+    assert unchanged(model, base())
+    load_adapter(model, adapter, resolve="untie")
+    merge(model)
+    assert torch.equal(model.wte.weight, base().wte.weight)
+    assert not torch.equal(model.head.weight, model.wte.weight)
+    both = base()
+    load_adapter(both, adapter, resolve="keep-output")
+    merge(both)
+    torch.testing.assert_close(both.wte.weight, model.head.weight)
+
+
+def test_one_pair_under_both_names_adapts_both_faces(base, adapter, ids):
+    expected = base()
+    load_adapter(expected, adapter)
+    rewrite(adapter, as_head, target_modules=["attn.c_attn", "transformer.wte"])
+    model = base()
+    load_adapter(model, adapter)
+    assert torch.equal(model(ids), expected(ids)) and model.head is None
+
+
+def test_two_pairs_for_one_matrix_are_asked_about(base, adapter):
+    rewrite(adapter, lambda tensors: as_head(tensors, 1.5))
+    model = base()
+    with pytest.raises(UserError, match="two different pairs for wte and lm_head"):
+        load_adapter(model, adapter)
+    assert unchanged(model, base())
+    load_adapter(model, adapter, resolve="untie")
+    assert set(adapted_layers(model)) >= {"wte", "head"}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+        ({"target_parameters": ["wte.weight"]}, "target_parameters"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"some_variant_of_2031": {"x": 1}}, "some_variant_of_2031"),
+        ({"r": 3}, "must be"),
+        ({"rank_pattern": {"h.1.attn.c_attn": 5}}, "h.1.attn.c_attn A must be"),
+        ({"target_modules": ["attn.c_attn", "mlp.c_fc"]}, "incomplete.*h.0.mlp.c_fc"),
+        ({"target_modules": r".*\.c_(attn|fc)"}, "incomplete.*h.0.mlp.c_fc"),
+    ],
+)
+def test_unsupported_kinds_are_refused_by_the_fields_name(base, adapter, fields, says):
+    rewrite(adapter, **fields)
+    model = base()
+    with pytest.raises(UserError, match=says):
+        load_adapter(model, adapter)
+    assert unchanged(model, base())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"r": "two"}, {"r": 0}, {"lora_alpha": None}, {"rank_pattern": {"(": 2}},
+               {"rank_pattern": [1]}, {"target_modules": "("}, {"target_modules": 7}],
+)  # fmt: skip
+def test_a_damaged_config_is_our_error(base, adapter, fields):
+    rewrite(adapter, **fields)
+    with pytest.raises((CorruptInputError, UserError)):
+        load_adapter(base(), adapter)
+
+
+def test_another_base_is_refused(base, adapter, tiny_config):
+    other = base()
+    with torch.no_grad():
+        other.h[0].attn.c_attn.weight[0, 0] += 1
+    with pytest.raises(UserError, match="another base: its blocks hold other weights"):
+        load_adapter(other, adapter)
+    half = base().to(torch.bfloat16)
+    load_adapter(half, adapter)  # the same weights, rounded
+    rewrite(
+        adapter, len, target_modules=["c_attn", "wte", "lm_head"]
+    )  # without the memory of its base
+    wide = GPT(GPTConfig(**{**vars(tiny_config), "n_embd": 48}))
+    with pytest.raises(UserError, match=r"another base: .* must be \(2, 48\), got \(2, 32\)"):
+        load_adapter(wide, adapter)
+    long = GPT(GPTConfig(**{**vars(tiny_config), "n_layer": 4}))
+    with pytest.raises(UserError, match=r"nothing for transformer\.h\.3\.attn"):
+        load_adapter(long, adapter)
+    short = GPT(GPTConfig(**{**vars(tiny_config), "n_layer": 2}))
+    with pytest.raises(UserError, match=r"no place for transformer\.h\.2\.attn"):
+        load_adapter(short, adapter)
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "lm_head.weight"])
+def test_a_whole_matrix_in_the_file_is_refused_with_the_reason(base, adapter, name):
+    rewrite(adapter, lambda t: t.update({f"base_model.model.{name}": torch.zeros(97, 32)}))
+    with pytest.raises(UserError, match="in the place of one face of W, which unties the model"):
+        load_adapter(base(), adapter)
+
+
+def test_missing_files_halves_and_ids_are_refused(base, adapter, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_adapter(base(), tmp_path / "nothing")
+    with pytest.raises(UserError, match="resolve must be"):
+        load_adapter(base(), adapter, resolve="tie")
+    rewrite(adapter, lambda tensors: tensors.pop(f"{WTE}.lora_embedding_A"))
+    with pytest.raises(CorruptInputError):
+        load_adapter(base(), adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors only"):
+        load_adapter(base(), adapter)

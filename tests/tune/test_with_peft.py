@@ -1,0 +1,206 @@
+"""The PEFT package itself: our files in it, its files here, and it on our own GPT."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tune.test_adapters import drawn
+from tiedgpt import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.heads import SequenceClassifier
+from tiedgpt.infer import Engine
+from tiedgpt.tie import add_tokens, untie
+from tiedgpt.tune import PeftBase, load_adapter, lora, merge, save_adapter
+from tiedgpt.tune.adapters import BLOCKS
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
+
+
+@pytest.fixture
+def theirs(tiny, tmp_path):
+    """Make transformers' GPT-2 of the same weights."""
+
+    def made(model=tiny, cls="AutoModelForCausalLM"):
+        transformers = pytest.importorskip("transformers")
+        model.save_pretrained(tmp_path / "base")
+        return getattr(transformers, cls).from_pretrained(tmp_path / "base").eval()
+
+    return made
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["blocks", "some", "rows", "untied"])
+def test_our_adapter_is_the_same_in_peft_loaded_and_merged(tiny, theirs, ids, case, tmp_path):
+    peft = pytest.importorskip("peft")
+    if case == "rows":
+        add_tokens(tiny, 2)
+    if case == "untied":
+        untie(tiny)
+    base = theirs()
+    targets = {"some": ["h.1.mlp.c_fc", "h.0.attn.c_attn"], "untied": [*BLOCKS, "wte", "head"]}
+    tokens = [97, 98] if case == "rows" else []
+    lora(tiny, rank=3, targets=targets.get(case, BLOCKS), tokens=tokens)
+    drawn(tiny)
+    save_adapter(tiny, tmp_path / "a")
+    ids[:, 3:5] = torch.tensor(tokens or [5, 6])
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "a").eval()
+    close(adapted(ids).logits, tiny(ids))
+    merged = adapted.merge_and_unload()
+    assert merge(tiny) < 1e-5
+    close(merged(ids).logits, tiny(ids))
+
+
+def test_our_adapter_on_both_faces_loads_in_peft_and_must_be_merged_here(
+    tiny, theirs, ids, tmp_path
+):
+    peft = pytest.importorskip("peft")
+    base = theirs()
+    lora(tiny, targets=["wte", "attn.c_attn"])
+    drawn(tiny)
+    (note,) = save_adapter(tiny, tmp_path / "a")
+    assert "its own merge adds them twice" in note
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "a").eval()
+    close(adapted(ids).logits, tiny(ids))
+    merged = adapted.merge_and_unload()(ids).logits
+    assert (merged - tiny(ids)).abs().max() > 1e-2, "the note is no longer true of this PEFT"
+
+
+CASES = {
+    "blocks": {"target_modules": ["c_attn", "c_fc", "c_proj"]},
+    "default": {},
+    "patterns": {
+        "target_modules": ["c_attn", "mlp.c_proj"],
+        "rank_pattern": {"h.0.attn.c_attn": 3, r"h\.[12].mlp.c_proj": 5},
+        "alpha_pattern": {"c_attn": 32},
+    },
+    "rslora": {"target_modules": ["c_fc"], "use_rslora": True, "rank_pattern": {"h.1.mlp.c_fc": 2}},
+    "regex": {"target_modules": r".*h\.[02]\.mlp\.c_fc"},
+    "some layers": {"target_modules": ["c_fc"], "layers_to_transform": [1]},
+    "rows": {"target_modules": ["c_attn"], "trainable_token_indices": [9, 3]},
+    "both faces": {"target_modules": ["lm_head"], "ensure_weight_tying": True},
+    "reads": {"target_modules": ["wte"]},
+    "predicts": {"target_modules": ["lm_head"]},
+    "two": {"target_modules": ["wte", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, theirs, ids, case, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, fan_in_fan_out=True, **CASES[case])
+    adapted = drawn(peft.get_peft_model(theirs(), config)).eval()
+    ids[:, 2:4] = torch.tensor([9, 3])
+    logits = adapted(ids).logits
+    adapted.save_pretrained(tmp_path / "a")
+    one_face = case in ("reads", "predicts", "two")
+    if one_face:
+        with pytest.raises(UserError, match=r"resolve \(--resolve\): 'untie' computes the same"):
+            load_adapter(tiny, tmp_path / "a")
+    load_adapter(tiny, tmp_path / "a", resolve="untie")
+    assert (tiny.head is not None) == one_face
+    close(tiny(ids), logits)
+    assert merge(tiny) < 1e-5
+    close(tiny(ids), logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["wte"]}, "in the place of one face of W"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+def test_pefts_other_kinds_are_refused(tiny, theirs, given, field, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], **given)
+    peft.get_peft_model(theirs(), config).save_pretrained(tmp_path / "a")
+    with pytest.raises(UserError, match=field):
+        load_adapter(tiny, tmp_path / "a")
+
+
+def test_a_classifiers_adapter_in_peft(tiny, theirs, ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()
+    base = theirs(model, "AutoModelForSequenceClassification")
+    lora(model)
+    drawn(model)
+    save_adapter(model, tmp_path / "a")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "a").eval()
+    close(adapted(ids[:1]).logits, model(ids[:1], torch.tensor([ids.shape[1]])))
+
+
+# PEFT on our own GPT
+
+
+def test_peft_trains_adapters_on_the_blocks_of_our_gpt(tiny, theirs, ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    before = copy.deepcopy(tiny)
+    model = peft.get_peft_model(PeftBase(tiny), peft.LoraConfig(task_type="CAUSAL_LM", r=4))
+    moving = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in moving) == 3 * 4 * (32 + 96)  # c_attn, by default
+    optimizer = torch.optim.AdamW(moving, lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    found = model.eval()(input_ids=ids, labels=ids)
+    plain = F.cross_entropy(found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(found.loss, plain)
+    model.save_pretrained(tmp_path / "a")
+    with pytest.raises(UserError, match=r"Engine\(model.merge_and_unload\(\).gpt\)"):
+        Engine(model)
+    gpt = model.merge_and_unload().gpt
+    assert type(gpt) is GPT
+    close(gpt(ids), found.logits)
+    with Engine(gpt) as engine:
+        assert engine.generate([ids[0, :4].tolist()], max_new_tokens=2)
+    load_adapter(before, tmp_path / "a")
+    close(before(ids), found.logits)
+    base = theirs(plain_base(before))
+    close(peft.PeftModel.from_pretrained(base, tmp_path / "a").eval()(ids).logits, found.logits)
+
+
+def plain_base(adapted):
+    """Return the plain base of an adapted model."""
+    plain = GPT(adapted.config).eval()
+    state = {n: t for n, t in adapted.state_dict().items() if "lora_" not in n}
+    plain.load_state_dict(state)
+    return plain
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"target_modules": ["wte"]},
+        {"target_modules": ["c_attn", "wpe"]},
+        {"target_modules": ["c_attn"], "modules_to_save": ["wte"]},
+        {"target_modules": ["c_attn"], "trainable_token_indices": [3]},
+    ],
+)
+def test_peft_on_the_embedding_is_refused_with_the_reason(tiny, given):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **given)
+    with pytest.raises(UserError, match="of a tied W PEFT adapts one face and leaves the other"):
+        peft.get_peft_model(PeftBase(tiny), config)
+
+
+def test_what_the_wrapper_does_not_compute_is_refused(tiny, ids):
+    wrapped = PeftBase(tiny)
+    left = torch.ones_like(ids)
+    left[0, 0] = 0
+    for given in ({"inputs_embeds": torch.zeros(1)}, {"past_key_values": 1, "input_ids": ids}, {}):
+        with pytest.raises(UserError, match="PeftBase computes input_ids and labels"):
+            wrapped(**given)
+    with pytest.raises(UserError, match="padding on the right"):
+        wrapped(ids, attention_mask=left)
+    with pytest.raises(UserError, match="Engine"):
+        wrapped.prepare_inputs_for_generation()
+    twin = copy.deepcopy(wrapped)
+    assert twin.transformer.wte is twin.gpt.wte is not tiny.wte
