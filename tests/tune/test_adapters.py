@@ -64,6 +64,16 @@ def test_four_matrices_of_each_block_are_adapted_and_nothing_else_moves(tiny):
     assert not isinstance(tiny.wte, LoRAEmbedding)
 
 
+def test_gpt2s_adapters_have_about_a_hundredth_of_its_parameters():
+    def share(targets):
+        with torch.device("meta"):
+            model = GPT(GPTConfig.preset("gpt2"))
+        return lora(model, targets=targets).moving / model.config.parameter_count()
+
+    assert round(share(BLOCKS), 4) == 0.0095
+    assert round(share(ALL), 4) == 0.0128
+
+
 def test_one_pair_changes_a_row_as_input_and_as_output(tiny, ids):
     lora(tiny, rank=2, targets=["wte"], alpha=3.0)
     drawn(tiny)

@@ -11,6 +11,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
 from tiedgpt.tie import add_tokens, audit, untie
+from tiedgpt.train import fast_training
 from tiedgpt.tune import freeze, load_adapter, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS, adapted_layers
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
@@ -119,6 +120,11 @@ def test_what_the_format_cannot_hold_is_refused_and_nothing_is_written(base, tmp
     lora(model)
     freeze(model, "+ln_f")
     refused(model, "ln_f.weight is trained too")
+    freeze(model, "ln_f")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="cannot write"):
+        save_adapter(model, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 # One face or both
@@ -160,6 +166,17 @@ def test_wte_alone_adapts_reading_only_and_is_asked_about(base, adapter, ids):
     assert both.head is None and audit(both).verdict == "tied"
     merge(both)
     assert torch.equal(both.wte.weight, model.wte.weight)
+
+
+def test_a_wrapped_layer_is_refused_before_the_model_is_untied(base, adapter):
+    rewrite(adapter, target_modules=["attn.c_attn", "wte"], ensure_weight_tying=False)
+    model = base()
+    with fast_training(model), pytest.raises(UserError, match="adapters go on plain layers"):
+        load_adapter(model, adapter, resolve="untie")
+    assert unchanged(model, base())
+    load_adapter(model, adapter, resolve="keep-input")
+    with pytest.raises(UserError, match="has adapters already"):
+        load_adapter(model, adapter, resolve="keep-input")
 
 
 def as_head(tensors, factor=1.0):

@@ -136,6 +136,18 @@ def test_a_classifiers_adapter_in_peft(tiny, theirs, ids, tmp_path):
     close(adapted(ids[:1]).logits, model(ids[:1], torch.tensor([ids.shape[1]])))
 
 
+def test_pefts_classifier_here(tiny, theirs, ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()
+    base = theirs(model, "AutoModelForSequenceClassification")
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["c_attn", "c_proj"])
+    adapted = drawn(peft.get_peft_model(base, config)).eval()
+    adapted.save_pretrained(tmp_path / "a")
+    load_adapter(model, tmp_path / "a")
+    close(model(ids[:1], torch.tensor([ids.shape[1]])), adapted(ids[:1]).logits)
+
+
 # PEFT on our own GPT
 
 

@@ -171,7 +171,8 @@ class TrainOptions:
     untie_at: float | None = None
     """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
     freeze: str | None = None
-    """What stays as it is: wte, wpe, h.0, h.*.attn, body (under a head); several with commas."""
+    """What stays as it is: wte, h.0, h.*.attn, body (all but the head); several with commas, of
+    which the last that fits decides: +h.11 is trained."""
     weight_decay: float | None = None
     """Of the blocks' matrices; W, norms and biases have none; default: 0.1, and
     0.3 for small sizes."""

@@ -157,6 +157,18 @@ def lora(
 def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
     """Freeze a model and put an adapter of each size on the layer of that name in its GPT."""
     gpt = gpt_of(model)
+    require_adaptable(gpt, sizes)
+    model.requires_grad_(False)
+    for name, size in sizes.items():
+        _put_on(gpt.get_submodule(name), size)
+    if isinstance(model, Head):
+        for name in model.own:
+            model.get_parameter(name).requires_grad_(True)
+    return moving(model)
+
+
+def require_adaptable(gpt: GPT, sizes: Mapping[str, Size]) -> None:
+    """Raise `UserError` unless the layers of these names are plain and W has one name."""
     if adapted_layers(gpt):
         raise UserError("the model has adapters already: merge them first (tiedgpt.tune.merge)")
     for name, size in sizes.items():
@@ -174,13 +186,6 @@ def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
                 f"{second[0]} is wte.weight under a second name, which an adapter of {name} would "
                 "not reach: tiedgpt.tie.tie(model) or replace_head(model, None) leaves one name"
             )
-    model.requires_grad_(False)
-    for name, size in sizes.items():
-        _put_on(gpt.get_submodule(name), size)
-    if isinstance(model, Head):
-        for name in model.own:
-            model.get_parameter(name).requires_grad_(True)
-    return moving(model)
 
 
 def adapted_layers(gpt: GPT) -> dict[str, LoRALinear | LoRAEmbedding]:
@@ -196,7 +201,8 @@ def merge(model: Model) -> float:
     The parameters stay the same objects, and all of them require gradients again. Logits of fixed
     ids are computed before and after; returned is the largest change, relative to the largest
     logit. Above 1e-5 (fp32; 3e-2 in bf16 and 4e-3 in fp16, which round W) `CheckFailedError` is
-    raised and the model is as it was.
+    raised and the model is as it was. W in half precision may round a small adapter away: merge in
+    fp32 where it matters.
     """
     gpt = gpt_of(model)
     layers = adapted_layers(gpt)
@@ -254,9 +260,7 @@ def _put_on(layer: nn.Module, size: Size) -> None:
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     n_out, n_in = weight.shape
-    like = torch.empty(
-        0, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
-    )
+    like = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
     layer.__class__ = CLASSES[type(layer)]
     layer.scale = size.scale  # type: ignore[assignment]
     for name in ("lora_A", "lora_B", "lora_rows"):
@@ -276,8 +280,6 @@ def _fixed_ids(gpt: GPT, layers: Mapping[str, LoRALinear | LoRAEmbedding]) -> Te
     length = min(32, gpt.config.n_positions)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(gpt.config.vocab_size, (2 * length,), generator=draw)
-    for layer in layers.values():
-        if layer.lora_ids is not None:
-            rows = layer.lora_ids[:length]
-            ids[: len(rows)] = rows.cpu()
+    for rows in (layer.lora_ids for layer in layers.values() if layer.lora_ids is not None):
+        ids[: len(rows)] = rows[: 2 * length].cpu()
     return ids.view(2, length).to(gpt.wte.weight.device)

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json, reading, replacing, require_room, write_json, writing
+from tiedgpt.files import read_json, reading, replacing, require_room, write_json
 from tiedgpt.heads import Head
 from tiedgpt.tie import untie
-from tiedgpt.tune.adapters import Size, adapt, adapted_layers
+from tiedgpt.tune.adapters import Size, adapt, adapted_layers, require_adaptable
 from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
 from tiedgpt.weights.huggingface import model_type_of, to_file
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
@@ -46,15 +46,14 @@ TASKS = {
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS", "Model": "FEATURE_EXTRACTION",
 }  # fmt: skip
-HONOURED = frozenset(
+READ = (
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules "
-    "layers_to_transform trainable_token_indices modules_to_save ensure_weight_tying".split()
+    "layers_to_transform trainable_token_indices modules_to_save ensure_weight_tying"
 )
-INERT = frozenset(
+INERT = (  # they change nothing of what an adapter computes
     "auto_mapping base_model_name_or_path revision task_type peft_version inference_mode "
-    "lora_dropout fan_in_fan_out layers_pattern megatron_core qalora_group_size".split()
+    "lora_dropout fan_in_fan_out layers_pattern megatron_core qalora_group_size"
 )
-"""Fields that change nothing of what an adapter computes."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -97,9 +96,6 @@ def save_adapter(
     config, tensors = _described(model)
     tensors |= {name: model.get_parameter(name).detach() for name in own}
     stored = {PREFIX + n: stored_tensor(n, tensor.contiguous()) for n, tensor in tensors.items()}
-    with writing(directory):
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"{directory} is a file; give a directory to save the adapter in")
     require_room(directory, sum(tensor.n_bytes for tensor in stored.values()))
     metadata = {"format": "pt", BASE: _fingerprint(gpt_of(model))}
     with replacing(directory / TENSORS) as temporary:
@@ -123,19 +119,18 @@ def load_adapter(
     if resolve not in (None, "untie", "keep-input", "keep-output"):
         raise UserError(f"resolve must be untie, keep-input or keep-output, got {resolve!r}")
     gpt, directory = gpt_of(model), Path(directory)
-    if adapted_layers(gpt):
-        raise UserError("the model has adapters already: merge them first (tiedgpt.tune.merge)")
     config = read_json(directory / CONFIG)
     _require_supported(config)
     with reading(directory, "adapter"):
         layers, own = _read(model, config, directory / TENSORS)
         layers, one_face = _both_faces(model, config, layers, resolve)
+    sizes = {
+        name: Size(len(layer.tensors.get("A", ())), layer.scale, tuple(sorted(layer.ids)))
+        for name, layer in layers.items()
+    }
     if one_face:
+        require_adaptable(gpt, {name: size for name, size in sizes.items() if name != "head"})
         untie(gpt)
-    sizes = {}
-    for name, layer in layers.items():
-        rank = len(layer.tensors["A"]) if "A" in layer.tensors else 0
-        sizes[name] = Size(rank, layer.scale, tuple(sorted(layer.ids)))
     moving = adapt(model, sizes)
     with torch.no_grad():
         for name, layer in layers.items():
@@ -214,7 +209,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
     """Raise `UserError`, naming the field, for what this project does not compute."""
     for name, value in config.items():
         allowed = NEUTRAL.get(name, (None, False, "", {}, []))
-        if name not in HONOURED | INERT and value not in allowed:
+        if name not in f"{READ} {INERT}".split() and value not in allowed:
             raise UserError(
                 f"{CONFIG}: {name}={value!r} is not supported: adapters here are plain LoRA; merge "
                 "this one with PEFT and load the merged model"
