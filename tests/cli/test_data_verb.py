@@ -88,3 +88,5 @@ def test_the_template_beside_the_tokenizer_is_used_unless_it_is_foreign(folder, 
     assert main(command) == 1
     assert "chat_template.jinja holds a chat template that" in capsys.readouterr().err
     assert main([*command, "--template", "chatml"]) == 0
+    command[2] = "pairs.jsonl"
+    assert main([*command, "--skip-bad"]) == 0, "pairs need no template"

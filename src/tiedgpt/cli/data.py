@@ -15,13 +15,14 @@ from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from tiedgpt.data import Example, ExampleReader, Template
+    from tiedgpt.data import Example, ExampleReader
     from tiedgpt.text import Tokenizer
 
 ABOUT = """Show which tokens of examples would be trained.
 
 A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
-[{"role": ..., "content": ...}, ...]}. Trained tokens are green, or marked as insertions are."""
+[{"role": ..., "content": ...}, ...]}. Trained tokens are green; without colour,
+they stand in braces with a plus."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 """By whether a token is trained; two in turn, so that one sees where tokens end."""
 
@@ -53,15 +54,18 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Show the examples; return the exit code."""
     given = parse(Arguments, "data", arguments, ABOUT)
-    from tiedgpt.data import ExampleReader, documents
+    from tiedgpt.data import TEMPLATES, ExampleReader, documents
     from tiedgpt.text import Tokenizer
+    from tiedgpt.weights.hub import local_directory
 
     corpus = documents(given.data)
     source = source_or_newest(given.tokenizer)
+    tokenizer = Tokenizer.from_pretrained(source)
+    path = local_directory(source)
     reader = ExampleReader(
         corpus,
-        Tokenizer.from_pretrained(source),
-        template=_template(given.template, source),
+        tokenizer,
+        template=TEMPLATES[given.template] if given.template else path,
         context=given.context,
         too_long=given.too_long,
         skip_bad=given.skip_bad,
@@ -80,17 +84,6 @@ def run(arguments: list[str]) -> int:
     else:
         _print(reader, counts, shown)
     return EXIT_OK
-
-
-def _template(name: str | None, source: str) -> Template:
-    """Return the template of a name, or the one beside the tokenizer."""
-    from tiedgpt.data import TEMPLATES, read_template
-    from tiedgpt.weights.hub import local_directory
-
-    if name is not None:
-        return TEMPLATES[name]
-    path = local_directory(source)
-    return read_template(path if path.is_dir() else path.parent) or TEMPLATES["chatml"]
 
 
 def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.data.corpus import FileCorpus
-from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces
+from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.codec import END_OF_TEXT
 
@@ -71,8 +72,9 @@ class ExampleReader:
     """The examples of files, encoded; it can be iterated any number of times.
 
     `tokenizer` has the special tokens that the kind of the examples needs. They may be new: the
-    model then needs rows for them (`tie.add_tokens`). `remarks` tells, by the names in `REMARKS`,
-    what the last iteration left out or found odd.
+    model then needs rows for them (`tie.add_tokens`). `template` may be the tokenizer's directory:
+    what is written there is used, or ChatML. `remarks` tells, by the names in `REMARKS`, what the
+    last iteration left out or found odd.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
@@ -85,20 +87,22 @@ class ExampleReader:
         corpus: FileCorpus,
         tokenizer: Tokenizer,
         *,
-        template: Template = CHATML,
+        template: Template | Path = CHATML,
         context: int | None = None,
         too_long: Literal["drop", "cut", "error"] = "drop",
         skip_bad: bool = False,
     ) -> None:
         if context is not None and context < 2:
             raise UserError(f"context must be at least 2 tokens, got {context}")
-        self.corpus, self.template, self.context = corpus, template, context
+        self.corpus, self.context, self.template = corpus, context, CHATML
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}
         self.kind: Kind = next(self._records())[1]
-        needed = template.tokens if self.kind == "messages" else ()
-        if tokenizer.eos_token_id is None:
-            needed = (*needed, END_OF_TEXT)
+        needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
+        if self.kind == "messages":
+            known = template if isinstance(template, Template) else read_template(template)
+            self.template = known or CHATML
+            needed += self.template.tokens
         self.tokenizer = tokenizer.with_special_tokens(needed)
 
     def __iter__(self) -> Iterator[Example]:

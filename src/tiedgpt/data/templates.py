@@ -210,12 +210,14 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
     write_json(path, old | new)
 
 
-def read_template(directory: str | Path) -> Template | None:
+def read_template(path: str | Path) -> Template | None:
     """Return the template that `write_template` wrote into a directory; None where there is none.
 
-    Raises `UserError` for a template of another program: it would have to be executed.
+    A file stands for its directory. Raises `UserError` for a template of another program, which
+    would have to be executed.
     """
-    path, text = Path(directory) / FILE, None
+    path, text = Path(path), None
+    path = (path if path.is_dir() else path.parent) / FILE
     if path.is_file():
         with reading(path, "chat template"):
             text = path.read_text(encoding="utf-8")
