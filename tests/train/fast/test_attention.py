@@ -73,3 +73,56 @@ def test_it_is_used_in_bf16_without_dropout_in_dense_layers(change, times, monke
         with torch.autocast("cpu", torch.bfloat16):
             model.loss(ids, ids)
     assert len(calls) == times
+
+
+def packed_mask(lengths, n_sequences=2):
+    """(B, 1, T, T) of documents of these lengths; in the second row they come the other way."""
+    masks = []
+    for row in range(n_sequences):
+        ordered = lengths[::-1] if row % 2 else lengths
+        masks.append(torch.block_diag(*(torch.ones(n, n).tril() for n in ordered)).bool())
+    return torch.stack(masks)[:, None]
+
+
+@pytest.mark.parametrize("lengths", [[1], [40, 24], [100, 3, 50, 1, 146], [300], [1] * 65])
+@pytest.mark.parametrize("block", [16, 128])
+def test_packed_documents_are_nearly_as_exact_as_in_torchs_kernel(lengths, block, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    mask = packed_mask(lengths)
+    tensors = drawn(sum(lengths), 4.0)
+
+    def masked(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    exact = run(masked, *(t.double() for t in tensors))
+    ours = run(lambda q, k, v: blocked_attention(q, k, v, mask), *tensors)
+    for mine, its, right in zip(ours, run(masked, *tensors), exact, strict=True):
+        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
+        apart, usual = (mine.double() - right).norm(), (its.double() - right).norm()
+        assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
+
+
+@pytest.mark.parametrize("windows", [None, (0, 3)])
+def test_changing_one_packed_document_changes_no_other_logits(windows, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "BLOCK", 5)
+    monkeypatch.setattr(
+        attention, "blocked_attention", lambda *given: calls.append(1) or blocked_attention(*given)
+    )
+    torch.manual_seed(1)
+    model = GPT(
+        GPTConfig(
+            vocab_size=53, n_positions=16, n_embd=8, n_layer=2, n_head=2, attn_pdrop=0.0,
+            embd_pdrop=0.0, resid_pdrop=0.0, attention_windows=windows,
+        )
+    )  # fmt: skip
+    first = torch.tensor([[0] * 5 + [5] * 4 + [9] * 7, [0] * 10 + [10] * 6])
+    ids = torch.randint(53, first.shape)
+    changed = ids.clone()
+    changed[0, 5:9] = (ids[0, 5:9] + 1) % 53
+    with fast_training(model), torch.autocast("cpu", torch.bfloat16):
+        before, after = (model.body(given, first=first) for given in (ids, changed))
+    assert len(calls) == 4
+    expected = torch.zeros(2, 16, dtype=torch.bool)
+    expected[0, 5:9] = True
+    assert torch.equal((before != after).any(-1), expected)
