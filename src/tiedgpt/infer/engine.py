@@ -11,7 +11,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, wi
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score
-from tiedgpt.infer.sequence import Completion
+from tiedgpt.infer.sequence import Completion, Token
 from tiedgpt.infer.sequence import Sequence as Text
 from tiedgpt.infer.slots import Slots, Steps
 from tiedgpt.infer.threads import check_threads
@@ -164,16 +164,25 @@ class Engine:
         return self._submit(prompt, config, wait=True)
 
     def submit(
-        self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        draw: int = 0,
+        on_token: Callable[[Token], None] | None = None,
+        **options: Any,
     ) -> Generation:
         """Begin to complete a prompt and return at once; options as in `GenerationConfig`.
+
+        `draw` numbers the texts for one prompt and seed, as `generate` with n does. `on_token` is
+        called with each token by the engine's thread, in place of iterating; it must not block.
 
         Raises `QueueFullError` if too many requests wait, `ClosedError` for a closed engine.
         """
         config = with_options(config, options)
         if config.n_samples > 1:
             raise UserError("submit makes one text: submit n times, or use generate")
-        return self._submit(prompt, config, wait=False)
+        return self._submit(prompt, config, wait=False, draw=draw, on_token=on_token)
 
     def score(
         self,
@@ -219,9 +228,17 @@ class Engine:
             raise UserError("regex, json_schema and grammar need a tokenizer")
         return matcher_for(config.form, self.tokenizer, self.runner.config)
 
-    def _submit(self, prompt: Prompt, config: GenerationConfig, *, wait: bool) -> Generation:
-        request = self._request(self._ids(prompt), config, self._matcher(config))
-        generation = self._worker.submit(request, wait=wait, emit=True)
+    def _submit(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig,
+        *,
+        wait: bool,
+        draw: int = 0,
+        on_token: Callable[[Token], None] | None = None,
+    ) -> Generation:
+        request = self._request(self._ids(prompt), config, self._matcher(config), copies=draw)
+        generation = self._worker.submit(request, wait=wait, emit=on_token or True)
         generation.engine = self
         return generation
 

@@ -106,10 +106,12 @@ class Worker:
         self._closed = False
         self._counts: Counter[str] = Counter()
 
-    def submit(self, request: Request, *, wait: bool, emit: bool = False) -> Generation:
+    def submit(
+        self, request: Request, *, wait: bool, emit: bool | Callable[[Token], None] = False
+    ) -> Generation:
         """Send a request to the thread; where too many wait, wait as well or raise.
 
-        With `emit` the generation can be iterated over.
+        With `emit` the generation can be iterated over, or its tokens go to the function given.
         """
         with self._lock:
             self._require_open()
@@ -126,7 +128,7 @@ class Worker:
         generation = Generation(self, request)
         generation.future.set_running_or_notify_cancel()  # it cannot be cancelled
         if emit and request.text is not None:
-            request.text.emit = generation.tokens.put
+            request.text.emit = generation.tokens.put if emit is True else emit
         with self._lock:
             if self._closed:
                 room.release()  # for others that wait
