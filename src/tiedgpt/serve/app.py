@@ -1,0 +1,206 @@
+"""The application: an engine behind OpenAI's API, and `inspect` behind /inspect/NAME."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+import tiedgpt
+from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.infer import Engine
+from tiedgpt.serve import completions, tensors
+from tiedgpt.serve.completions import Chat, Service, require_model
+from tiedgpt.serve.errors import APIError, api_error
+from tiedgpt.serve.guards import Guard, Hosts, Limits
+from tiedgpt.serve.metrics import Metrics
+from tiedgpt.serve.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from tiedgpt.serve.tensors import INSPECTIONS, Tensors
+
+if TYPE_CHECKING:
+    from tiedgpt.core.model import GPT
+
+
+def create_app(
+    engine: Engine,
+    *,
+    name: str = "tiedgpt",
+    key: str | None = None,
+    limits: Limits | None = None,
+    hosts: Hosts | None = None,
+    load: Callable[[], GPT] | None = None,
+    chat: Chat | None = None,
+) -> FastAPI:
+    """Return the ASGI application that serves an engine, whose queue must hold `limits.queue`.
+
+    `name` is the model's for clients. With a `key` every route but /health needs it. `hosts` are
+    the names by which it may be called, by default those of this machine alone. `load` opens the
+    model for embeddings and inspection, by default a copy of the engine's own. `chat` renders
+    conversations; None: there is no chat.
+    """
+    limits = limits or Limits()
+    service = Service(
+        engine, name, Metrics(engine), min(128, engine.slots + limits.queue), _fingerprint(engine),
+        chat,
+    )  # fmt: skip
+    app = FastAPI(title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None)
+    app.state.ready = True
+    app.add_middleware(
+        Guard,
+        limits=limits,
+        hosts=hosts or Hosts.of("127.0.0.1"),
+        key=key,
+        count=lambda status: service.metrics.responses.labels(status).inc(),
+    )
+    _add_texts(app, service)
+    _add_tokens(app, service)
+    _add_tensors(app, service, Tensors(load or (lambda: _copied(engine)), limits.inspections))
+    _add_operation(app, service)
+    _add_errors(app)
+    return app
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        return await completions.complete(service, request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        return await completions.chat(service, request, body)
+
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "tiedgpt",
+        "max_model_len": service.engine.runner.config.n_positions,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        require_model(service, name)
+        return model
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    tokenizer, config = service.engine.tokenizer, service.engine.runner.config
+
+    def needed() -> tiedgpt.Tokenizer:
+        if tokenizer is None:
+            raise UserError("the model has no tokenizer: give ids")
+        return tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        ids = await asyncio.to_thread(needed().encode, body.prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": config.n_positions}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        return {"prompt": await asyncio.to_thread(needed().decode, body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        ends = {"bos_token": needed().bos_token_id, "eos_token": needed().eos_token_id}
+        texts = {k: None if id is None else needed().decode([id]) for k, id in ends.items()}
+        return {**texts, "vocab_size": len(needed()), "kind": needed().kind}
+
+
+def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest) -> dict[str, Any]:
+        require_model(service, body.model)
+        return await tensors.embed(service, model, body)
+
+    def add(name: str, schema: type[Body]) -> None:
+        async def inspect(body: Body) -> Response:
+            found = await tensors.inspect(service, model, name, body)
+            return Response(found, media_type="application/json")
+
+        inspect.__annotations__["body"] = schema
+        app.post(f"/inspect/{name}", name=f"inspect_{name}")(inspect)
+
+    for name, schema in INSPECTIONS.items():
+        add(name, schema)
+
+
+def _add_operation(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        if not app.state.ready:
+            raise APIError(503, "the server is ending", code="shutting_down")
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": tiedgpt.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def ours(_: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error).response()
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return APIError(error.status_code, str(error.detail)).response(error.headers)
+
+    for kind in (APIError, TiedGPTError, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _invalid(error: RequestValidationError) -> APIError:
+    """Name the first field that is wrong; what was sent is not repeated."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    says = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        says = "is not supported: leave it out"
+    if first["type"] == "json_invalid" or not where:
+        return APIError(400, f"the body must be a JSON object: {says}", code="invalid_json")
+    return APIError(400, f"{where[0][:64]}: {says}", param=".".join(where)[:128])
+
+
+def _fingerprint(engine: Engine) -> str:
+    """Return what changes with the model's shape, precision and this version: for `seed`."""
+    return "fp_" + hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()[:12]
+
+
+def _copied(engine: Engine) -> GPT:
+    """Return a copy of the engine's model: `inspect` listens inside it while the engine reads."""
+    if engine.backend != "torch":
+        raise UserError("embeddings and inspection need the model in torch: serve its source")
+    return copy.deepcopy(engine.model)

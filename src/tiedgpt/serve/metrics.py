@@ -1,0 +1,108 @@
+"""/metrics for Prometheus: vLLM's names and units, with the prefix `tiedgpt:` in place of `vllm:`.
+
+Gauges and token counts are the engine's own, read when they are asked for; times are noted by the
+engine's thread as tokens come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiedgpt.infer import Engine, Token
+
+PREFIX = "tiedgpt:"
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+GAUGES = {
+    "num_requests_running": ("running", "Texts that hold a slot."),
+    "num_requests_waiting": ("waiting", "Texts that wait for a slot."),
+}
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "generation_tokens": ("generated_tokens", "Tokens written."),
+    "prefix_cache_queries": ("prompt_tokens", "Tokens of prompts looked for in slots."),
+    "prefix_cache_hits": ("reused_tokens", "Tokens of prompts that a slot still held."),
+    "engine_seconds": ("seconds", "Seconds of computing."),
+}
+REASONS = {"cancelled": "abort", "context": "length"}
+
+
+class _Stats(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.engine.stats()
+        for name, (key, about) in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, about, stats[key])
+        for name, (key, about) in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, about, stats[key])
+
+
+class Metrics:
+    """What is counted for one application."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Stats(engine))
+        here: Any = {"registry": self.registry}
+        self.first = Histogram(
+            f"{PREFIX}time_to_first_token_seconds", "From the request to its first token.",
+            buckets=FIRST, **here,
+        )  # fmt: skip
+        self.between = Histogram(
+            f"{PREFIX}inter_token_latency_seconds", "Between tokens of a text.",
+            buckets=BETWEEN, **here,
+        )  # fmt: skip
+        self.whole = Histogram(
+            f"{PREFIX}e2e_request_latency_seconds", "From the request to the end of its text.",
+            buckets=FIRST, **here,
+        )  # fmt: skip
+        self.ended = Counter(
+            f"{PREFIX}request_success", "Texts that ended.", ["finished_reason"], **here
+        )
+        self.responses = Counter(f"{PREFIX}http_responses", "By status.", ["status"], **here)
+
+    def text(self) -> bytes:
+        """Return all in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def watch(self, tell: Callable[[Token | None], None]) -> Watch:
+        """Return what notes the times of a text, and tells each token, and None at the end."""
+        return Watch(self, tell)
+
+
+class Watch:
+    """Notes the times of one text; the engine's thread calls it."""
+
+    def __init__(self, metrics: Metrics, tell: Callable[[Token | None], None]) -> None:
+        self.metrics, self.tell = metrics, tell
+        self.began = time.monotonic()
+        self.last: float | None = None
+
+    def token(self, token: Token) -> None:
+        """A token came."""
+        now = time.monotonic()
+        if self.last is None:
+            self.metrics.first.observe(now - self.began)
+        else:
+            self.metrics.between.observe(now - self.last)
+        self.last = now
+        self.tell(token)
+
+    def end(self, future: Future[Any]) -> None:
+        """The text ended, or failed."""
+        reason = "error" if future.exception() else future.result().finish_reason
+        self.metrics.ended.labels(REASONS.get(reason, reason)).inc()
+        self.metrics.whole.observe(time.monotonic() - self.began)
+        self.tell(None)

@@ -1,0 +1,104 @@
+"""What torch computes: /v1/embeddings, and /inspect/NAME for every function of `inspect`.
+
+The engine may compute packed weights, and `inspect` listens inside modules. So both use a model of
+their own, which is loaded when it is first asked for. They run one at a time, in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiedgpt.errors import UserError
+from tiedgpt.serve import schemas
+from tiedgpt.serve.errors import APIError
+from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected
+from tiedgpt.serve.texts import encode
+
+if TYPE_CHECKING:
+    from tiedgpt.core.model import GPT
+    from tiedgpt.serve.completions import Service
+
+T = TypeVar("T")
+INSPECTIONS: dict[str, type[Body]] = {
+    "positions": schemas.PositionsRequest,
+    "lens": schemas.LensRequest,
+    "dot": schemas.DotRequest,
+    "vocabulary": schemas.VocabularyRequest,
+    "gradient_split": schemas.GradientSplitRequest,
+    "attention": schemas.AttentionRequest,
+    "ablate": schemas.AblateRequest,
+}
+MOST_TOKENS = {"lens": 256, "attention": 256, "ablate": 256}
+"""Tokens that are looked into, where the result or the work grows with layers or heads."""
+
+
+class Tensors:
+    """The model in torch, for one caller at a time."""
+
+    def __init__(self, load: Callable[[], GPT], most: int) -> None:
+        self._load, self._most = load, most
+        self._model: GPT | None = None
+        self._lock = asyncio.Lock()
+        self._n = 0
+
+    async def run(self, function: Callable[[GPT], T]) -> T:
+        """Call a function with the model in another thread; 429 if too many wait."""
+        if self._n >= self._most:
+            raise APIError(429, "too many inspections wait: try again later", code="queue_full")
+        self._n += 1
+        try:
+            async with self._lock:
+                return await asyncio.to_thread(lambda: function(self._opened()))
+        finally:
+            self._n -= 1
+
+    def _opened(self) -> GPT:
+        if self._model is None:
+            self._model = self._load().eval()
+        return self._model
+
+
+async def embed(service: Service, tensors: Tensors, body: EmbeddingRequest) -> dict[str, Any]:
+    """Return embeddings of unit length: the body's output, averaged over tokens or of the last."""
+
+    def compute(model: GPT) -> tuple[list[Any], int]:
+        import torch
+
+        each = [encode(service.engine, one, "input") for one in body.input]
+        found = []
+        for ids in each:
+            with torch.inference_mode():
+                h = model.body(torch.tensor([ids], device=model.wte.weight.device))[0].float()
+                pooled = h[-1] if body.pooling == "last" else h.mean(0)
+                vector = torch.nn.functional.normalize(pooled, dim=0).cpu().numpy()
+            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            found.append(packed if body.encoding_format == "base64" else vector.tolist())
+        return found, sum(map(len, each))
+
+    vectors, n_tokens = await tensors.run(compute)
+    data = [
+        {"object": "embedding", "index": index, "embedding": vector}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return {"object": "list", "data": data, "model": service.name, "usage": usage}
+
+
+async def inspect(service: Service, tensors: Tensors, name: str, body: Body) -> str:
+    """Return what a function of `tiedgpt.inspect` finds, as its JSON."""
+    options = body.model_dump(exclude={"text", "ids"})
+
+    def compute(model: GPT) -> str:
+        if isinstance(body, Inspected):
+            if bool(body.text) == bool(body.ids):
+                raise UserError("text or ids must be given, and not both")
+            text, most = body.text or body.ids or [], MOST_TOKENS.get(name, 0)
+            options["text"] = encode(service.engine, text, "text", most=most)
+        function = getattr(import_module("tiedgpt.inspect"), name)
+        return str(function(model, service.engine.tokenizer, **options).to_json())
+
+    return await tensors.run(compute)

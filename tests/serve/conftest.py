@@ -1,0 +1,61 @@
+"""A tiny engine behind the application, in this process and on a socket of its own."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("fastapi")
+from starlette.testclient import TestClient
+
+from tests.infer.conftest import TEXT, opinionated
+from tiedgpt import Tokenizer
+from tiedgpt.infer import Engine
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+from tiedgpt.serve.server import Server, open_socket
+
+
+@pytest.fixture(scope="package")
+def engine():
+    tokenizer = Tokenizer.train([TEXT], 300)
+    with Engine(opinionated(tokenizer), tokenizer=tokenizer, slots=4, queue_size=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def app(engine):
+    return create_app(engine, name="tiny", limits=Limits(queue=8))
+
+
+@pytest.fixture
+def client(app):
+    return TestClient(app, base_url="http://127.0.0.1")
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, app, engine, limits):
+        self.listener = open_socket("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = Server(app, engine, limits)
+        self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            threading.Event().wait(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def running(app, engine):
+    with Running(app, engine, Limits(queue=8)) as running:
+        yield running

@@ -1,0 +1,236 @@
+"""/v1/completions says what the engine says."""
+
+import json
+
+import pytest
+
+PROMPT = "the cat sat"
+
+
+def complete(client, **body):
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(client, status=400, path="/v1/completions", **body):
+    response = client.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def events(response):
+    lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion_is_the_engines(client, engine):
+    ours = engine.generate(PROMPT, max_new_tokens=6, seed=3)
+    answer = complete(client, prompt=PROMPT, max_tokens=6, seed=3)
+    (choice,) = answer["choices"]
+    assert choice["text"] == ours.text and choice["logprobs"] is None
+    n = len(engine.tokenizer.encode(PROMPT))
+    assert answer["usage"] == {
+        "prompt_tokens": n, "completion_tokens": len(ours.ids), "total_tokens": n + len(ours.ids)
+    }  # fmt: skip
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+
+
+def test_n_texts_of_one_seed_are_the_engines(client, engine):
+    ours = engine.generate([PROMPT, "the dog"], n=2, max_new_tokens=5, seed=1)
+    answer = complete(client, prompt=[PROMPT, "the dog"], n=2, max_tokens=5, seed=1)
+    assert [c["text"] for c in answer["choices"]] == [c.text for group in ours for c in group]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+
+
+def test_best_of_returns_the_likeliest(client, engine):
+    ours = engine.generate(PROMPT, n=1, best_of=4, max_new_tokens=5, seed=1)
+    answer = complete(client, prompt=PROMPT, best_of=4, max_tokens=5, seed=1)
+    assert [c["text"] for c in answer["choices"]] == [ours.text]
+    assert answer["usage"]["completion_tokens"] >= len(ours.ids)
+
+
+@pytest.mark.parametrize("form", ["text", "ids", "texts", "lists"])
+def test_prompts_have_four_forms(client, engine, form):
+    ids = engine.tokenizer.encode(PROMPT)
+    prompt = {"text": PROMPT, "ids": ids, "texts": [PROMPT] * 2, "lists": [ids] * 2}[form]
+    answer = complete(client, prompt=prompt, max_tokens=4, temperature=0)
+    ours = engine.generate(PROMPT, max_new_tokens=4, temperature=0).text
+    assert [c["text"] for c in answer["choices"]] == [ours] * (1 + form.endswith("ts"))
+
+
+def test_prompt_logprobs_are_those_of_the_whole_text_read_at_once(client, engine):
+    """And the second time, when the prefix is in a slot, they are the same numbers."""
+    text = "the cat sat on the mat. naïve 日本"
+    ids = engine.tokenizer.encode(text)
+    scored = engine.score(text)
+    for _ in range(2):
+        answer = complete(client, prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0)
+        found = answer["choices"][0]["logprobs"]
+        assert found["token_ids"][:-1] == ids and len(found["tokens"]) == len(ids) + 1
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(scored.logprobs, abs=1e-5)
+        greedy = [
+            max(top.values()) == own
+            for top, own in zip(
+                found["top_logprobs"][1:-1], found["token_logprobs"][1:-1], strict=True
+            )
+        ]
+        assert greedy == [rank == 0 for rank in scored.ranks]
+
+
+def test_offsets_are_where_tokens_begin_in_the_text(client):
+    choice = complete(
+        client, prompt="naïve 日本", max_tokens=5, echo=True, logprobs=2, temperature=0
+    )["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    ends = [*found["text_offset"][1:], len(text)]
+    for name, begin, end in zip(found["tokens"], found["text_offset"], ends, strict=True):
+        if not name.startswith("bytes:") and name != "<|endoftext|>":
+            assert text[begin:end].startswith(name)
+    assert any(name.startswith("bytes:\\x") for name in found["tokens"])
+
+
+def test_max_tokens_0_scores_and_writes_nothing(client, engine):
+    answer = complete(client, prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
+    (choice,) = answer["choices"]
+    assert choice["text"] == PROMPT and answer["usage"]["completion_tokens"] == 0
+    n_prompt = len(engine.tokenizer.encode(PROMPT))
+    assert len(choice["logprobs"]["token_logprobs"]) == n_prompt
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+def test_logprobs_of_chosen_ids_are_returned_for_every_new_token(client):
+    found = complete(
+        client, prompt=PROMPT, max_tokens=4, logprobs=20, logprob_token_ids=[5, 11], temperature=0
+    )["choices"][0]["logprobs"]
+    rows = found["logprob_token_ids"]
+    assert len(rows) == len(found["tokens"]) and all(len(row) == 2 for row in rows)
+    for ids, logprobs, row in zip(
+        found["top_token_ids"], found["top_token_logprobs"], rows, strict=True
+    ):
+        known = dict(zip(ids, logprobs, strict=True))
+        for id, logprob in zip([5, 11], row, strict=True):
+            assert known.get(id, logprob) == pytest.approx(logprob, abs=1e-5)
+
+
+def test_a_stream_adds_up_to_the_completion(client):
+    body = {"prompt": [PROMPT, "naïve"], "n": 2, "max_tokens": 9, "seed": 2, "logprobs": 2}
+    whole = complete(client, **body)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/completions", json=body | options) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, last = events(response)
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [p["finish_reason"] for p in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        for column in ("token_ids", "token_logprobs", "text_offset", "top_token_ids"):
+            streamed = [x for p in mine if p["logprobs"] for x in p["logprobs"][column]]
+            assert streamed == choice["logprobs"][column]
+
+
+def test_an_echo_is_streamed_first(client):
+    body = {"prompt": PROMPT, "max_tokens": 3, "stream": True, "echo": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert events(response)[0]["choices"][0]["text"] == PROMPT
+
+
+def test_stop_bias_and_forms_are_kept(client):
+    pytest.importorskip("llguidance")
+    whole = complete(client, prompt=PROMPT, max_tokens=9, temperature=0)["choices"][0]["text"]
+    stop = whole[3:5]
+    cut = complete(client, prompt=PROMPT, max_tokens=9, temperature=0, stop=[stop])["choices"][0]
+    assert cut["text"] == whole[: whole.index(stop)] and cut["finish_reason"] == "stop"
+    same = complete(client, prompt=PROMPT, max_tokens=3, logit_bias={"7": 100}, logprobs=0)
+    assert same["choices"][0]["logprobs"]["token_ids"] == [7] * 3
+    assert complete(client, prompt=PROMPT, regex="[ab]{3}")["choices"][0]["text"].strip("ab") == ""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
+    answer = complete(client, prompt=PROMPT, response_format=form)["choices"][0]["text"]
+    assert json.loads(answer) in (1, 2)
+
+
+HOSTILE = {
+    "prompt": [5, [], [1, "a"], [[-1]], [[True]], {"a": 1}, [["a"]], ["a"] * 129, [9999], [1.5]],
+    "max_tokens": [-1, 10**9, 10**30, 1.5, "5", True],
+    "temperature": [-0.1, 2.1, 1e308, "1", True],
+    "top_p": [0, 1.1, -1], "n": [0, 9, 10**6, 1.0], "best_of": [0, 9, 10**6],
+    "logprobs": [-1, 21, 10**6, True], "stop": [[""], ["a"] * 5, 5, [5], "a" * 300, ""],
+    "seed": [2**200, -(2**64), 1.5, "1"], "logit_bias": [{"a": 1}, {"-1": 1}, {"1": 101},
+    {"1": "x"}, {"9999": 1}, [1], {str(n): 1 for n in range(301)}],
+    "suffix": ["x"], "echo": [1, "yes"], "stream": ["no"], "presence_penalty": [3, "a"],
+    "frequency_penalty": [-3], "regex": ["[", 5, "a" * 70_000], "grammar": ["nonsense ::="],
+    "json_schema": ["{", '{"type": 5}'], "response_format": [{"type": "xml"}, "json", 5],
+    "logprob_token_ids": [[9999], [-1], "a", [1] * 65], "model": [5], "unknown": [1],
+    "stream_options": [5, {"x": 1}], "top_k": [0, -1], "min_p": [2], "repetition_penalty": [0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_a_hostile_field_is_named(client, field):
+    for value in HOSTILE[field]:
+        error = refused(client, **{"prompt": "a", "max_tokens": 2} | {field: value})
+        assert field in f"{error['param']} {error['message']}", (value, error)
+        assert len(error["message"]) < 500
+
+
+BODIES = [
+    b"", b"{", b"[]", b'"a"', b"5", b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}',
+    b'{"max_tokens": NaN}', b'{"temperature": NaN}', b'{"temperature": Infinity}',
+    b'{"max_tokens": 1' + b"0" * 400 + b"}", b'{"seed": 1' + b"0" * 5000 + b"}",
+    b"[" * 10_000, b'{"a":' * 10_000, b"{" + b",".join(b'"%d":1' % n for n in range(50_000)) + b"}",
+    b'{"prompt": [' + b"[1]," * 50_000 + b"[1]]}", b"\x1f\x8b" + b"\0" * 1000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_a_hostile_body_is_refused(client, number):
+    headers = {"content-type": "application/json"}
+    response = client.post("/v1/completions", content=BODIES[number], headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_the_context_is_never_cut_silently(client):
+    for n, param in {40: "max_tokens", 49: "prompt"}.items():
+        error = refused(client, prompt=[5] * n, max_tokens=9)
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
+    assert len(complete(client, prompt=[5] * 40, max_tokens=8, logit_bias={"7": 100})["choices"])
+    complete(client, prompt=[5] * 48, max_tokens=0, echo=True, logprobs=1)
+
+
+def test_an_empty_prompt_begins_a_text_and_a_tiny_temperature_is_greedy(client, engine):
+    assert complete(client, prompt="", max_tokens=2)["usage"]["prompt_tokens"] == 1
+    ours = engine.generate(PROMPT, max_new_tokens=5, temperature=0).text
+    answer = complete(client, prompt=PROMPT, max_tokens=5, temperature=1e-300)
+    assert answer["choices"][0]["text"] == ours
+
+
+def test_another_models_name_is_not_found(client):
+    assert refused(client, 404, model="gpt-9")["code"] == "model_not_found"
+    assert client.get("/v1/models/gpt-9").status_code == 404
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 48
+
+
+def test_too_many_texts_are_refused_and_the_server_goes_on(client, engine):
+    assert refused(client, prompt=["a"] * 12, n=2)["param"] == "prompt"
+    waiting = [engine.submit("a", max_new_tokens=40, temperature=0) for _ in range(12)]
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    for generation in waiting:
+        generation.cancel()
+        generation.result()
+    assert response.status_code == 429 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    complete(client, prompt="a", max_tokens=2)
+
+
+def test_chat_is_refused_without_a_template(client):
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    error = refused(client, path="/v1/chat/completions", **body)
+    assert error["code"] == "no_chat_template" and "/v1/completions" in error["message"]

@@ -1,0 +1,159 @@
+"""On a socket: clients that go away, dawdle, or are many; and the end."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.serve.conftest import Running
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+
+LONG = {"prompt": "the cat", "max_tokens": 44, "logit_bias": {"7": 100}, "stream": True}
+
+
+def send(port, body, path="/v1/completions"):
+    """Send a request; return its socket."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def read(connection):
+    """Read until the other side closes, or the response has its end; close."""
+    found = b""
+    with connection:
+        while b"[DONE]" not in found and (part := connection.recv(65_536)):
+            found += part
+    return found.decode()
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def slow(engine, monkeypatch):
+    """The engine takes 20 ms a step."""
+    read = type(engine.runner.session(slots=1, capacity=8)).read
+
+    def slowly(self, *arguments, **named):
+        time.sleep(0.02)
+        return read(self, *arguments, **named)
+
+    monkeypatch.setattr(type(engine.runner.session(slots=1, capacity=8)), "read", slowly)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot_within_250_ms(running, engine, slow, stream):
+    before = engine.stats()["generated_tokens"]
+    connections = [send(running.port, LONG | {"stream": stream}) for _ in range(6)]
+    until(lambda: (engine.stats()["running"], engine.stats()["waiting"]) == (4, 2), 5)
+    time.sleep(0.1)
+    for connection in connections:
+        connection.close()
+    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)
+    assert engine.stats()["generated_tokens"] - before < 6 * 44
+
+
+def test_survivors_write_what_they_write_alone(running, engine):
+    """Half of many streams are dropped, some of them at once."""
+    alone = engine.generate("the cat", max_new_tokens=30, temperature=0).text
+    body = {"prompt": "the cat", "max_tokens": 30, "temperature": 0, "stream": True}
+    for _ in range(2):
+        connections = [send(running.port, body) for _ in range(12)]
+        for number, connection in enumerate(connections[::2]):
+            if number % 2:
+                connection.recv(200)
+            connection.close()
+        for connection in connections[1::2]:
+            lines = [x for x in read(connection).split("\n") if x.startswith("data: {")]
+            pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+            assert "".join(pieces) == alone
+    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 1)
+
+
+def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine):
+    limits = Limits(queue=8, header_seconds=0.5, body_seconds=0.5)
+    app = create_app(engine, name="tiny", limits=limits)
+    with Running(app, engine, limits) as running:
+        heads = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
+        for connection in heads:
+            connection.sendall(b"POST /v1/comp")
+        bodies = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
+        for connection in bodies:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+            )
+        assert "[DONE]" in read(send(running.port, LONG))
+        for connection in heads + bodies:
+            connection.settimeout(2)
+        assert all("408" in connection.recv(100).decode() for connection in bodies)
+        for connection in heads:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+        for connection in heads + bodies:
+            connection.close()
+
+
+def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
+    with Running(app, engine, Limits(queue=8)) as running:
+        connection = send(running.port, LONG)
+        connection.recv(100)
+        running.server.handle_exit(15, None)
+        assert "[DONE]" in read(connection)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", running.port), timeout=1)
+
+
+def test_a_slow_reader_holds_up_nobody(running, engine):
+    slow = send(running.port, LONG | {"n": 4})
+    began = time.monotonic()
+    assert "[DONE]" in read(send(running.port, LONG))
+    assert time.monotonic() - began < 5
+    assert "[DONE]" in read(slow)
+
+
+def test_requests_at_the_same_time_are_served_together(running, engine):
+    found, lock = [], threading.Lock()
+
+    def one():
+        text = read(send(running.port, LONG))
+        with lock:
+            found.append("[DONE]" in text)
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [True] * 8
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused_before_it_has_come(running, chunked):
+    size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{size}\r\n\r\n".encode()
+        )
+        with contextlib.suppress(ConnectionError):
+            for _ in range(17 if chunked else 0):
+                connection.sendall(b"10000\r\n" + b" " * 65_536 + b"\r\n")
+        assert "413" in connection.recv(65_536).decode().split("\r\n")[0]
+
+
+def test_large_headers_are_refused(running):
+    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(head)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
