@@ -1,0 +1,168 @@
+"""`tiedgpt serve [SOURCE]`: the model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tiedgpt.cli.options import Positional, Repeated, parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from tiedgpt.infer import Engine
+
+ABOUT = """Serve a model with OpenAI's API.
+
+  tiedgpt serve runs/my-1 --port 8000
+
+The key may also come by the environment variable TIEDGPT_API_KEY, which other users of this
+machine do not see."""
+KEY = "TIEDGPT_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Serve a model with OpenAI's API."""
+
+    source: Positional[str | None] = None
+    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
+    host: str = "127.0.0.1"
+    """The address to listen on; other machines reach 0.0.0.0, which needs a key or --insecure."""
+    port: int = 8000
+    """The port; 0 takes a free one."""
+    api_key: str | None = None
+    """What clients must send as Authorization: Bearer KEY, on every route but /health."""
+    insecure: bool = False
+    """Let anybody who reaches the address use the model without a key."""
+    allow_host: Repeated[tuple[str, ...]] = ()
+    """Another name by which clients call this server; may be given several times."""
+    name: str | None = None
+    """The model's name for clients; default: its directory's."""
+    slots: int = 8
+    """Texts that are written at a time."""
+    queue: int = 64
+    """Texts that may wait; beyond that clients are told to try again."""
+    drain: float = 30.0
+    """Seconds in which running texts may end after SIGTERM."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """auto: the model's own; int8 and int4 on CPUs."""
+    backend: Literal["auto", "torch", "kernels"] = "auto"
+    """What computes: torch, or our own kernels for CPUs."""
+    threads: int | None = None
+    """CPU threads that compute; default: the cores that this process may use, at most 16."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    n_head: int | None = None
+    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
+    """What to do where the file holds two different matrices."""
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until a signal; return the exit code."""
+    given = parse(Arguments, "serve", arguments, ABOUT)
+    key = given.api_key or os.environ.get(KEY)
+    if key is not None and not key.isascii():
+        raise UserError("--api-key must be ASCII, as HTTP's headers are")
+    if not key and not given.insecure and not _is_local(given.host):
+        raise UserError(
+            f"--host {given.host} lets other machines use the model: give --api-key (or {KEY}), or "
+            "--insecure"
+        )
+    try:
+        from tiedgpt.serve.server import open_socket
+    except ImportError as error:
+        raise UserError(
+            f"`tiedgpt serve` needs the package {error.name}: pip install 'tiedgpt[serve]'"
+        ) from None
+    source = source_or_newest(given.source, task="lm")
+    with open_socket(given.host, given.port) as listener, _engine(source, given) as engine:
+        _serve(given, source, key, engine, listener)
+    return EXIT_OK
+
+
+def _serve(given: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
+    from tiedgpt.serve.app import create_app
+    from tiedgpt.serve.guards import Hosts, Limits, access_log
+    from tiedgpt.serve.server import Server
+
+    limits = Limits(queue=given.queue, drain_seconds=given.drain)
+    path = Path(source)
+    name = given.name or (path.resolve().name if path.exists() else source)
+    app = create_app(
+        engine,
+        name=name,
+        key=key,
+        limits=limits,
+        hosts=Hosts.of(given.host, given.allow_host),
+        load=lambda: _model(source, given),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    for logger in (access_log, logging.getLogger("uvicorn.error")):
+        logger.addHandler(handler)
+        logger.propagate = False
+    access_log.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _tell(given, name, key, engine, listener.getsockname()[1])
+    Server(app, engine, limits).run([listener])
+
+
+def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
+    """Print the address, the limits, and two ways to call it that work as they are."""
+    from tiedgpt.cli.console import console, fact
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given.host, given.host)
+    host = f"[{host}]" if ":" in host and "[" not in host else host
+    url = f"http://{host}:{port}"
+    fact("address", url, style="bold")
+    fact("model", f"{name}: {engine!r}")
+    fact("limits", f"{given.slots} texts at a time, {given.queue} wait; 1 MiB a request")
+    to = console()
+    authorization = f' -H "Authorization: Bearer ${KEY}"' if key else ""
+    to.print(
+        f"\ncurl {url}/v1/completions{authorization} -H 'Content-Type: application/json' "
+        f'-d \'{{"prompt": "Once", "max_tokens": 20}}\'\n\n'
+        f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', "
+        f"api_key={f'os.environ[{KEY!r}]' if key else repr('none')})"
+        f".completions.create(model={name!r}, prompt='Once').choices[0].text)\n"
+    )
+    sys.stdout.flush()
+
+
+def _engine(source: str, given: Arguments) -> Engine:
+    """Return the engine, which has computed once: kernels are compiled before clients come."""
+    from tiedgpt.cli.console import note
+    from tiedgpt.cli.generate import _telling_of_compilation
+    from tiedgpt.infer import Engine
+
+    heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
+    engine = Engine(
+        source, given.precision, slots=given.slots, backend=given.backend, threads=given.threads,
+        tokenizer=given.tokenizer, resolve=given.resolve, queue_size=given.queue, **heads,
+    )  # fmt: skip
+    for text in engine.notes:
+        note(text)
+    with _telling_of_compilation(engine):
+        engine.generate([0], max_new_tokens=2)
+    return engine
+
+
+def _model(source: str, given: Arguments) -> Any:
+    """Return the model in torch, for embeddings and inspection."""
+    from tiedgpt.core.model import GPT
+
+    heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
+    return GPT.from_pretrained(source, resolve=given.resolve, **heads)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

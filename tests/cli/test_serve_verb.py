@@ -1,0 +1,70 @@
+"""`tiedgpt serve`, as a user starts and ends it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tests.infer.conftest import TEXT, opinionated
+from tiedgpt import Tokenizer
+from tiedgpt.cli.main import main
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tokenizer = Tokenizer.train([TEXT], 300)
+    opinionated(tokenizer).save_pretrained(tmp_path / "cats")
+    tokenizer.save_pretrained(tmp_path / "cats")
+    return tmp_path / "cats"
+
+
+def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory):
+    pytest.importorskip("fastapi")
+    command = [sys.executable, "-m", "tiedgpt", "serve", str(directory), "--port", "0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            shown = [process.stdout.readline() for _ in range(7)]
+            (address,) = re.findall(r"address +(http://127.0.0.1:\d+)", shown[0])
+            assert "cats" in shown[1] and "8 texts at a time" in shown[2]
+            (curl,) = [line for line in shown if line.startswith("curl")]
+            done = subprocess.run(["sh", "-c", f"{curl.strip()} -s"], capture_output=True)
+            assert json.loads(done.stdout)["object"] == "text_completion"
+            if openai_line := next(line for line in shown if line.startswith("from openai")):
+                pytest.importorskip("openai")
+                subprocess.run([sys.executable, "-c", openai_line], check=True, capture_output=True)
+            with urllib.request.urlopen(f"{address}/health") as response:
+                assert json.load(response) == {"status": "ok"}
+        finally:
+            process.send_signal(signal.SIGTERM)
+        lines = process.stderr.read().splitlines()
+        assert process.wait(20) == 0
+    assert {json.loads(line)["status"] for line in lines} == {200}
+
+
+def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
+    assert main(["serve", str(directory), "--host", "0.0.0.0"]) == 1
+    error = capsys.readouterr().err
+    assert "--api-key" in error and "--insecure" in error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(directory), "--port", str(port)]) == 1
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+    assert main(["serve", str(directory / "nothing"), "--port", "0"]) == 1
+    assert "nothing" in capsys.readouterr().err
+    monkeypatch.chdir(directory)
+    assert main(["serve", "--port", "0"]) == 1
+    assert "runs/" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.startswith("tiedgpt.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", str(directory), "--port", "0"]) == 1
+    assert "tiedgpt[serve]" in capsys.readouterr().err
