@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiedgpt import inspect
-from tiedgpt.serve.tensors import INSPECTIONS
+from tiedgpt.serve.schemas import INSPECTIONS
 
 TEXT = "the cat sat on the mat"
 

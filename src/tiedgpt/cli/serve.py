@@ -15,6 +15,7 @@ from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
+    from tiedgpt.data.templates import Template
     from tiedgpt.infer import Engine
 
 ABOUT = """Serve a model with OpenAI's API.
@@ -102,6 +103,7 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
         limits=limits,
         hosts=Hosts.of(given.host, given.allow_host),
         load=lambda: _model(source, given),
+        template=_template(given.tokenizer or source),
     )
     handler = logging.StreamHandler(sys.stderr)
     for logger in (access_log, logging.getLogger("uvicorn.error")):
@@ -159,6 +161,19 @@ def _model(source: str, given: Arguments) -> Any:
 
     heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
     return GPT.from_pretrained(source, resolve=given.resolve, **heads)
+
+
+def _template(source: str) -> Template | None:
+    """Return the chat template beside the tokenizer; there is no chat without one of ours."""
+    from tiedgpt.cli.console import note
+    from tiedgpt.data.templates import read_template
+    from tiedgpt.weights.hub import local_directory
+
+    try:
+        return read_template(local_directory(source, ["chat_template.jinja", "*config.json"]))
+    except UserError as error:
+        note(f"no chat: {error}")
+        return None
 
 
 def _is_local(host: str) -> bool:

@@ -17,11 +17,12 @@ import tiedgpt
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.serve import completions, tensors
-from tiedgpt.serve.completions import Chat, Service, require_model
+from tiedgpt.serve.completions import Service
 from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.guards import Guard, Hosts, Limits
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.schemas import (
+    INSPECTIONS,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -29,10 +30,20 @@ from tiedgpt.serve.schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from tiedgpt.serve.tensors import INSPECTIONS, Tensors
+from tiedgpt.serve.tensors import Tensors
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
+    from tiedgpt.data.templates import Template
+
+
+DESCRIBED = {
+    name: field.description
+    for request in (CompletionRequest, EmbeddingRequest)
+    for name, field in request.model_fields.items()
+    if field.description
+}
+"""What fields of several types must be."""
 
 
 def create_app(
@@ -43,19 +54,19 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
-    chat: Chat | None = None,
+    template: Template | None = None,
 ) -> FastAPI:
     """Return the ASGI application that serves an engine, whose queue must hold `limits.queue`.
 
     `name` is the model's for clients. With a `key` every route but /health needs it. `hosts` are
     the names by which it may be called, by default those of this machine alone. `load` opens the
-    model for embeddings and inspection, by default a copy of the engine's own. `chat` renders
+    model for embeddings and inspection, by default a copy of the engine's own. `template` writes
     conversations; None: there is no chat.
     """
     limits = limits or Limits()
     service = Service(
         engine, name, Metrics(engine), min(128, engine.slots + limits.queue), _fingerprint(engine),
-        chat,
+        template,
     )  # fmt: skip
     app = FastAPI(title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None)
     app.state.ready = True
@@ -97,7 +108,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        require_model(service, name)
+        service.require_model(name)
         return model
 
 
@@ -128,7 +139,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest) -> dict[str, Any]:
-        require_model(service, body.model)
+        service.require_model(body.model)
         return await tensors.embed(service, model, body)
 
     def add(name: str, schema: type[Body]) -> None:
@@ -185,13 +196,15 @@ def _add_errors(app: FastAPI) -> None:
 def _invalid(error: RequestValidationError) -> APIError:
     """Name the first field that is wrong; what was sent is not repeated."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
+    where = [str(part)[:64] for part in first["loc"][1:]]
+    if first["type"] == "json_invalid" or not where:
+        return APIError(400, f"the body must be a JSON object: {first['msg']}", code="invalid_json")
     says = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         says = "is not supported: leave it out"
-    if first["type"] == "json_invalid" or not where:
-        return APIError(400, f"the body must be a JSON object: {says}", code="invalid_json")
-    return APIError(400, f"{where[0][:64]}: {says}", param=".".join(where)[:128])
+    elif where[0] in DESCRIBED:
+        says = f"must be {DESCRIBED[where[0]]}"
+    return APIError(400, f"{where[0]}: {says}", param=where[0])
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: one way to write texts, two shapes of the answer."""
+"""/v1/completions and /v1/chat/completions: one way to write texts, two forms of the answer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from tiedgpt.infer import Engine, GenerationConfig, Token
+from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.options import Prompt
 from tiedgpt.serve.errors import APIError, api_error
-from tiedgpt.serve.logprobs import Entry, Names, for_chat, for_completion
+from tiedgpt.serve.logprobs import (
+    Entry,
+    Names,
+    for_chat,
+    for_completion,
+    new_entries,
+    prompt_entries,
+)
 from tiedgpt.serve.metrics import Metrics
-from tiedgpt.serve.schemas import ChatRequest, CompletionRequest, Generating
+from tiedgpt.serve.schemas import ChatRequest, CompletionRequest, listed
 from tiedgpt.serve.texts import EventStream, Texts, Wanted, require_whole, wanted
+
+if TYPE_CHECKING:
+    from tiedgpt.data.templates import Template
 
 MAX_TOKENS = 16
 """Of a completion where the request does not say, as in OpenAI's API."""
 FINISH = {"stop": "stop", "length": "length", "context": "length", "timeout": "length"}
-Chat = Callable[[Sequence[dict[str, str]]], tuple[list[int], list[int]]]
-"""Messages of {"role", "content"} -> the ids of the prompt, and the ids that end a reply."""
 
 
 @dataclass(frozen=True)
@@ -38,109 +46,88 @@ class Service:
     most_texts: int
     """Texts of one request; more could never be admitted."""
     fingerprint: str
-    chat: Chat | None = None
+    template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_model(self, name: str | None) -> None:
+        """Raise `APIError` for another model's name."""
+        if name not in (None, self.name):
+            raise APIError(
+                404, f"there is no model {name!r}: this server has {self.name!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What answers have in common: what was asked for, and for whom."""
+
+    service: Service
+    request: Request
+    names: Names
+    each: list[Wanted]
+    config: GenerationConfig
+    wants_logprobs: bool
+    samples: int
+    max_tokens: int
 
 
 @dataclass(frozen=True)
 class Completions:
-    """The answers of /v1/completions."""
+    """The form of /v1/completions."""
 
     body: CompletionRequest
-    names: Names
-    object = chunk_object = "text_completion"
-    prefix = "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, index: int, text: Wanted) -> dict[str, Any]:
-        """Return one text as a whole."""
-        done, body = text.result, self.body
-        shown, entries = "", list[Entry]()
-        if body.echo:
-            shown = self._echo(text)
-            if body.logprobs is not None:
-                entries = prompt_entries(text, self.names)
-        if body.logprobs is not None and body.max_tokens != 0:
-            entries += new_entries(text, self.names, start=len(shown))
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = for_completion(entries, self.names, body.logprobs)
-        shown += "" if body.max_tokens == 0 else done.text
-        reason = "length" if body.max_tokens == 0 else FINISH.get(done.finish_reason)
-        return _choice(index, logprobs, reason, text=shown)
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return what holds a text."""
+        return {"text": text}
 
-    def opening(self, index: int, text: Wanted) -> dict[str, Any] | None:
-        """Return what a stream begins a text with."""
-        return _choice(index, None, None, text=self._echo(text)) if self.body.echo else None
+    def piece(self, text: str) -> dict[str, Any]:
+        """Return what holds a piece of a stream."""
+        return {"text": text}
 
-    def piece(self, index: int, text: Wanted, token: Token | None, entry: Entry | None) -> Any:
-        """Return a token of a stream; None: the text has ended."""
-        start = len(self._echo(text)) if self.body.echo else 0
-        logprobs = None
-        if self.body.logprobs is not None and entry is not None:
-            entry = replace(entry, offset=start + entry.offset)
-            logprobs = for_completion([entry], self.names, self.body.logprobs)
-        reason = FINISH.get(text.result.finish_reason) if token is None else None
-        return _choice(index, logprobs, reason, text="" if token is None else token.text)
+    def opening(self, text: Wanted, names: Names) -> dict[str, Any] | None:
+        """Return what a stream begins with."""
+        return {"text": self.echoed(text, names)} if self.body.echo else None
 
-    def _echo(self, text: Wanted) -> str:
-        if isinstance(text.prompt, str) or self.names.tokenizer is None:
-            return text.prompt if isinstance(text.prompt, str) else ""
-        return self.names.tokenizer.decode(text.ids)
+    def echoed(self, text: Wanted, names: Names) -> str:
+        """Return the prompt's text, if it is to be repeated."""
+        if not self.body.echo or isinstance(text.prompt, str) or names.tokenizer is None:
+            return text.prompt if self.body.echo and isinstance(text.prompt, str) else ""
+        return names.tokenizer.decode(text.ids)
+
+    def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
+        """Return the logprobs of tokens."""
+        return for_completion(entries, names, self.body.logprobs or 0)
 
 
 @dataclass(frozen=True)
 class Chats:
-    """The answers of /v1/chat/completions."""
+    """The form of /v1/chat/completions."""
 
     body: ChatRequest
-    names: Names
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-    prefix = "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, text: Wanted) -> dict[str, Any]:
-        """Return one reply as a whole."""
-        done = text.result
-        message = {"role": "assistant", "content": done.text, "refusal": None}
-        entries = new_entries(text, self.names)
-        logprobs = for_chat(entries, self.names) if self.body.logprobs else None
-        return _choice(index, logprobs, FINISH.get(done.finish_reason), message=message)
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return what holds a reply."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def opening(self, index: int, text: Wanted) -> dict[str, Any]:
-        """Return what a stream begins a reply with."""
-        return _choice(index, None, None, delta={"role": "assistant", "content": ""})
+    def piece(self, text: str) -> dict[str, Any]:
+        """Return what holds a piece of a stream."""
+        return {"delta": {"content": text} if text else {}}
 
-    def piece(self, index: int, text: Wanted, token: Token | None, entry: Entry | None) -> Any:
-        """Return a token of a stream; None: the reply has ended."""
-        logprobs = None
-        if self.body.logprobs and entry is not None:
-            logprobs = for_chat([entry], self.names)
-        if token is None:
-            return _choice(index, None, FINISH.get(text.result.finish_reason), delta={})
-        return _choice(index, logprobs, None, delta={"content": token.text})
+    def opening(self, text: Wanted, names: Names) -> dict[str, Any] | None:
+        """Return what a stream begins with."""
+        return {"delta": {"role": "assistant", "content": ""}}
 
+    def echoed(self, text: Wanted, names: Names) -> str:
+        """Return nothing: a conversation is not repeated."""
+        return ""
 
-def _choice(index: int, logprobs: Any, reason: str | None, **content: Any) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-
-
-def prompt_entries(text: Wanted, names: Names) -> list[Entry]:
-    """Return the prompt's tokens; the first has no logprob, as nothing predicts it."""
-    done = text.result
-    tops = done.prompt_top_logprobs or [[]] * len(done.prompt_logprobs)
-    offsets = names.offsets(text.ids)
-    rows = zip(text.ids[1:], offsets[1:], done.prompt_logprobs, tops, strict=True)
-    return [Entry(text.ids[0], 0, None), *(Entry(*row) for row in rows)]
-
-
-def new_entries(text: Wanted, names: Names, start: int = 0) -> list[Entry]:
-    """Return the new tokens, of which the last may have ended the text and be none of it."""
-    done = text.result
-    offsets = names.offsets(done.ids, start=start, after=text.ids[-1])
-    offsets = [min(offset, start + len(done.text)) for offset in offsets]
-    tops = done.top_logprobs or [[]] * len(done.ids)
-    recorded = text.recorder.rows if text.recorder is not None else [None] * len(done.ids)
-    rows = zip(done.ids, offsets, done.logprobs, tops, recorded, strict=False)
-    return [Entry(*row) for row in rows]
+    def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
+        """Return the logprobs of tokens."""
+        return for_chat(entries, names)
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -150,151 +137,164 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         raise APIError(400, f"best_of must be at least n={body.n}, got {samples}", param="best_of")
     if body.stream and samples > body.n:
         raise APIError(400, "best_of above n cannot be streamed", param="best_of")
-    if body.stream and body.echo and body.logprobs is not None:
+    wants = body.logprobs is not None
+    if body.stream and body.echo and wants:
         raise APIError(400, "echo with logprobs cannot be streamed", param="stream")
-    scored = body.logprobs if body.echo and body.logprobs is not None else False
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     config = body.config(
-        max_new_tokens=max(1, max_tokens), top_logprobs=body.logprobs or 0, prompt_logprobs=scored
-    )
-    each = await _wanted(service, body, body.prompt, samples, max_tokens)
+        max_new_tokens=max(1, max_tokens), top_logprobs=body.logprobs or 0,
+        prompt_logprobs=(body.logprobs or 0) if body.echo and wants else False,
+    )  # fmt: skip
+    each = await _wanted(service, body, listed(body.prompt), samples, max_tokens)
     names = Names(service.engine.tokenizer, body.return_tokens_as_token_ids)
-    return await _answer(service, request, Completions(body, names), each, config)
+    asked = Asked(service, request, names, each, config, wants, samples, max_tokens)
+    return await _answer(asked, Completions(body))
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
-    if service.chat is None:
+    template, tokenizer = service.template, service.engine.tokenizer
+    if template is None or tokenizer is None:
         raise APIError(
             400, "the model has no chat template of ours: use /v1/completions", param="messages",
             code="no_chat_template",
         )  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    messages = [{"role": each.role, "content": each.text} for each in body.messages]
-    ids, end_ids = await asyncio.to_thread(service.chat, messages)
-    asked = body.max_completion_tokens or body.max_tokens
+    from tiedgpt.data.templates import encode_pieces
+
+    messages = [{"role": each.role, "content": each.written} for each in body.messages]
+    ids, _ = await asyncio.to_thread(lambda: encode_pieces(template.prompt(messages), tokenizer))
     room = service.engine.runner.config.n_positions - len(ids)
-    max_tokens = max(1, room) if asked is None else asked
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     config = body.config(
-        max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0, stop_ids=end_ids
-    )
+        max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
+        stop_ids=template.end_ids(tokenizer),
+    )  # fmt: skip
     each = await _wanted(service, body, [ids], body.n, max_tokens)
-    names = Names(service.engine.tokenizer)
-    return await _answer(service, request, Chats(body, names), each, config)
+    names = Names(tokenizer)
+    asked = Asked(service, request, names, each, config, body.logprobs, body.n, max_tokens)
+    return await _answer(asked, Chats(body))
 
 
 async def _wanted(
-    service: Service, body: Generating, prompts: Sequence[Prompt], samples: int, max_tokens: int
+    service: Service,
+    body: CompletionRequest | ChatRequest,
+    prompts: Sequence[Prompt],
+    samples: int,
+    max_tokens: int,
 ) -> list[Wanted]:
     """Check what both APIs share; return the texts to be written."""
-    require_model(service, body.model)
+    service.require_model(body.model)
     if len(prompts) * samples > service.most_texts:
         raise APIError(
             400, f"prompts times samples must be at most {service.most_texts}, got "
             f"{len(prompts)} x {samples}", param="prompt",
         )  # fmt: skip
-    size = service.engine.runner.config.vocab_size
-    if any(id >= size for id in body.logprob_token_ids):
+    recorded, size = body.logprob_token_ids, service.engine.runner.config.vocab_size
+    if any(id >= size for id in recorded):
         raise APIError(400, f"must be ids below {size}", param="logprob_token_ids")
     return await asyncio.to_thread(
-        wanted, service.engine, prompts, n=samples, room=max_tokens, recorded=body.logprob_token_ids
+        wanted, service.engine, prompts, n=samples, room=max_tokens, recorded=recorded
     )
 
 
-def require_model(service: Service, name: str | None) -> None:
-    """Raise `APIError` for another model's name."""
-    if name not in (None, service.name):
-        raise APIError(
-            404, f"there is no model {name!r}: this server has {service.name!r}", param="model",
-            code="model_not_found",
-        )  # fmt: skip
-
-
-async def _answer(
-    service: Service,
-    request: Request,
-    shape: Completions | Chats,
-    each: list[Wanted],
-    config: GenerationConfig,
-) -> Response:
-    texts = Texts(service.engine, service.metrics)
-    await texts.submit(each, config)
+async def _answer(asked: Asked, form: Completions | Chats) -> Response:
+    texts = Texts(asked.service.engine, asked.service.metrics)
+    await texts.submit(asked.each, asked.config)
     head = {
-        "id": f"{shape.prefix}-{uuid.uuid4().hex}",
-        "object": shape.chunk_object if shape.body.stream else shape.object,
+        "id": f"{form.prefix}-{uuid.uuid4().hex}",
+        "object": form.chunk_kind if form.body.stream else form.kind,
         "created": int(time.time()),
-        "model": service.name,
-        "system_fingerprint": service.fingerprint,
+        "model": asked.service.name,
+        "system_fingerprint": asked.service.fingerprint,
     }
-    if shape.body.stream:
-        return EventStream(_events(request, texts, shape, head), texts)
-    completions = await texts.results(request)
-    n_new = sum(len(completion.ids) for completion in completions)
-    usage = _usage(each, n_new if shape.body.max_tokens != 0 else 0)
-    request.state.noted |= usage
-    chosen = await asyncio.to_thread(
-        lambda: [shape.choice(index, one) for index, one in enumerate(_best(each, shape.body))]
+    if form.body.stream:
+        return EventStream(_events(asked, form, texts, head), texts)
+    completions = await texts.results(asked.request)
+    usage = _usage(asked, sum(len(completion.ids) for completion in completions))
+    best = _best(asked, form.body.n)
+    choices = await asyncio.to_thread(
+        lambda: [_whole(index, text, asked, form) for index, text in enumerate(best)]
     )
-    return JSONResponse({**head, "choices": chosen, "usage": usage})
+    return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
-def _best(each: list[Wanted], body: Generating) -> list[Wanted]:
+def _whole(index: int, text: Wanted, asked: Asked, form: Completions | Chats) -> dict[str, Any]:
+    """Return one text as a choice; with max_tokens=0, what was written is not shown."""
+    done, shown, entries = text.result, form.echoed(text, asked.names), list[Entry]()
+    if asked.config.prompt_logprobs is not False:
+        entries = prompt_entries(text, asked.names)
+    if asked.max_tokens and asked.wants_logprobs:
+        entries += new_entries(text, asked.names, start=len(shown))
+    logprobs = form.logprobs(entries, asked.names) if asked.wants_logprobs else None
+    reason = FINISH[done.finish_reason] if asked.max_tokens else "length"
+    return _choice(index, form.whole(shown + done.text * bool(asked.max_tokens)), logprobs, reason)
+
+
+def _choice(
+    index: int, content: dict[str, Any], logprobs: Any = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _best(asked: Asked, n: int) -> list[Wanted]:
     """Return n texts for each prompt: those with the highest mean logprob, if more were drawn."""
-    samples, found = getattr(body, "best_of", None) or body.n, list[Wanted]()
-    for first in range(0, len(each), samples):
-        group = each[first : first + samples]
-        if samples > body.n:
-            group = sorted(group, key=_mean_logprob, reverse=True)[: body.n]
-        found += group
+
+    def mean_logprob(text: Wanted) -> float:
+        return sum(text.result.logprobs) / max(1, len(text.result.logprobs))
+
+    found = list[Wanted]()
+    for first in range(0, len(asked.each), asked.samples):
+        group = asked.each[first : first + asked.samples]
+        found += sorted(group, key=mean_logprob, reverse=True)[:n] if n < len(group) else group
     return found
 
 
-def _mean_logprob(text: Wanted) -> float:
-    logprobs = text.result.logprobs
-    return sum(logprobs) / max(1, len(logprobs))
-
-
-def _usage(each: list[Wanted], n_new: int) -> dict[str, int]:
-    """Count tokens; each prompt once, however many texts it has."""
-    n_prompt = sum(len(one.ids) for one in {id(one.ids): one for one in each}.values())
-    return {
-        "prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new,
-    }  # fmt: skip
+def _usage(asked: Asked, n_new: int) -> dict[str, int]:
+    """Count tokens, also for the log; each prompt once, however many texts it has."""
+    n_prompt = sum(len(text.ids) for text in asked.each[:: asked.samples])
+    n_new = n_new if asked.max_tokens else 0
+    usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
+    asked.request.state.noted |= usage
+    return {**usage, "total_tokens": n_prompt + n_new}
 
 
 async def _events(
-    request: Request, texts: Texts, shape: Completions | Chats, head: dict[str, Any]
+    asked: Asked, form: Completions | Chats, texts: Texts, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
-    options, body = shape.body.stream_options, shape.body
-    told = options is not None and options.include_usage
-    counts = [0] * len(texts.each)
+    options, names = form.body.stream_options, asked.names
+    tells_usage = options is not None and options.include_usage
+    counts = [0] * len(asked.each)
 
-    def event(*choices: Any, usage: Any = None) -> bytes:
-        return _event({**head, "choices": choices, **({"usage": usage} if told else {})})
+    def event(*choices: dict[str, Any], usage: Any = None) -> bytes:
+        return _event({**head, "choices": choices, **({"usage": usage} if tells_usage else {})})
 
     try:
-        for index, text in enumerate(texts.each):
-            if (opening := shape.opening(index, text)) is not None:
-                yield event(opening)
+        for index, text in enumerate(asked.each):
+            if (opening := form.opening(text, names)) is not None:
+                yield event(_choice(index, opening))
+        starts = [len(form.echoed(text, names)) for text in asked.each]
         async for index, token in texts:
-            text = texts.each[index]
+            text = asked.each[index]
             if token is None:
                 require_whole(text.result)
-                yield event(shape.piece(index, text, None, None))
+                reason = FINISH[text.result.finish_reason] if asked.max_tokens else "length"
+                yield event(_choice(index, form.piece(""), None, reason))
                 continue
             row = text.recorder.rows[counts[index]] if text.recorder is not None else None
-            entry = Entry(token.id, token.offset, token.logprob, token.top_logprobs, row)
             counts[index] += 1
-            if (token.text or body.wants_logprobs) and body.max_tokens != 0:
-                yield event(shape.piece(index, text, token, entry))
+            at = starts[index] + token.offset
+            entry = Entry(token.id, at, token.logprob, token.top_logprobs, row)
+            logprobs = form.logprobs([entry], names) if asked.wants_logprobs else None
+            if (token.text or logprobs) and asked.max_tokens:
+                yield event(_choice(index, form.piece(token.text), logprobs))
     except Exception as error:
         yield _event(api_error(error).content)
         return
-    usage = _usage(texts.each, sum(counts) if body.max_tokens != 0 else 0)
-    request.state.noted |= usage
-    if told:
+    usage = _usage(asked, sum(counts))
+    if tells_usage:
         yield event(usage=usage)
     yield b"data: [DONE]\n\n"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.sequence import Likeliest
+from tiedgpt.serve.texts import Wanted
 from tiedgpt.text import Tokenizer
 
 LEAST = -9999.0
@@ -101,6 +102,26 @@ def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
         ],
         "refusal": None,
     }
+
+
+def prompt_entries(text: Wanted, names: Names) -> list[Entry]:
+    """Return the prompt's tokens; the first has no logprob, as nothing predicts it."""
+    done = text.result
+    tops = done.prompt_top_logprobs or [[]] * len(done.prompt_logprobs)
+    offsets = names.offsets(text.ids)
+    rows = zip(text.ids[1:], offsets[1:], done.prompt_logprobs, tops, strict=True)
+    return [Entry(text.ids[0], 0, None), *(Entry(*row) for row in rows)]
+
+
+def new_entries(text: Wanted, names: Names, start: int = 0) -> list[Entry]:
+    """Return the new tokens, of which the last may have ended the text and be none of it."""
+    done = text.result
+    offsets = names.offsets(done.ids, start=start, after=text.ids[-1])
+    offsets = [min(offset, start + len(done.text)) for offset in offsets]
+    tops = done.top_logprobs or [[]] * len(done.ids)
+    recorded = text.recorder.rows if text.recorder is not None else [None] * len(done.ids)
+    rows = zip(done.ids, offsets, done.logprobs, tops, recorded, strict=False)
+    return [Entry(*row) for row in rows]
 
 
 def _with_own(entry: Entry) -> Likeliest:

@@ -13,9 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiedgpt.errors import UserError
-from tiedgpt.serve import schemas
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected
+from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected, listed
 from tiedgpt.serve.texts import encode
 
 if TYPE_CHECKING:
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
     from tiedgpt.serve.completions import Service
 
 T = TypeVar("T")
-INSPECTIONS: dict[str, type[Body]] = {
-    "positions": schemas.PositionsRequest,
-    "lens": schemas.LensRequest,
-    "dot": schemas.DotRequest,
-    "vocabulary": schemas.VocabularyRequest,
-    "gradient_split": schemas.GradientSplitRequest,
-    "attention": schemas.AttentionRequest,
-    "ablate": schemas.AblateRequest,
-}
 MOST_TOKENS = {"lens": 256, "attention": 256, "ablate": 256}
 """Tokens that are looked into, where the result or the work grows with layers or heads."""
 
@@ -68,7 +58,7 @@ async def embed(service: Service, tensors: Tensors, body: EmbeddingRequest) -> d
     def compute(model: GPT) -> tuple[list[Any], int]:
         import torch
 
-        each = [encode(service.engine, one, "input") for one in body.input]
+        each = [encode(service.engine, one, "input") for one in listed(body.input)]
         found = []
         for ids in each:
             with torch.inference_mode():

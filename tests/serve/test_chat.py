@@ -1,0 +1,86 @@
+"""/v1/chat/completions, where the tokenizer carries a template of ours."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serve.conftest import Running
+from tests.serve.test_completions import events, refused
+from tiedgpt.data import TEMPLATES
+from tiedgpt.data.templates import encode_pieces
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+
+PATH = "/v1/chat/completions"
+MESSAGES = [
+    {"role": "system", "content": "cat"},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "dog"}],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def talking(engine):
+    return create_app(engine, name="tiny", limits=Limits(queue=8), template=TEMPLATES["plain"])
+
+
+@pytest.fixture
+def client(talking):
+    return TestClient(talking, base_url="http://127.0.0.1")
+
+
+@pytest.fixture
+def reply(engine):
+    messages = [MESSAGES[0], {"role": "user", "content": "the dog"}]
+    prompt, _ = encode_pieces(TEMPLATES["plain"].prompt(messages), engine.tokenizer)
+    return engine.generate(prompt, max_new_tokens=8, temperature=0)
+
+
+BODY = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
+
+
+def test_a_reply_is_the_engines(client, reply):
+    answer = client.post(PATH, json=BODY | {"logprobs": True, "top_logprobs": 2}).json()
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": reply.text, "refusal": None}
+    content = choice["logprobs"]["content"]
+    assert [token["token_id"] for token in content] == reply.ids
+    assert [token["logprob"] for token in content] == pytest.approx(reply.logprobs, abs=1e-5)
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+def test_a_streamed_reply_adds_up(client, reply):
+    body = BODY | {"stream": True, "logprobs": True}
+    with client.stream("POST", PATH, json=body) as response:
+        chunks = [chunk["choices"][0] for chunk in events(response)]
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == reply.text
+    assert chunks[-1]["delta"] == {} and chunks[-1]["finish_reason"]
+    told = [
+        token["token_id"] for c in chunks if c["logprobs"] for token in c["logprobs"]["content"]
+    ]
+    assert told == reply.ids
+
+
+def test_the_official_client_chats(talking, engine, reply):
+    openai = pytest.importorskip("openai")
+    with (
+        Running(talking, engine, Limits(queue=8)) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(model="tiny", **BODY)
+        assert answer.choices[0].message.content == reply.text
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
+     ({"messages": [{"role": "wizard", "content": "a"}]}, "wizard"), ({"tools": []}, "tools"),
+     ({"top_logprobs": 1}, "top_logprobs"), ({"max_completion_tokens": 99}, "context"),
+     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages")],
+)  # fmt: skip
+def test_bad_conversations_are_refused(client, body, named):
+    error = refused(client, path=PATH, **BODY | body)
+    assert named in f"{error['param']} {error['message']} {error['code']}"
