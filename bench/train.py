@@ -1,6 +1,7 @@
-"""Training steps: ours, transformers' GPT-2 and a plain PyTorch GPT, in turn in one process.
+"""Training steps: ours, transformers' GPT-2 and plain PyTorch GPTs, in turn in one process.
 
     python bench/train.py [--size gpt2] [--batch 4] [--context 512] [--rounds 5] [--compile]
+                          [--ways "ours" "nanogpt compiled" ...]
 
 bf16 products over fp32 weights, AdamW (fused) for all, no dropout, gradients clipped at 1; a step
 is forward, backward and update. Speed: the median of the ratios over rounds in which everyone takes
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,15 @@ def shape(size: str, context: int) -> GPTConfig:
 class PlainBlock(nn.Module):
     """A pre-norm block."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, bias: bool, gelu: str) -> None:
         super().__init__()
         width = config.n_embd
-        self.n_head = config.n_head
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.n_head, self.gelu = config.n_head, gelu
+        self.ln_1, self.ln_2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.proj = nn.Linear(width, width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -57,18 +61,18 @@ class PlainBlock(nn.Module):
         q, k, v = (t.view(batch, length, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate=self.gelu))
 
 
 class PlainGPT(nn.Module):
     """What one writes in an afternoon: logits, then cross-entropy on all of them."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, bias: bool = True, gelu: str = "tanh") -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(PlainBlock(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.h = nn.ModuleList(PlainBlock(config, bias, gelu) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=bias)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """(B, T) twice -> ()."""
@@ -135,7 +139,14 @@ def plain(config: GPTConfig, device: str, compiled: bool) -> Step:
     return stepper(model, torch.compile(model) if compiled else model, device)
 
 
-WAYS = {"ours": ours, "transformers": transformers, "plain": plain}
+def nanogpt(config: GPTConfig, device: str, compiled: bool) -> Step:
+    """nanoGPT's model with its defaults: no biases, GELU by erf, V rounded up to 64s."""
+    padded = replace(config, vocab_size=config.vocab_size + -config.vocab_size % 64)
+    model = PlainGPT(padded, bias=False, gelu="none").to(device).train()
+    return stepper(model, torch.compile(model) if compiled else model, device)
+
+
+WAYS = {"ours": ours, "transformers": transformers, "plain": plain, "nanogpt": nanogpt}
 
 
 def batch(config: GPTConfig, size: int, device: str) -> tuple[Tensor, Tensor]:
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="the compiled forms, too")
+    parser.add_argument("--ways", nargs="+", help="these alone, for example 'nanogpt compiled'")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -185,7 +197,7 @@ def main() -> None:
         alone(given.alone, given, device)
         return
     config = shape(given.size, given.context)
-    names = [*WAYS, *(f"{way} compiled" for way in WAYS if given.compile)]
+    names = given.ways or [*WAYS, *(f"{way} compiled" for way in WAYS if given.compile)]
     data = batch(config, given.batch, device)
     steps, first = {}, {}
     for name in names:
