@@ -2,7 +2,6 @@ import random
 
 import pytest
 
-from tiedgpt.data import documents
 from tiedgpt.study import comparison, training
 
 
@@ -10,7 +9,7 @@ from tiedgpt.study import comparison, training
 def tiny(monkeypatch):
     """Studies of models that train in a blink."""
     shape = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    monkeypatch.setattr(comparison, "SHAPE", shape)
+    monkeypatch.setattr(comparison, "SHAPE", comparison.SHAPE | shape)
     monkeypatch.setattr(training, "PARTS", 3)
 
 
@@ -20,8 +19,3 @@ def text(tmp_path):
     words = [f"w{n:x}" for n in range(300)]
     path.write_text("\n".join(" ".join(drawn.choices(words, k=12)) for _ in range(800)))
     return path
-
-
-@pytest.fixture
-def corpus(text):
-    return documents([str(text)])

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.embedding import TiedEmbedding
-from tiedgpt.core.loss import linear_cross_entropy
 from tiedgpt.core.model import GPT
 from tiedgpt.tie import untie
 
@@ -24,7 +24,7 @@ NAMES = {
     "untied-equal": "GPT, untied, of equal size",
     "lstm": "LSTM, tied",
 }
-"""The models, and what people call them."""
+"""The models, and what people call them; the GPTs come first."""
 LSTM_SCALE = 5.0
 """The LSTM's first W is the GPT's times this, of a standard deviation of 0.1. It has no norm that
 scales up what is read, and with 0.02 it predicted the frequencies alone for half of a training."""
@@ -44,25 +44,16 @@ class TiedLSTM(nn.Module):
         self.lstm = nn.LSTM(n_embd, hidden, num_layers=2, batch_first=True)
         self.proj = nn.Linear(hidden, n_embd)
 
-    def body(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D), each row of ids from a state of zeros."""
-        return self.proj(self.lstm(self.wte(ids))[0])
-
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) -> logits (B, T, V)."""
-        return self.wte.unembed(self.body(ids))
+        """(B, T) -> logits (B, T, V), each row of ids from a state of zeros."""
+        return self.wte.unembed(self.proj(self.lstm(self.wte(ids))[0]))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets (B, T) that are not -100."""
-        h = self.body(ids).flatten(0, 1)
-        return linear_cross_entropy(h, self.wte.weight, targets.flatten())
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the module that reads, by the name that transformers gave this method."""
-        return self.wte
+        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module that predicts, which is the same."""
+        """Return the module that predicts, by the name that transformers gave this method."""
         return self.wte
 
 
@@ -94,14 +85,15 @@ def equal_size(config: GPTConfig) -> GPTConfig:
 
     The width is the multiple of `n_head` that comes nearest; the MLP makes up for the rest.
     """
-    target, heads, layers = config.parameter_count(), config.n_head, config.n_layer
 
-    def gap(made: GPTConfig) -> int:
-        return target - replace(made, tie_word_embeddings=False).parameter_count()
+    def missing(made: GPTConfig) -> int:
+        untied = replace(made, tie_word_embeddings=False)
+        return config.parameter_count() - untied.parameter_count()
 
-    widths = range(heads, config.n_embd + 1, heads)
-    narrow = min((replace(config, n_embd=width) for width in widths), key=lambda c: abs(gap(c)))
-    more = round(gap(narrow) / (layers * (2 * narrow.n_embd + 1)))
+    widths = range(config.n_head, config.n_embd + 1, config.n_head)
+    shapes = [replace(config, n_embd=width) for width in widths]
+    narrow = min(shapes, key=lambda made: abs(missing(made)))
+    more = round(missing(narrow) / (config.n_layer * (2 * narrow.n_embd + 1)))
     return replace(narrow, n_inner=max(1, narrow.inner_dim + more))
 
 
@@ -112,13 +104,12 @@ def lstm_units(config: GPTConfig) -> int:
     def parameters(units: int) -> int:
         return vocab * width + 12 * units**2 + (5 * width + 16) * units + width
 
-    target = config.parameter_count()
-    return min(range(1, 4 * width), key=lambda units: abs(target - parameters(units)))
+    return min(range(1, 4 * width), key=lambda h: abs(config.parameter_count() - parameters(h)))
 
 
 def matrices(model: Model) -> dict[str, Tensor]:
     """Return each matrix (V, D) by what it does."""
-    if isinstance(model, TiedLSTM) or model.head is None:
-        return {"reads and predicts": model.wte.weight.detach()}
-    assert isinstance(model.head, nn.Linear)
-    return {"reads": model.wte.weight.detach(), "predicts": model.head.weight.detach()}
+    reads, head = model.wte.weight.detach(), getattr(model, "head", None)
+    if head is None:
+        return {"reads and predicts": reads}
+    return {"reads": reads, "predicts": head.weight.detach()}
