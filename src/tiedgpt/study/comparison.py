@@ -56,12 +56,6 @@ class Study:
     seeds: tuple[int, ...]
     runs: dict[str, list[Numbers]]
 
-    @property
-    def passes(self) -> float:
-        """How often each training saw the text."""
-        tokens = self.setting.steps * BATCH_SIZE * self.setting.config.n_positions
-        return tokens / len(self.setting.train)
-
     def values(self, name: str, *keys: str) -> np.ndarray:
         """Return (S, ...) a model's numbers under nested keys, one row for each seed."""
         return np.array([reduce(operator.getitem, keys, run) for run in self.runs[name]])
@@ -73,18 +67,18 @@ class Study:
     def conclusion(self) -> str:
         """Return in one sentence what the differences of the GPTs show, with their intervals."""
         found = []
-        for name, other in {
-            "untied": "untied GPT",
-            "untied-equal": "untied GPT of its size",
-        }.items():
+        others = {"untied": "untied GPT", "untied-equal": "untied GPT of its size"}
+        for name, other in others.items():
             mean, low, high = over_seeds(self.differences(name, "loss"))
             shows = f"the {other} is {'worse' if mean > 0 else 'better'}"
             if low <= 0 <= high:
                 shows = f"no difference from the {other} is shown"
             found.append(f"{shows} ({mean:+.3f} nats, 95 % interval {low:+.3f} to {high:+.3f})")
+        setting = self.setting
+        tokens = setting.steps * BATCH_SIZE * setting.config.n_positions
         return (
-            f"Measured against the tied GPT, with {len(self.seeds)} seeds of {self.passes:.1f} "
-            f"passes over this text: {found[0]}, and {found[1]}."
+            f"Measured against the tied GPT, with {len(self.seeds)} seeds of "
+            f"{tokens / len(setting.train):.1f} passes over this text: {' and '.join(found)}."
         )
 
     def table(self) -> tuple[Row, list[Row]]:
@@ -102,7 +96,8 @@ class Study:
         for name, model in models.items():
             model["loss"] = over_seeds(self.values(name, "loss"))
             model["difference"] = over_seeds(self.differences(name, "loss"))
-        return {"conclusion": self.conclusion(), "steps": self.setting.steps, "models": models}
+        budget = {"seeds": self.seeds, "steps": self.setting.steps}
+        return {"conclusion": self.conclusion(), **budget, "models": models}
 
 
 def over_seeds(values: np.ndarray) -> tuple[float, float, float]:
