@@ -20,11 +20,11 @@ def tokenizer():
     return Tokenizer.train([TEXT], 300)
 
 
-def opinionated(tokenizer):
+def opinionated(tokenizer, n_positions=48):
     """Return a model on random weights strong enough to have opinions."""
     torch.manual_seed(5)
     config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=48, n_embd=32, n_layer=2, n_head=2,
+        vocab_size=len(tokenizer), n_positions=n_positions, n_embd=32, n_layer=2, n_head=2,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
     )  # fmt: skip
     model = GPT(config).eval()

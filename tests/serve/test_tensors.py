@@ -61,6 +61,8 @@ def test_texts_are_encoded_and_decoded(client, engine):
     answer = client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False}).json()
     assert answer["tokens"] == engine.tokenizer.encode(TEXT)
     assert client.post("/detokenize", json=answer | {"x": 1}).status_code == 400
+    end = client.post("/tokenize", json={"prompt": "<|endoftext|>"}).json()["tokens"]
+    assert end == [engine.tokenizer.eos_token_id]
     tokens = {"tokens": answer["tokens"]}
     assert client.post("/detokenize", json=tokens).json() == {"prompt": TEXT}
     assert client.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"

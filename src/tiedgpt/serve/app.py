@@ -123,6 +123,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         ids = await asyncio.to_thread(needed().encode, body.prompt)
+        end = needed().eos_token_id
+        if end is not None and body.prompt.encode() == needed().token_bytes(end):
+            ids = [end]  # so clients ask for it; within a text it is ordinary text
         return {"tokens": ids, "count": len(ids), "max_model_len": config.n_positions}
 
     @app.post("/detokenize")

@@ -1,0 +1,100 @@
+"""Many clients, many of which go away; many requests; nothing is left behind."""
+
+import gc
+import http.client
+import json
+import os
+import random
+import socket
+import threading
+
+import pytest
+
+from tests.serve.conftest import Running
+from tests.serve.test_operation import read, send, until
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts are Linux's"),
+]
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.fixture
+def roomy(engine):
+    limits = Limits(queue=8, header_seconds=1, body_seconds=1)
+    with Running(create_app(engine, name="tiny", limits=limits), engine, limits) as running:
+        yield running
+
+
+def test_survivors_of_64_streams_equal_solo_runs_and_nothing_is_left(roomy, engine):
+    """The engine takes 12 texts; the others are told to try again, and do."""
+    alone = engine.generate("the cat", max_new_tokens=40, temperature=0).text
+    body = {"prompt": "the cat", "max_tokens": 40, "temperature": 0, "stream": True}
+    drawn, found = random.Random(0), []
+    before = 0
+
+    def one(leaves):
+        while (connection := send(roomy.port, body)) is not None:
+            head = connection.recv(12)
+            if b"429" not in head:
+                break
+            connection.close()
+            threading.Event().wait(0.01)
+        if leaves is not None:
+            threading.Event().wait(leaves)
+            connection.close()
+            return
+        lines = [x for x in read(connection).split("\n") if x.startswith("data: {")]
+        found.append("".join(json.loads(x[6:])["choices"][0]["text"] for x in lines))
+
+    for turn in range(10):
+        leaving = [drawn.random() * 0.1 if n % 2 else None for n in range(64)]
+        threads = [threading.Thread(target=one, args=(leaves,)) for leaves in leaving]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 1)
+        until(lambda: not roomy.server.server_state.tasks, 1)
+        if turn == 0:
+            before = descriptors()
+        until(lambda most=before + 2: descriptors() <= most, 1)
+    assert found == [alone] * 320
+
+
+def test_memory_is_flat_over_10_000_requests(roomy):
+    connection = http.client.HTTPConnection("127.0.0.1", roomy.port)
+    data = json.dumps({"prompt": "the cat", "max_tokens": 2, "logprobs": 2, "echo": True})
+    headers = {"content-type": "application/json"}
+    for number in range(10_000):
+        connection.request("POST", "/v1/completions", data, headers)
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 200
+        if number == 2_000:
+            gc.collect()
+            before = resident()
+    connection.close()
+    gc.collect()
+    assert resident() - before < 8
+
+
+def test_200_connections_that_dawdle_are_closed_while_others_are_served(roomy):
+    each = [socket.create_connection(("127.0.0.1", roomy.port), timeout=5) for _ in range(200)]
+    for connection in each:
+        connection.sendall(b"GET /he")
+    assert "[DONE]" in read(send(roomy.port, {"prompt": "a", "max_tokens": 4, "stream": True}))
+    for connection in each:
+        assert connection.recv(10) == b""
+        connection.close()
