@@ -103,6 +103,7 @@ QUICK = {
         "try: main(['generate', '--help'])\n"
         "except SystemExit: pass"
     ),
+    "the server": "import tiedgpt.serve.app, tiedgpt.serve.server, tiedgpt.cli.serve",
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
 }
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.serve.conftest import Running
+from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
@@ -157,3 +158,23 @@ def test_large_headers_are_refused(running):
         with contextlib.suppress(ConnectionError):
             connection.sendall(head)
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
+    limits = Limits(drain_seconds=0.2)
+    with Engine(engine.model, tokenizer=engine.tokenizer) as other:
+        with Running(create_app(other, name="tiny", limits=limits), other, limits) as running:
+            connection, whole = (
+                send(running.port, LONG),
+                send(running.port, LONG | {"stream": False}),
+            )
+            connection.recv(100)
+            until(lambda: other.stats()["running"] == 2, 2)
+            running.server.handle_exit(15, None)
+            with connection, whole:
+                connection.settimeout(5)
+                found = b""
+                while part := connection.recv(65_536):
+                    found += part
+                assert b'"error":{"message":"the server is ending"' in found
+                assert b"503" in whole.recv(100)

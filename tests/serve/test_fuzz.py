@@ -1,0 +1,44 @@
+"""No request, however odd, is the server's fault."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiedgpt.serve import schemas
+
+PATHS = {
+    "/v1/completions": schemas.CompletionRequest,
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/embeddings": schemas.EmbeddingRequest,
+    "/tokenize": schemas.TokenizeRequest,
+    "/detokenize": schemas.DetokenizeRequest,
+    **{f"/inspect/{name}": request for name, request in schemas.INSPECTIONS.items()},
+}
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | st.text(max_size=9)
+    | st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 2)
+)  # fmt: skip
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+REQUIRED = {"prompt": "a", "input": "a", "tokens": [5], "text": "the cat"}
+
+
+def bodies(path):
+    fields = PATHS[path].model_fields
+    needed = {name: value for name, value in REQUIRED.items() if name in fields}
+    odd = st.dictionaries(st.sampled_from([*fields, "unknown"]), JSON, max_size=3)
+    return st.tuples(st.just(path), odd.map(lambda given: needed | given) | JSON)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(PATHS)).flatmap(bodies))
+def test_odd_requests_are_answered_or_refused(client, request_made):
+    path, body = request_made
+    response = client.post(path, json=body)
+    assert response.status_code in (200, 400, 404), (body, response.text)
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
