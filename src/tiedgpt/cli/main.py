@@ -23,6 +23,7 @@ from tiedgpt.errors import (
 
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
+    "tune": "fine-tune any GPT on your text, or on examples with replies",
     "generate": "continue a text",
     "eval": "how well a model predicts a text, or answers",
     "runs": "the runs so far, with their scores",

@@ -26,8 +26,9 @@ from tiedgpt.train.options import TrainOptions, counted
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import Trained
 from tiedgpt.train.tasks.labelled import Labelled
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.tuned import TunedExamples
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
@@ -73,7 +74,7 @@ class Display:
         self,
         options: TrainOptions,
         plan: Plan,
-        task: LanguageModelling | Labelled,
+        task: Trained,
         world: World,
     ) -> None:
         """Show what is trained, and how long that will take."""
@@ -109,7 +110,7 @@ class Display:
         if (lacks := decide(options.compile, world.device)[1]) is not None:
             self.say(lacks)
 
-    def _training(self, plan: Plan, task: LanguageModelling | Labelled, world: World) -> str:
+    def _training(self, plan: Plan, task: Trained, world: World) -> str:
         """Return in words how long is trained, on what, and what is unusual about it."""
         where = str(world.device)
         if world.device.type == "cpu":
@@ -192,7 +193,7 @@ class Display:
         self,
         directory: RunDirectory,
         options: TrainOptions,
-        task: LanguageModelling | Labelled,
+        task: Trained,
         ended: events.Ended,
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
@@ -209,7 +210,7 @@ class Display:
             steps = _next_in_python(task, directory.model)
         else:
             prompt = "" if options.data else "Return a new"
-            config = _show_samples(out, directory, prompt)
+            config = _show_samples(out, directory, task, prompt)
             theirs = model_type_of(config) is not TIEDGPT
             how = f' --prompt "{prompt}"' if prompt else ""
             verbs = f"generate {here}{how}", f"plot {here}", f"tie show {here}"
@@ -252,10 +253,16 @@ def _next_in_python(task: Labelled, model: Path) -> str:
     )
 
 
-def _show_samples(out: Console, directory: RunDirectory, prompt: str) -> GPTConfig:
-    """Show two texts that the model wrote; return its config."""
+def _show_samples(out: Console, directory: RunDirectory, task: Trained, prompt: str) -> GPTConfig:
+    """Show two texts that the model wrote, or replies; return its config."""
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
+    if isinstance(task, TunedExamples):
+        for number in range(2):
+            reply, asked = task.reply(engine.model, number)
+            out.print(Text(f"--- reply {number + 1}: to {asked!r}", "bold"))
+            out.print(Text(f"{reply.rstrip()}\n"))
+        return config
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(
             begin or [config.bos_token_id or 0],

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from tiedgpt.train.parallel import Parallel
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.sources import Texts
-    from tiedgpt.train.tasks.labelled import Examples, Labelled
-    from tiedgpt.train.tasks.language import LanguageModelling
+    from tiedgpt.train.sources import Sources, Trained
     from tiedgpt.train.tracking import Tracking
     from tiedgpt.train.trainer import Trainer
 
@@ -221,9 +219,9 @@ def prepared(
     directory: RunDirectory,
     display: Display,
     before_data: Callable[[RunDirectory], None],
-    sources: Texts | Examples | None,
+    sources: Sources | None,
     digest: str | None,
-) -> tuple[TrainOptions, LanguageModelling | Labelled, Plan | None] | None:
+) -> tuple[TrainOptions, Trained, Plan | None] | None:
     """Return the options, a fork's with what it has from its run, the task and the plan.
 
     The plan is None for a fresh run. Returns None for a run that is finished.

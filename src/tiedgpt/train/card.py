@@ -18,7 +18,7 @@ from tiedgpt.files import replacing
 from tiedgpt.heads import Head
 from tiedgpt.train.history import History, history
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import TrainOptions, TuneOptions
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 from tiedgpt.weights.save import OUR_CARD
@@ -105,17 +105,26 @@ $ {command(tables)}
 def command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
     options, plan = tables["options"], tables["training"]
-    given = options | {name: plan[name] for name in PLANNED if name in plan} | {"minutes": None}
+    given = (
+        options
+        | {name: plan[name] for name in PLANNED if name in plan}
+        | {
+            "minutes": None,
+            "epochs": None,
+        }
+    )
+    kind = TuneOptions if "lora" in options or "too_long" in options else TrainOptions
     parts, processes = ["tiedgpt"], tables.get("processes")
     if processes:
         parts = ["torchrun", "--nproc-per-node", str(processes["number"]), "-m", "tiedgpt"]
-    parts += ["train", *map(str, options.get("data") or ())]
+    parts += ["train" if kind is TrainOptions else "tune", *map(str, options.get("data") or ())]
     parts += ["--parallel", processes["parallel"]] if processes else []
-    for option in fields(TrainOptions):
+    for option in fields(kind):
         value = given.get(option.name, option.default)
-        if option.name == "data" or value in (None, option.default):
+        if option.name in ("data", "examples") or value in (None, option.default):
             continue
         flag = option.name.replace("_", "-")
+        flag = "from" if kind is TuneOptions and flag == "start" else flag
         if isinstance(value, bool):
             parts.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -19,6 +19,7 @@ from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
 from tiedgpt.train.options import (
     DEFAULT_EPOCHS,
     DEFAULT_MINUTES,
+    EVALUATIONS,
     Keep,
     TrainOptions,
     parse_bytes,
@@ -38,7 +39,6 @@ from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
 from tiedgpt.train.task import Task
 
 MICRO_BATCH_TOKENS = 8192
-EVALUATIONS = 10
 FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
 SAME_PACE = 0.05
@@ -206,7 +206,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     compiles, _ = decide(options.compile, device, one_shape=one_shape)
     draft = Plan(
         steps=1,
-        batch_size=options.rows,
+        batch_size=options.batch_rows(task.context, task.epoch_rows),
         micro_batch=1,
         optimizer=options.rule,
         lr=options.peak_rate(config),
@@ -276,7 +276,7 @@ def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
     """Return a draft as a plan of so many steps, of which options give shares."""
     warmup, untie_at = round(options.warmup * steps), options.untie_at
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
-    pauses = paused(steps, options.eval_every)
+    pauses = paused(steps, options.eval_every, options.evaluations())
     rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
     return replace(
         draft,
@@ -291,10 +291,12 @@ def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
     )
 
 
-def paused(steps: int, eval_every: int | None = None) -> dict[str, Any]:
+def paused(
+    steps: int, eval_every: int | None = None, evaluations: int = EVALUATIONS
+) -> dict[str, Any]:
     """Return the fields of a plan of so many steps that say when it pauses."""
     return {
-        "eval_every": eval_every or max(1, min(steps // EVALUATIONS, 1000)),
+        "eval_every": eval_every or max(1, min(steps // evaluations, 1000)),
         "save_every": max(1, min(steps // 4, 1000)),
     }
 

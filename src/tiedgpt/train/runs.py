@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import AUTO, DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
+from tiedgpt.train.options import AUTO, DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions, TuneOptions
 from tiedgpt.train.run_directory import RunDirectory
 
 RUNS = Path("runs")
 
 
 def run_name(options: TrainOptions) -> str:
-    """Return NAME of the data, with -SIZE, -TASK or -fork where one of them was given."""
+    """Return NAME of the data, with -SIZE, -TASK, -fork or -tuned where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
     kind = kind if options.fork is None else "fork"
+    kind = "tuned" if isinstance(options, TuneOptions) else kind
     return name if kind == AUTO else f"{name}-{kind}"
 
 
@@ -52,6 +53,22 @@ def run_for(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> P
         if longer is None and times_longer(options, tables) and run.finished():
             longer = path
     return longer or folder / f"{name}-{max(numbered, default=0) + 1}"
+
+
+def tuned_from(options: TuneOptions, runs: Iterable[Path]) -> str | None:
+    """Return what the newest run of these options was tuned from, whichever `start` they name."""
+    records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
+    for record in sorted(records, key=os.path.getmtime, reverse=True):
+        try:
+            tables = RunDirectory(record.parent).read_record()
+        except CorruptInputError:
+            continue
+        then = tables.get("options", {})
+        if "too_long" in then:
+            same = replace(options, start=then["start"])
+            if not same.differences(then) or times_longer(same, tables):
+                return str(then["start"])
+    return None
 
 
 def _number(path: Path, name: str) -> int:

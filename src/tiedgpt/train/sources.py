@@ -34,15 +34,23 @@ from tiedgpt.data import (
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
+from tiedgpt.tie import add_tokens
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
-from tiedgpt.train.options import AUTO, TrainOptions, counted
+from tiedgpt.train.options import AUTO, TrainOptions, TuneOptions, counted
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
 from tiedgpt.train.tasks import LABELLED
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.tuned import (
+    ExampleSet,
+    Tuned,
+    TunedExamples,
+    TunedText,
+    read_example_set,
+)
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
@@ -51,13 +59,16 @@ TOKENIZER_CHARACTERS = 200_000_000
 class Pretrained:
     """The GPT at a SOURCE; a head on it, other than that over the vocabulary, stays there."""
 
-    def __init__(self, source: str, *, keep_head: bool) -> None:
-        self.source, self.keep_head = source, keep_head
+    def __init__(self, source: str, *, keep_head: bool, n_tokens: int = 0) -> None:
+        self.source, self.keep_head, self.n_tokens = source, keep_head, n_tokens
 
     @functools.cached_property
     def gpt(self) -> GPT:
-        """The model, in fp32, read once."""
-        return load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
+        """The model, in fp32, read once; with new rows where it has fewer than `n_tokens`."""
+        gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
+        if (n_new := self.n_tokens - gpt.config.vocab_size) > 0:
+            add_tokens(gpt, n_new)
+        return gpt
 
     def put_into(self, gpt: GPT) -> None:
         """Copy its weights into a model of its shape, and let go of them."""
@@ -174,8 +185,16 @@ class Texts:
         return notes
 
 
-def open_sources(options: TrainOptions) -> Texts | Examples:
-    """Open what is to be trained on: the examples of --task, texts, or Python's documentation."""
+Sources = Texts | Examples | ExampleSet
+"""What a run is to be trained on."""
+Trained = LanguageModelling | Labelled | TunedExamples
+"""The task of a run."""
+
+
+def open_sources(options: TrainOptions) -> Sources:
+    """Open what is to be trained on: examples, texts, or Python's documentation."""
+    if isinstance(options, TuneOptions) and options.examples:
+        return read_example_set(options, lambda s, n: Pretrained(s, keep_head=True, n_tokens=n))
     if options.task != "lm":
         return read_examples(LABELLED[options.task], options.data, options.val)
     how = {"text_field": options.text_field, "encoding": options.encoding}
@@ -188,10 +207,10 @@ def open_sources(options: TrainOptions) -> Texts | Examples:
 def prepare(
     run: RunDirectory,
     options: TrainOptions,
-    sources: Texts | Examples,
+    sources: Sources,
     config: GPTConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> LanguageModelling | Labelled:
+) -> Trained:
     """Return the run's task on the tokenizer and data made now or by an earlier call.
 
     `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
@@ -199,6 +218,7 @@ def prepare(
     start = forked = None
     if options.start is not None:
         start = Pretrained(options.start, keep_head=options.task in ("lm", "choose"))
+        start = sources.start if isinstance(sources, ExampleSet) else start
     if config is None and start is not None:
         config = _begun_with(start.gpt.config, options)
     elif config is None and options.fork is not None:
@@ -213,6 +233,9 @@ def prepare(
                 "--out"
             )
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)
+    elif isinstance(sources, ExampleSet):
+        tokenizer = sources.tokenizer
+        tokenizer.save_pretrained(run.tokenizer)
     else:
         own = options.start if forked is None else forked.run.tokenizer
         tokenizer = _tokenizer(run, options, sources, config, own, progress)
@@ -220,9 +243,12 @@ def prepare(
         vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
     )
     made: dict[str, Any] = {"context": options.context, "start": start}
-    task: LanguageModelling | Labelled
-    if isinstance(sources, Texts):
-        task = LanguageModelling(run, config, tokenizer, **made)
+    task: Trained
+    if isinstance(sources, ExampleSet):
+        task = TunedExamples(sources, config)
+    elif isinstance(sources, Texts):
+        kind = TunedText if isinstance(options, TuneOptions) else LanguageModelling
+        task = kind(run, config, tokenizer, **made)
         if not options.chooses:  # which looks for a context that is short enough
             task.require_enough()
         task.notes = sources.notes()
@@ -230,6 +256,8 @@ def prepare(
     else:
         task = LABELLED[options.task](sources, config, tokenizer, **made)
     task.frozen = options.freeze or ""
+    if isinstance(task, Tuned) and isinstance(options, TuneOptions):
+        task.choose(options)
     if forked is not None:
         there = {"run": str(forked.run.path.resolve()), "step": forked.step}
         task.counted["fork"] = there | {"context": options.context}
@@ -246,7 +274,8 @@ def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
         )
     if dropout is None:
         return config
-    return replace(config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout)
+    attention = options.attention_dropout(dropout)
+    return replace(config, embd_pdrop=dropout, attn_pdrop=attention, resid_pdrop=dropout)
 
 
 def _tokenizer(

@@ -120,17 +120,12 @@ class LanguageModelling(Task):
     def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
         """Return how much text there is, in which tokens, and what predicts them."""
         train, val = self.encoded.train, self.encoded.val
-        config = config or self.config
-        shape = f"{config.vocab_size:,} x {config.n_embd}"
-        how = f"a matrix of {shape} reads and another predicts"
-        if config.tie_word_embeddings:
-            how = f"one matrix of {shape} counted once: it reads and predicts"
         return {
             "text": f"{counted(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
             f"{train.tokens:,} tokens; {val.tokens:,} more to validate on",
             "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
             "token",
-            "predicts": how,
+            "predicts": what_predicts(config or self.config),
         }
 
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
@@ -143,6 +138,14 @@ class LanguageModelling(Task):
             start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed
         )
         return prompt + written.text
+
+
+def what_predicts(config: GPTConfig) -> str:
+    """Return in words which matrix predicts."""
+    shape = f"{config.vocab_size:,} x {config.n_embd}"
+    if config.tie_word_embeddings:
+        return f"one matrix of {shape} counted once: it reads and predicts"
+    return f"a matrix of {shape} reads and another predicts"
 
 
 def _open_shards(directory: Path, side: str, tokens: int) -> Shards:

@@ -1,0 +1,142 @@
+"""`tiedgpt tune DATA`: fine-tunes a model on text or examples; it prepares, plans and trains."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from tiedgpt.cli.options import Hidden, Positional, parse
+from tiedgpt.cli.source import program, source_or_newest
+from tiedgpt.cli.train import PROCESSES, once_for_all, train_run, verify_resume
+from tiedgpt.errors import UserError
+from tiedgpt.train.options import (
+    AUTO,
+    DEFAULT_COOLDOWN,
+    DEFAULT_EPOCHS,
+    TaskName,
+    TuneOptions,
+)
+from tiedgpt.train.runs import RUNS, run_name, tuned_from
+from tiedgpt.train.tracking import TrackerName
+
+ABOUT = """Fine-tune a GPT on your text, or on examples with replies, lines of .jsonl:
+  {"prompt": ..., "completion": ...}     the completion is trained
+  {"messages": [{"role": ..., "content": ...}, ...]}
+                                         the assistant's are trained
+Lines of {"text": ...} and text files are trained whole.
+
+The same command again goes on where the last one stopped. model/ is what it writes; with --lora
+the adapter alone is beside it, in PEFT's format."""
+GROUPS = {
+    "data": "val template too_long skip_bad text_field encoding",
+    "model": "from_ lora lora_targets freeze context dropout",
+    "time": "epochs steps minutes eval_every patience keep",
+    "optimization": "lr schedule warmup cooldown batch_size optimizer weight_decay grad_clip "
+    "skip_limit seed",
+    "memory and speed": "device memory micro_batch recompute dtype compile parallel",
+    "output": "out sample_prompt verbose format track verify_resume",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TuneOptions):
+    """Fine-tune a GPT. The same command again goes on where the last one stopped."""
+
+    data: Positional[tuple[str, ...]]
+    """Examples in .jsonl, or text: files, folders, globs, - for standard input."""
+    from_: str | None = None
+    """The model to tune: directory, file, hub name or run; default: the newest run."""
+    epochs: float | None = None
+    """Train for this many passes over the data; default: 3."""
+    minutes: float | None = None
+    """Train for about this long instead, as measured here."""
+    context: int | None = None
+    """Tokens in a row, which is filled with examples; default: the model's positions."""
+    batch_size: int | None = None
+    """Rows in a step; default: 8,192 tokens, fewer of little data."""
+    optimizer: Literal["auto", "muon", "adamw"] = "auto"
+    """Of the blocks' matrices; auto: adamw. The rest goes by AdamW."""
+    lr: float | None = None
+    """Peak learning rate; default: 6.25e-5 x 768 / width, with --lora ten times that."""
+    eval_every: int | None = None
+    """Steps between evaluations; default: four times an epoch."""
+    val: str | None = None
+    """Validate on this; default: a tenth of the text, or one in twenty examples."""
+    out: str | None = None
+    """The run's directory; default: runs/NAME-tuned-1, then -2 for other options, and so on."""
+    track: TrackerName | None = None
+    """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
+    verify_resume: bool = False
+    """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
+    verbose: bool = False
+    """Show the schedule and the optimizer's groups as well."""
+    format: Literal["human", "json"] = "human"
+    """json: one object with the result, on stdout."""
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """Under torchrun: ddp, the default, has the model in each process; fsdp shares it out."""
+    start: Hidden[str | None] = None
+    examples: Hidden[bool] = False
+    task: Hidden[TaskName] = "lm"
+    size: Hidden[str] = AUTO
+    width: Hidden[int | None] = None
+    tokenizer: Hidden[str] = "bpe"
+    vocab_size: Hidden[int | None] = None
+    fork: Hidden[str | None] = None
+    window: Hidden[int | None] = None
+    bias: Hidden[bool] = True
+    untie_at: Hidden[float | None] = None
+    batch_warmup: Hidden[float] = 0.0
+    length_warmup: Hidden[float] = 0.0
+    cooldown: float = DEFAULT_COOLDOWN
+    """Share of the steps in which the rate of --schedule wsd falls."""
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `TuneOptions`, whose errors are one line."""
+
+    def options(self) -> TuneOptions:
+        """Return what decides the run, checked."""
+        if not self.data:
+            raise UserError("name what to tune on: a .jsonl file of examples, or text")
+        given = {option.name: getattr(self, option.name) for option in fields(TuneOptions)}
+        if not (self.minutes or self.steps or self.epochs):
+            given["epochs"] = float(DEFAULT_EPOCHS)
+        given["examples"] = _are_examples(self.data, skip_bad=self.skip_bad)
+        options = TuneOptions(**given | {"start": self.from_ or "the newest run"})
+        start = None if self.from_ is None else source_or_newest(self.from_)
+        if start is None:
+            start = tuned_from(options, [Path(self.out)] if self.out else RUNS.glob("*"))
+        return replace(options, start=start or source_or_newest(None, task="lm"))
+
+
+def run(arguments: list[str]) -> int:
+    """Fine-tune; return the exit code."""
+    with once_for_all():
+        given = parse(Arguments, "tune", arguments, ABOUT, groups=GROUPS)
+        options = given.options()
+        if PROCESSES in os.environ or given.parallel is not None:
+            from tiedgpt.train.parallel import require_launch
+
+            require_launch(given.parallel)
+    out = Path(given.out) if given.out else None
+    if given.verify_resume:
+        return verify_resume(options, out or RUNS / run_name(options))
+    from tiedgpt.cli.show_training import Show
+
+    command = f"{program()} tune {shlex.join(arguments)}".rstrip()
+    show = Show(verbose=given.verbose, format=given.format)
+    return train_run(options, out, command, show, track=given.track, parallel=given.parallel)
+
+
+def _are_examples(data: tuple[str, ...], *, skip_bad: bool) -> bool:
+    """Whether lines of .jsonl have replies; `CorruptInputError` where the first is no example."""
+    from tiedgpt.data import ExampleReader, documents
+    from tiedgpt.text import Tokenizer
+
+    corpus = documents(data)
+    if not any(path.lower().endswith(".jsonl") for path in corpus.paths):
+        return False
+    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=skip_bad)
+    return reader.kind != "text"

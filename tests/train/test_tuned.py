@@ -1,0 +1,228 @@
+"""Fine-tuning: exact masks, adapters alone in checkpoints, one command that goes on."""
+
+import json
+import re
+import tomllib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.train.conftest import CPU, train
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data import read_template
+from tiedgpt.infer import Engine
+from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import Stepped
+from tiedgpt.train.options import TuneOptions
+from tiedgpt.train.plan import make_plan
+from tiedgpt.train.resume_check import repeatable_metrics
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import Pretrained, open_sources, prepare
+from tiedgpt.tune import load_adapter
+from tiedgpt.weights.safetensors_file import SafetensorsFile
+
+
+def chat(n, colours=("red", "blue", "green")):
+    said = f"name {n % 7}", f"it is {colours[n % 7 % len(colours)]}"
+    return [{"role": r, "content": c} for r, c in zip(("user", "assistant"), said, strict=True)]
+
+
+LINES = {
+    "messages": [{"messages": chat(n) + chat(n // 7)} for n in range(49)],
+    "completion": [{"prompt": f"no {n}:", "completion": f" yes {n}"} for n in range(40)],
+    "text": [{"text": f"line {n} of text " * 4} for n in range(30)],
+}
+
+
+def written(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a tiny model and data of each kind."""
+    place = tmp_path_factory.mktemp("tuned")
+    texts = [json.dumps(line) for lines in LINES.values() for line in lines]
+    for kind, lines in LINES.items():
+        written(place / f"{kind}.jsonl", lines)
+    tokenizer = Tokenizer.train(texts, 300)
+    shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id))
+    model.save_pretrained(place / "base")
+    tokenizer.save_pretrained(place / "base")
+    return place
+
+
+@pytest.fixture
+def options(place):
+    def make(kind, **more):
+        given = {"steps": 8, "lr": 1e-2, "dtype": "fp32"} | more
+        data = (str(place / f"{kind}.jsonl"),)
+        return TuneOptions(data=data, start=str(place / "base"), examples=kind != "text", **given)
+
+    return make
+
+
+def made(path, options):
+    """Return a run, its task and its plan."""
+    run = RunDirectory(path)
+    run.path.mkdir(exist_ok=True)
+    task = prepare(run, options, open_sources(options))
+    return run, task, make_plan(options, task, CPU)
+
+
+def trained(run, task, plan, stop_after=None):
+    events, stop = [], [False]
+    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
+        events.append(event)
+        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
+    return events
+
+
+REPLIES = {
+    "messages": {"it is red<|im_end|>", "it is blue<|im_end|>", "it is green<|im_end|>"},
+    "completion": {f"{line['completion']}<|endoftext|>" for line in LINES["completion"]},
+}
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+def test_the_loss_is_the_cross_entropy_of_the_replies_alone(tmp_path, options, kind):
+    _, task, plan = made(tmp_path / "run", options(kind, batch_size=4))
+    model = task.build().eval()
+    batch = [torch.from_numpy(array) for array in task.batches(plan)(0)]
+    losses, replies = [], []
+    for ids, targets, first in zip(*batch, strict=True):
+        for start in first.unique().tolist():
+            alone = first == start
+            kept = targets[alone] != -100
+            if kept.any():
+                logits, ended = model(ids[alone][None])[0], targets[alone][kept]
+                losses.append(F.cross_entropy(logits[kept], ended, reduction="none"))
+                replies += re.findall(r".*?<\|\w+\|>", task.tokenizer.decode(ended.tolist()))
+    assert len(replies) > 4 and {*replies} <= REPLIES[kind]
+    torch.testing.assert_close(task.loss(model, batch), torch.cat(losses).mean())
+    assert task.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": 2, "lora_targets": "wte,attn.c_attn"}])
+@pytest.mark.parametrize("kind", ["messages", "text"])
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
+    tmp_path, options, kind, more
+):
+    asked = options(kind, batch_size=2, **more)
+    whole, parts = (made(tmp_path / name, asked) for name in ("whole", "parts"))
+    trained(*whole)
+    assert not trained(*parts, stop_after=3)[-1].finished
+    torch.manual_seed(99)
+    parts = made(tmp_path / "parts", asked)
+    assert trained(*parts)[0].step == 3
+    assert repeatable_metrics(whole[0].path) == repeatable_metrics(parts[0].path)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (checkpoints(r[0].checkpoints)[-1] / file for r in (whole, parts))
+        assert one.read_bytes() == other.read_bytes()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (whole[0].model / file).read_bytes() == (parts[0].model / file).read_bytes()
+
+
+def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(tmp_path, options, place):
+    run, task, plan = made(tmp_path / "run", options("completion", lora=4, lr=3e-2, steps=20))
+    trained(run, task, plan)
+    saved = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors")
+    assert saved.entries and all("lora_" in name for name in saved.entries)
+    base, tuned = (GPT.from_pretrained(path) for path in (place / "base", run.model))
+    ids = torch.arange(40)[None]
+    tuned_logits, moved = tuned.eval()(ids), []
+    for (name, one), other in zip(base.named_parameters(), tuned.parameters(), strict=True):
+        if not torch.equal(one, other):
+            moved.append(name.partition(".")[2].partition(".")[2])
+    targets = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert {*moved} == {f"{name}.weight" for name in targets}
+    load_adapter(base, run.path / "adapter")
+    torch.testing.assert_close(base.eval()(ids), tuned_logits, atol=1e-4, rtol=0)
+
+
+def test_a_few_epochs_teach_the_format(tmp_path, options, place):
+    run, task, plan = made(tmp_path / "run", options("messages", steps=90, batch_size=4))
+    before = task.build()
+    Pretrained(str(place / "base"), keep_head=True, n_tokens=len(task.tokenizer)).put_into(before)
+    first = task.evaluate(before, plan).nats
+    last = trained(run, task, plan)[-1].score.nats
+    assert first > 5 and last < 0.8
+    tokenizer, template = Tokenizer.from_pretrained(run.model), read_template(run.model)
+    engine = Engine(run.model, backend="torch")
+    follows = [task.reply(engine.model, number) for number in range(10)]
+    ends = [" ".join(reply.split()[:2]) == "it is" for reply, _ in follows]
+    assert sum(ends) >= 9 and template.name == "chatml"
+    generation = json.loads((run.model / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == template.end_ids(tokenizer)
+
+
+def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["tune", str(place / "messages.jsonl"), "--epochs", "0.1"]
+    assert main([*command, "--from", str(place / "base")]) == 0
+    assert main(command) == 0
+    assert "finished already" in " ".join(capsys.readouterr().err.split())
+    record = tomllib.loads((tmp_path / "runs/messages-tuned-1/run.toml").read_text())
+    assert record["options"]["start"] == str(place / "base")
+    assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0.1
+    assert record["training"]["lr"] == pytest.approx(6.25e-5 * 768 / 32)
+    card = (tmp_path / "runs/messages-tuned-1/model/README.md").read_text()
+    assert f"tune {place / 'messages.jsonl'} --from {place / 'base'}" in card
+
+
+GOOD = json.dumps(LINES["messages"][0]) + "\n"
+USER = json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n"
+MANY = "".join(json.dumps(line) + "\n" for line in LINES["messages"])
+BAD = {
+    "no JSON": (GOOD + "{", [], "bad.jsonl:2: not a JSON object"),
+    "other fields": (GOOD + '{"a": 1}\n', [], "bad.jsonl:2: its fields are of none"),
+    "another kind": (GOOD + '{"prompt": "a", "completion": "b"}\n', [], "of the kind completion"),
+    "no reply": (GOOD + USER, [], "bad.jsonl:2: nothing in it is trained"),
+    "one example": (GOOD * 3, [], "none is left to train on"),
+    "too long": (GOOD * 3, ["--context", "4", "--too-long", "error"], "the context 4"),
+    "all too long": (GOOD * 3, ["--context", "4"], "no example is left"),
+    "long context": (MANY, ["--context", "400"], "has 64 positions"),
+    "rank": (GOOD, ["--lora", "0"], "--lora must be a rank"),
+    "targets": (GOOD, ["--lora-targets", "wte"], "needs the rank"),
+    "both": (GOOD, ["--lora", "2", "--freeze", "wte"], "give it without --freeze"),
+    "nothing": ("", [], "no line is an example"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_and_nothing_is_written(place, tmp_path, monkeypatch, capsys, what):
+    monkeypatch.chdir(tmp_path)
+    text, more, problem = BAD[what]
+    (tmp_path / "bad.jsonl").write_text(text)
+    assert main(["tune", "bad.jsonl", "--from", str(place / "base"), *more]) in (1, 3)
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.rglob("*")] in (["bad.jsonl"], ["bad.jsonl", "runs"])
+
+
+def test_bad_lines_can_be_skipped(tmp_path, options):
+    path = written(tmp_path / "mixed.jsonl", LINES["completion"])
+    (tmp_path / "mixed.jsonl").write_text("{\n" + (tmp_path / "mixed.jsonl").read_text())
+    asked = TuneOptions(
+        data=(path,), start=options("text").start, examples=True, skip_bad=True, steps=1
+    )
+    examples = open_sources(asked)
+    assert len(examples.train) + len(examples.held_out) == 40
+    assert "bad lines that were skipped: 1" in examples.notes[0]
+    assert len(examples.held_out) == 4
+
+
+def test_a_template_of_another_program_is_refused_by_name(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = GPT.from_pretrained(place / "base")
+    model.save_pretrained("other")
+    Tokenizer.from_pretrained(place / "base").save_pretrained("other")
+    (tmp_path / "other/chat_template.jinja").write_text("{{ messages }}")
+    command = ["tune", str(place / "messages.jsonl"), "--from", "other", "--steps", "1"]
+    assert main(command) == 1
+    assert "foreign templates are not executed" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--template", "plain"]) == 0
