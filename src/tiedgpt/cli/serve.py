@@ -64,6 +64,11 @@ class Arguments:
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
     """What to do where the file holds two different matrices."""
 
+    @property
+    def heads(self) -> dict[str, Any]:
+        """What the file does not say."""
+        return {} if self.n_head is None else {"n_head": self.n_head}
+
 
 def run(arguments: list[str]) -> int:
     """Serve until a signal; return the exit code."""
@@ -143,10 +148,9 @@ def _engine(source: str, given: Arguments) -> Engine:
     from tiedgpt.cli.generate import _telling_of_compilation
     from tiedgpt.infer import Engine
 
-    heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
     engine = Engine(
         source, given.precision, slots=given.slots, backend=given.backend, threads=given.threads,
-        tokenizer=given.tokenizer, resolve=given.resolve, queue_size=given.queue, **heads,
+        tokenizer=given.tokenizer, resolve=given.resolve, queue_size=given.queue, **given.heads,
     )  # fmt: skip
     for text in engine.notes:
         note(text)
@@ -159,8 +163,7 @@ def _model(source: str, given: Arguments) -> Any:
     """Return the model in torch, for embeddings and inspection."""
     from tiedgpt.core.model import GPT
 
-    heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
-    return GPT.from_pretrained(source, resolve=given.resolve, **heads)
+    return GPT.from_pretrained(source, resolve=given.resolve, **given.heads)
 
 
 def _template(source: str) -> Template | None:

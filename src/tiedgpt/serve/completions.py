@@ -59,7 +59,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Asked:
+class _Asked:
     """What answers have in common: what was asked for, and for whom."""
 
     service: Service
@@ -73,61 +73,55 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Completions:
+class _Completions:
     """The form of /v1/completions."""
 
     body: CompletionRequest
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Return what holds a text."""
         return {"text": text}
 
     def piece(self, text: str) -> dict[str, Any]:
-        """Return what holds a piece of a stream."""
         return {"text": text}
 
-    def opening(self, text: Wanted, names: Names) -> dict[str, Any] | None:
-        """Return what a stream begins with."""
-        return {"text": self.echoed(text, names)} if self.body.echo else None
+    def opening(self, echoed: str) -> dict[str, Any] | None:
+        return {"text": echoed} if self.body.echo else None
 
     def echoed(self, text: Wanted, names: Names) -> str:
         """Return the prompt's text, if it is to be repeated."""
-        if not self.body.echo or isinstance(text.prompt, str) or names.tokenizer is None:
-            return text.prompt if self.body.echo and isinstance(text.prompt, str) else ""
-        return names.tokenizer.decode(text.ids)
+        if not self.body.echo or isinstance(text.prompt, str):
+            return str(text.prompt) if self.body.echo else ""
+        return "" if names.tokenizer is None else names.tokenizer.decode(text.ids)
 
     def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
-        """Return the logprobs of tokens."""
         return for_completion(entries, names, self.body.logprobs or 0)
 
 
 @dataclass(frozen=True)
-class Chats:
+class _Chats:
     """The form of /v1/chat/completions."""
 
     body: ChatRequest
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Return what holds a reply."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def piece(self, text: str) -> dict[str, Any]:
-        """Return what holds a piece of a stream."""
         return {"delta": {"content": text} if text else {}}
 
-    def opening(self, text: Wanted, names: Names) -> dict[str, Any] | None:
-        """Return what a stream begins with."""
+    def opening(self, _: str) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def echoed(self, text: Wanted, names: Names) -> str:
-        """Return nothing: a conversation is not repeated."""
+    def echoed(self, _: Wanted, __: Names) -> str:
         return ""
 
     def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
-        """Return the logprobs of tokens."""
         return for_chat(entries, names)
+
+
+_Form = _Completions | _Chats
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -147,8 +141,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     )  # fmt: skip
     each = await _wanted(service, body, listed(body.prompt), samples, max_tokens)
     names = Names(service.engine.tokenizer, body.return_tokens_as_token_ids)
-    asked = Asked(service, request, names, each, config, wants, samples, max_tokens)
-    return await _answer(asked, Completions(body))
+    asked = _Asked(service, request, names, each, config, wants, samples, max_tokens)
+    return await _answer(asked, _Completions(body))
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -173,8 +167,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     )  # fmt: skip
     each = await _wanted(service, body, [ids], body.n, max_tokens)
     names = Names(tokenizer)
-    asked = Asked(service, request, names, each, config, body.logprobs, body.n, max_tokens)
-    return await _answer(asked, Chats(body))
+    asked = _Asked(service, request, names, each, config, body.logprobs, body.n, max_tokens)
+    return await _answer(asked, _Chats(body))
 
 
 async def _wanted(
@@ -199,7 +193,7 @@ async def _wanted(
     )
 
 
-async def _answer(asked: Asked, form: Completions | Chats) -> Response:
+async def _answer(asked: _Asked, form: _Form) -> Response:
     texts = Texts(asked.service.engine, asked.service.metrics)
     await texts.submit(asked.each, asked.config)
     head = {
@@ -220,7 +214,7 @@ async def _answer(asked: Asked, form: Completions | Chats) -> Response:
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
-def _whole(index: int, text: Wanted, asked: Asked, form: Completions | Chats) -> dict[str, Any]:
+def _whole(index: int, text: Wanted, asked: _Asked, form: _Form) -> dict[str, Any]:
     """Return one text as a choice; with max_tokens=0, what was written is not shown."""
     done, shown, entries = text.result, form.echoed(text, asked.names), list[Entry]()
     if asked.config.prompt_logprobs is not False:
@@ -238,7 +232,7 @@ def _choice(
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _best(asked: Asked, n: int) -> list[Wanted]:
+def _best(asked: _Asked, n: int) -> list[Wanted]:
     """Return n texts for each prompt: those with the highest mean logprob, if more were drawn."""
 
     def mean_logprob(text: Wanted) -> float:
@@ -251,7 +245,7 @@ def _best(asked: Asked, n: int) -> list[Wanted]:
     return found
 
 
-def _usage(asked: Asked, n_new: int) -> dict[str, int]:
+def _usage(asked: _Asked, n_new: int) -> dict[str, int]:
     """Count tokens, also for the log; each prompt once, however many texts it has."""
     n_prompt = sum(len(text.ids) for text in asked.each[:: asked.samples])
     n_new = n_new if asked.max_tokens else 0
@@ -261,7 +255,7 @@ def _usage(asked: Asked, n_new: int) -> dict[str, int]:
 
 
 async def _events(
-    asked: Asked, form: Completions | Chats, texts: Texts, head: dict[str, Any]
+    asked: _Asked, form: _Form, texts: Texts, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
     options, names = form.body.stream_options, asked.names
@@ -272,10 +266,10 @@ async def _events(
         return _event({**head, "choices": choices, **({"usage": usage} if tells_usage else {})})
 
     try:
-        for index, text in enumerate(asked.each):
-            if (opening := form.opening(text, names)) is not None:
+        echoes = [form.echoed(text, names) for text in asked.each]
+        for index, echoed in enumerate(echoes):
+            if (opening := form.opening(echoed)) is not None:
                 yield event(_choice(index, opening))
-        starts = [len(form.echoed(text, names)) for text in asked.each]
         async for index, token in texts:
             text = asked.each[index]
             if token is None:
@@ -285,7 +279,7 @@ async def _events(
                 continue
             row = text.recorder.rows[counts[index]] if text.recorder is not None else None
             counts[index] += 1
-            at = starts[index] + token.offset
+            at = len(echoes[index]) + token.offset
             entry = Entry(token.id, at, token.logprob, token.top_logprobs, row)
             logprobs = form.logprobs([entry], names) if asked.wants_logprobs else None
             if (token.text or logprobs) and asked.max_tokens:

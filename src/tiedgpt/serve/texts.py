@@ -103,6 +103,7 @@ class Texts:
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
         self.each: list[Wanted] = []
+        self._cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
@@ -123,6 +124,8 @@ class Texts:
                 one.ids, config, draw=one.draw, on_token=watch.token, processors=processors
             )
             one.generation.future.add_done_callback(watch.end)
+            if self._cancelled:  # while this thread submitted
+                one.generation.cancel()
 
     def _teller(self, index: int) -> Callable[[Token | None], None]:
         def tell(token: Token | None) -> None:
@@ -133,6 +136,7 @@ class Texts:
 
     def cancel(self) -> None:
         """End what has not ended; slots are free after the step that is being computed."""
+        self._cancelled = True
         for one in self.each:
             if one.generation is not None:
                 one.generation.cancel()
