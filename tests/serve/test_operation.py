@@ -1,5 +1,6 @@
 """On a socket: clients that go away, dawdle, or are many; and the end."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -178,3 +179,29 @@ def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
                     found += part
                 assert b'"error":{"message":"the server is ending"' in found
                 assert b"503" in whole.recv(100)
+
+
+def test_a_client_that_takes_nothing_loses_its_slot_at_the_deadline(engine, slow):
+    app = create_app(engine, name="tiny", limits=Limits(queue=8, send_seconds=0.1))
+    body = json.dumps(LONG).encode()
+    scope = {
+        "type": "http", "asgi": {"spec_version": "2.3", "version": "3.0"}, "http_version": "1.1",
+        "method": "POST", "scheme": "http", "path": "/v1/completions", "raw_path": b"",
+        "query_string": b"", "root_path": "", "server": ("127.0.0.1", 80), "client": ("x", 1),
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def served():
+        arriving = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            return arriving.pop() if arriving else await asyncio.Event().wait()
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(app(scope, receive, send), 2)
+
+    asyncio.run(served())
+    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)
