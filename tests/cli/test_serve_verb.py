@@ -63,8 +63,11 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
     monkeypatch.chdir(directory)
     assert main(["serve", "--port", "0"]) == 1
     assert "runs/" in capsys.readouterr().err
-    for name in [name for name in sys.modules if name.startswith("tiedgpt.serve")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", str(directory), "--port", "0"]) == 1
-    assert "tiedgpt[serve]" in capsys.readouterr().err
+    for package in ("uvicorn", "fastapi", "prometheus_client"):
+        for name in [name for name in sys.modules if name.startswith("tiedgpt.serve")]:
+            monkeypatch.delitem(sys.modules, name)
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            assert main(["serve", str(directory), "--port", "0"]) == 1
+        error = capsys.readouterr().err
+        assert package in error and "pip install 'tiedgpt[serve]'" in error

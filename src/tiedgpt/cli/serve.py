@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,6 +83,7 @@ def run(arguments: list[str]) -> int:
             "--insecure"
         )
     try:
+        import_module("tiedgpt.serve.app")  # all packages of the extra
         from tiedgpt.serve.server import open_socket
     except ImportError as error:
         raise UserError(
