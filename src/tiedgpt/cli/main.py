@@ -25,6 +25,7 @@ VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "tune": "fine-tune any GPT on your text, or on examples with replies",
     "generate": "continue a text",
+    "chat": "talk with a model that was tuned on messages",
     "eval": "how well a model predicts a text, or answers",
     "runs": "the runs so far, with their scores",
     "plot": "the curves of runs, in the terminal or as a figure",

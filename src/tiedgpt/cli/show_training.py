@@ -213,7 +213,9 @@ class Display:
             config = _show_samples(out, directory, task, prompt)
             theirs = model_type_of(config) is not TIEDGPT
             how = f' --prompt "{prompt}"' if prompt else ""
-            verbs = f"generate {here}{how}", f"plot {here}", f"tie show {here}"
+            chats = isinstance(task, TunedExamples) and task.template is not None
+            first = f"chat {here}" if chats else f"generate {here}{how}"
+            verbs = first, f"plot {here}", f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
             if seen < READABLE and not options.continues:

@@ -70,6 +70,11 @@ class Tuned(Task):
         if self.rank or self.frozen:
             with torch.device("meta"):
                 self.notes.append(str(self._choose(GPT(self.config))))
+        if self.rank and not self.in_peft_format():
+            self.notes.append(
+                "PEFT's format has no place for adapters of W beside whole new rows: the merged "
+                "model is written, and no adapter"
+            )
 
     def _choose(self, model: GPT) -> Any:
         if self.rank is None:

@@ -1,0 +1,104 @@
+"""`tiedgpt chat [SOURCE]`: talk in the terminal with a model that has a chat template."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tiedgpt.cli.console import note
+from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.infer.options import GenerationConfig
+
+if TYPE_CHECKING:
+    from tiedgpt.infer import Engine
+
+ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
+
+A line is a message; /new begins a new conversation, /exit or the end of input leaves. Ctrl-C stops
+a reply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Options of `chat`."""
+
+    source: Positional[str | None] = None
+    """A run, a model's directory or a hub name; default: the newest run in runs/."""
+    system: str | None = None
+    """What is said to the model before the conversation, in the role of the system."""
+    temperature: float = 0.7
+    """How much chance there is in a reply; 0: none."""
+    seed: int = 0
+    """Decides what is drawn."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """auto: the model's own; int8 and int4 on CPUs."""
+
+
+def run(arguments: list[str]) -> int:
+    """Chat until the user leaves; return the exit code."""
+    given = parse(Arguments, "chat", arguments, ABOUT)
+    source = source_or_newest(given.source, task="lm")
+    from tiedgpt.data import read_template
+    from tiedgpt.data.templates import encode_pieces
+    from tiedgpt.infer import Engine
+    from tiedgpt.weights.hub import local_directory
+
+    template = read_template(local_directory(source))
+    if template is None:
+        raise UserError(
+            f"{source} has no chat template: tune it on messages (`tiedgpt tune`), or let it go on "
+            "with a text (`tiedgpt generate`)"
+        )
+    with Engine(source, given.precision, slots=1) as engine:
+        assert engine.tokenizer is not None  # a directory with a template has one
+        begin = [{"role": "system", "content": given.system}] if given.system else []
+        messages, context = [*begin], engine.runner.config.n_positions
+        config = GenerationConfig(
+            max_new_tokens=context, temperature=given.temperature, seed=given.seed,
+            stop_ids=template.end_ids(engine.tokenizer),
+        )  # fmt: skip
+        while (line := _line()) is not None:
+            if line == "/new" or not line:
+                messages = [*begin] if line else messages
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                ids, _ = encode_pieces(template.prompt(messages), engine.tokenizer)
+                if len(ids) >= context:
+                    raise UserError(
+                        f"the conversation would have {len(ids):,} tokens and the context is "
+                        f"{context:,}: /new begins another, or say less"
+                    )
+            except UserError as problem:
+                note(str(problem))
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": _reply(engine, ids, config)})
+    return EXIT_OK
+
+
+def _line() -> str | None:
+    """Return what the user says; None at the end."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line == "/exit" else line
+
+
+def _reply(engine: Engine, ids: list[int], config: GenerationConfig) -> str:
+    """Print a reply as it comes; return it."""
+    generation, said = engine.stream(ids, config), ""
+    try:
+        for token in generation:
+            said += token.text
+            print(token.text, end="", flush=True)
+    except KeyboardInterrupt:
+        generation.cancel()
+    print()
+    if generation.done and generation.result().finish_reason == "context":
+        note("the context is full, which cut the reply off: /new begins another conversation")
+    return said

@@ -1,0 +1,72 @@
+"""A conversation in the terminal: it ends where the template says, and names its limits."""
+
+import io
+import sys
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data import TEMPLATES, write_template
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save a model that says one token, whatever it reads."""
+
+    def save(says, template="chatml"):
+        tokenizer = Tokenizer.characters(["userasitn hello:\n"])
+        known = TEMPLATES["chatml"]
+        tokenizer = tokenizer.with_special_tokens((*known.tokens, "<|endoftext|>"))
+        torch.manual_seed(0)
+        shape = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        model = GPT(GPTConfig(vocab_size=len(tokenizer), **shape))
+        (token,) = tokenizer.encode(says, allow_special=True)
+        with torch.no_grad():
+            model.ln_f.weight.zero_()
+            model.ln_f.bias.normal_()
+            model.wte.weight[token] = 100 * model.ln_f.bias
+        path = tmp_path / f"model-{token}"
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        if template is not None:
+            write_template(TEMPLATES[template], tokenizer, path)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    def chat(path, said):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        code = main(["chat", str(path), "--temperature", "0"])
+        out, err = capsys.readouterr()
+        return code, out, " ".join(err.split())
+
+    return chat
+
+
+def test_a_reply_ends_where_the_template_says(saved, chat):
+    assert chat(saved("<|im_end|>"), "hello\n\nhello\n/exit\nhello\n") == (0, "\n\n", "")
+    code, out, err = chat(saved("<|im_end|>"), "HELLO\nhello\n")
+    assert (code, out) == (0, "\n") and "'H'" in err  # which this tokenizer does not know
+
+
+def test_a_full_context_is_told_of_and_a_new_conversation_can_begin(saved, chat):
+    code, out, err = chat(saved("i"), "hello\nhello\n/new\nhello\n")
+    first, second = out.splitlines()
+    assert code == 0 and first == second and {*first} == {"i"}
+    assert err.count("the context is full") == 2
+    assert "and the context is 64: /new begins another" in err
+
+
+@pytest.mark.parametrize("template", [None, "foreign"])
+def test_a_model_without_a_template_of_ours_is_refused(saved, chat, template):
+    path, problem = saved("i", None), "has no chat template"
+    if template is not None:
+        (path / "chat_template.jinja").write_text("{{ messages }}")
+        problem = "chat_template.jinja holds a chat template that tiedgpt did not write"
+    code, out, err = chat(path, "hello\n")
+    assert (code, out) == (1, "") and problem in err
