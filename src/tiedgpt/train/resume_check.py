@@ -85,7 +85,7 @@ def _plan(options: TrainOptions, run: RunDirectory) -> Plan:
     """Prepare the data in a run's directory, and write its record with a plan of a few steps."""
     asked = fork_options(options, {})
     task = prepare(run, asked, open_sources(asked))
-    few = replace(asked, minutes=None, steps=STEPS + 1)
+    few = replace(asked, minutes=None, epochs=None, steps=STEPS + 1)
     plan = make_plan(few, task, training_device(options.device))
     plan = replace(
         plan,

@@ -42,15 +42,10 @@ from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
 from tiedgpt.train.tasks import LABELLED
+from tiedgpt.train.tasks.example_set import ExampleSet, read_example_set
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.tasks.tuned import (
-    ExampleSet,
-    Tuned,
-    TunedExamples,
-    TunedText,
-    read_example_set,
-)
+from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""

@@ -1,4 +1,4 @@
-"""What can be trained: language modelling, and four kinds of labelled examples."""
+"""What can be trained: language modelling, four kinds of labelled examples, and fine-tuning."""
 
 from tiedgpt.train.tasks.kinds import Answer, Choose, Classify, Tag
 from tiedgpt.train.tasks.labelled import Labelled

@@ -8,7 +8,6 @@ under them is read again from where the run started.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,11 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.data import (
     IGNORED,
-    TEMPLATES,
     EncodedExamples,
-    Example,
-    ExampleReader,
     PackedBatches,
     Template,
-    documents,
     write_template,
 )
-from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
@@ -39,16 +33,13 @@ from tiedgpt.train.objective import Arrays
 from tiedgpt.train.options import TuneOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Task
+from tiedgpt.train.tasks.example_set import ExampleSet
 from tiedgpt.train.tasks.language import SAMPLE_TOKENS, LanguageModelling, what_predicts
 from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
-from tiedgpt.weights.hub import local_directory
 
 if TYPE_CHECKING:
     from tiedgpt.train.sources import Pretrained
-
-HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
-"""One example in 20 is held out, but 50 where that is not more than one in 10."""
 
 
 class Tuned(Task):
@@ -128,100 +119,6 @@ class Tuned(Task):
 
 class TunedText(Tuned, LanguageModelling):
     """Predict each next token of a text; see `task.Task`."""
-
-
-@dataclass(frozen=True)
-class ExampleSet:
-    """Examples as ids, those to train on and those held out, for the model that is tuned."""
-
-    start: Pretrained
-    tokenizer: Tokenizer
-    """With the special tokens that the examples need."""
-    template: Template | None
-    new_ids: tuple[int, ...]
-    train: EncodedExamples
-    held_out: EncodedExamples
-    context: int
-    notes: list[str]
-
-    def digest(self) -> str:
-        """Return a sha256 of everything, to know changed data by."""
-        whole = hashlib.sha256()
-        for side in (self.train, self.held_out):
-            for array in (side.ends, side.ids, side.counted):
-                whole.update(len(array).to_bytes(8, "little") + array.tobytes())
-        return whole.hexdigest()
-
-
-def read_example_set(
-    options: TuneOptions, start_of: Callable[[str, int], Pretrained]
-) -> ExampleSet:
-    """Read the examples that options name; without --val a part is held out, by what it says.
-
-    `start_of` opens the model to tune with so many tokens at least. Raises `UserError` or
-    `CorruptInputError`, with file and line, for what is no example, and where nothing is left to
-    train or to validate on.
-    """
-    assert options.start is not None
-    tokenizer, context = Tokenizer.from_pretrained(options.start), options.context
-    context = context or start_of(options.start, 0).gpt.config.n_positions
-    template = TEMPLATES[options.template] if options.template else local_directory(options.start)
-
-    def reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
-        return ExampleReader(
-            documents(data, encoding=options.encoding),
-            tokenizer,
-            template=template,
-            context=context,
-            too_long=options.too_long,
-            skip_bad=options.skip_bad,
-        )
-
-    of_train = reader(options.data, tokenizer)
-    train, given = EncodedExamples.gather(of_train), None
-    notes, whole = of_train.notes(), of_train.tokenizer
-    if options.val is not None:
-        of_val = reader([options.val], whole)
-        if of_val.kind != of_train.kind:
-            raise UserError(f"--val {options.val} has examples of another kind than the data")
-        given = EncodedExamples.gather(of_val)
-        notes += [f"--val: {note}" for note in of_val.notes()]
-    train, held_out = _split(train, given)
-    start = start_of(options.start, len(whole))
-    new_ids = tuple(range(len(tokenizer), len(whole)))
-    used = of_train.template if of_train.kind == "messages" else None
-    return ExampleSet(start, whole, used, new_ids, train, held_out, context, notes)
-
-
-def _split(
-    examples: EncodedExamples, held_out: EncodedExamples | None
-) -> tuple[EncodedExamples, EncodedExamples]:
-    """Return what is trained on and what is held out; equal examples are on the same side."""
-    digests = _digests(examples)
-    order = sorted(set(digests))
-    n = len(order)
-    chosen = set(order[: max(1, n // HELD_OUT, min(AT_LEAST, n // AT_MOST))])
-    if held_out is not None:
-        chosen = set(_digests(held_out))
-    train = [number for number, each in enumerate(digests) if each not in chosen]
-    if not train:
-        raise UserError(
-            f"of {n} different examples none is left to train on beside those held out: give more"
-        )
-    if held_out is None:
-        first = {each: number for number, each in reversed([*enumerate(digests)])}
-        held_out = _chosen(examples, [first[each] for each in order if each in chosen])
-    return _chosen(examples, train), held_out
-
-
-def _digests(examples: EncodedExamples) -> list[bytes]:
-    each = map(examples.example, range(len(examples)))
-    return [hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in each]
-
-
-def _chosen(examples: EncodedExamples, numbers: Sequence[int]) -> EncodedExamples:
-    each = map(examples.example, numbers)
-    return EncodedExamples.gather(Example("", ids.tolist(), mask.tolist()) for ids, mask in each)
 
 
 @dataclass(frozen=True)
