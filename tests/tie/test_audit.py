@@ -364,6 +364,14 @@ def test_a_module_tied_replaced_and_wrapped():
     assert found.matrices[1].names == ("lm_head.2.weight",)
 
 
+def test_a_vocabulary_of_three_times_the_width_is_no_riddle():
+    """Then the attention's matrices (3D, D) have the shape of W."""
+    model = GPT(GPTConfig(vocab_size=96, n_positions=8, n_embd=32, n_layer=2, n_head=2))
+    assert model.h[0].attn.c_attn.weight.shape == model.wte.weight.shape
+    assert judged(model, "tied").matrices[0].roles == ("reads", "predicts")
+    assert ledger(model).total == model.config.parameter_count()
+
+
 def test_an_equal_copy_in_memory_is_broken_for_training_parts_it():
     model = their_gpt2()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())

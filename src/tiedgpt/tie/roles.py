@@ -189,7 +189,7 @@ def _find_output(
             return covering[-1]
     twins = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
     candidates = candidates or [t for t in possible if _is_similar(t, reads)]
-    if not candidates and checkpoint.format == "module":
+    if not candidates and checkpoint.format == "module" and reads not in products:
         candidates = [t for t in twins if t in products]
     if candidates or checkpoint.derived:
         same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
