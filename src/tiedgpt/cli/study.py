@@ -48,7 +48,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(study.as_dict(), indent=1))
     else:
         (first, *others), rows = study.table()
-        table([first, *(f">{name}" for name in others)], rows)
+        title = "mean +- half of the 95 % interval over the seeds"
+        table([first, *(f">{name}" for name in others)], rows, title=title)
         show_text(f"\n{study.conclusion()}\n")
         fact("report", f"{given.out}/report.html and report.md")
     return EXIT_OK

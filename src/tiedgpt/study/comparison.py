@@ -106,9 +106,9 @@ def over_seeds(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def with_interval(values: np.ndarray, form: str = ".4f") -> str:
-    """Return the mean of a number (S,) over the seeds with its interval, as a table shows it."""
-    mean, low, high = (format(number, form) for number in over_seeds(values))
-    return f"{mean} ({low} to {high})"
+    """Return the mean of a number (S,) and half its 95 % interval, as a table shows it."""
+    mean, low, high = over_seeds(values)
+    return f"{mean:{form}} +- {(high - low) / 2:.4f}"
 
 
 def tied_vs_untied(

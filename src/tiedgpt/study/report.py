@@ -42,8 +42,9 @@ TEXT = """# Tied against untied
 {models}
 
 Differences are taken seed by seed, because the models share the data and the order of batches. All
-intervals are Student's 95 % intervals over the seeds {study.seeds}. They say how much depends on
-the first weights and on that order. Another text, size, rate or budget may give another result.
+intervals are Student's 95 % intervals over the seeds {study.seeds}; tables show a mean +- half of
+its interval. They say how much depends on the first weights and on that order. Another text, size,
+rate or budget may give another result.
 
 ## The loss during training
 
