@@ -33,7 +33,15 @@ def test_trained_tokens_stand_in_marks_without_colour(folder, capsys):
         "<|im_start|>assistant\n{+Hello é\\x1b[3m<|im_end|>+}\n" in out
     )
     assert "kind      messages, by the template chatml" in out
-    assert "examples  1, the longest of" in out
+    assert "examples  1, the longest of" in out and "{+these tokens are trained+}" in out
+
+
+def test_a_long_example_is_shown_without_its_middle(folder, capsys):
+    (folder / "long.txt").write_text("abcdefghij" * 500)
+    assert main(["data", "show", "long.txt", "--tokenizer", "tok"]) == 0
+    out = capsys.readouterr().out
+    assert "+}\n[... 4,701 tokens ...]\n{+" in out and len(out) < 1000
+    assert out.count("abcdefghij") == 28, "14 and a part before the gap, 14 and a part after it"
 
 
 def test_trained_tokens_are_green_in_a_terminal(folder, capsys, monkeypatch):

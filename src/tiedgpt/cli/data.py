@@ -22,9 +22,12 @@ ABOUT = """Show which tokens of examples would be trained.
 
 A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
 [{"role": ..., "content": ...}, ...]}. Trained tokens are green; without colour,
-they stand in braces with a plus."""
+they stand in braces with a plus. `tiedgpt tune` trains on such files."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 """By whether a token is trained; two in turn, so that one sees where tokens end."""
+
+EDGE = 150
+"""Tokens shown at the beginning and at the end of an example that is longer than both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Arguments:
     skip_bad: bool = False
     """Pass over lines that are no examples, and count them."""
     examples: int = 3
-    """How many are printed; all are counted."""
+    """How many are printed, long ones without their middle; all are counted."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 
@@ -98,23 +101,27 @@ def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]
 
 def _print(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> None:
     to = console()
+    colour = to.color_system is not None and not to.no_color
     for example in shown:
         to.print(Text(example.place, "bold"))
-        colour = to.color_system is not None and not to.no_color
         to.print(_marked(example, reader.tokenizer, colour=colour))
     by = f", by the template {reader.template.name}" if reader.kind == "messages" else ""
     share = f"{counts['trained']:,} ({counts['trained'] / counts['tokens']:.0%})"
     fact("kind", reader.kind + by)
     fact("examples", f"{counts['examples']:,}, the longest of {counts['longest']:,} tokens")
     fact("tokens", f"{counts['tokens']:,}, of which {share} are trained")
+    if not colour:
+        fact("marks", "{+these tokens are trained+}")
     for remark in reader.notes():
         note(remark)
 
 
 def _marked(example: Example, tokenizer: Tokenizer, *, colour: bool) -> Text:
     """Return an example's text, its trained tokens in colour or between marks."""
-    text, before = Text(), False
-    for number, (token, trained) in enumerate([*_tokens(example, tokenizer), ("", False)]):
+    text, before, tokens = Text(), False, list(_tokens(example, tokenizer))
+    if (n_left_out := len(tokens) - 2 * EDGE) > 0:
+        tokens[EDGE:-EDGE] = [(f"\n[... {n_left_out:,} tokens ...]\n", False)]
+    for number, (token, trained) in enumerate([*tokens, ("", False)]):
         if trained != before and not colour:
             text.append("{+" if trained else "+}")
         text.append(token, STYLES[trained][number % 2])
