@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,15 @@ def test_a_poke_is_told_and_ids_need_no_tokenizer(capfd):
     assert "logits moved by" in out and "did not move by one bit" in out
     assert main(["inspect", "lens", "model", "--ids", "3", "4", "--after-attention"]) == 0
     assert "h.1.attn" in capfd.readouterr().out
+
+
+def test_headings_tell_columns_apart_and_names_may_have_underscores(capfd):
+    assert main(["inspect", "lens", "model", "--text", TEXT]) == 0
+    assert re.search("1st +prob +2nd +prob", capfd.readouterr().out)
+    assert main(["inspect", "gradient_split", "model", "--text", TEXT]) == 0
+    assert "gradient of the loss" in capfd.readouterr().out
+    assert main(["inspect", "positions", "model"]) == 1
+    assert 'tiedgpt inspect positions --text "Once upon' in capfd.readouterr().err
 
 
 def test_standard_input_is_read(capfd, monkeypatch):

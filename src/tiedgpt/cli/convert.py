@@ -1,4 +1,4 @@
-"""`tiedgpt convert SOURCE DEST --to FORMAT`: write a GPT in another format and check the file."""
+"""`tiedgpt convert MODEL DEST --to FORMAT`: write a GPT in another format and check the file."""
 
 from __future__ import annotations
 

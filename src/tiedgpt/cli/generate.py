@@ -1,4 +1,4 @@
-"""`tiedgpt generate [SOURCE]`: continues a text, shown as it grows."""
+"""`tiedgpt generate [MODEL]`: continues a text, shown as it grows."""
 
 from __future__ import annotations
 

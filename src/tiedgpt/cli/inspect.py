@@ -1,4 +1,4 @@
-"""`tiedgpt inspect NAME [SOURCE]`: what a model predicts, layer by layer and row by row."""
+"""`tiedgpt inspect NAME [MODEL]`: what a model predicts, layer by layer and row by row."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Arguments:
     mode: Literal["zero", "mean"] | None = None
     """ablate: what replaces a part's output, zero or its mean over the text; default: zero."""
     counts: str | None = None
-    """vocabulary: a run, a folder of token shards or a text to count tokens in; default: SOURCE,
+    """vocabulary: a run, a folder of token shards or a text to count tokens in; default: MODEL,
     if it is a run."""
     own_rank_rows: int | None = None
     """vocabulary: how many rows to ask whether they can win; default: 1,024."""
@@ -128,7 +128,8 @@ def _inspect(given: Arguments) -> Any:
         require_figures(given.plot)
     if given.name != "vocabulary":
         if (given.text is None) == (not given.ids):
-            raise UserError("give --text, or --ids, for the model to read")
+            example = f'tiedgpt inspect {given.name} --text "Once upon a time"'
+            raise UserError(f"the model must read one text: give --text, or --ids: {example}")
         options["text"] = given.ids or given.text
         if given.text == "-":
             options["text"] = read_text("-", "--text")
@@ -147,7 +148,8 @@ def _inspect(given: Arguments) -> Any:
 
 def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
-        print(f"\rlayer {done} of {of}", end="\n" if done == of else "", file=sys.stderr)
+        text = "" if done == of else f"layer {done} of {of}"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _cells(column: Iterable[Any]) -> list[str]:
@@ -215,7 +217,9 @@ def _lens(found: Lens, _: int) -> None:
     print(f"after token {at}, {visible(found.pieces[at])}: each state, read by final norm and head")
     columns: list[tuple[str, Iterable[Any]]] = [("state", found.layers)]
     for k in range(min(2, found.top_ids.shape[2])):
-        columns.append(("likely", _words(found.words[id] for id in found.top_ids[:, at, k])))
+        columns.append(
+            (("1st", "2nd")[k], _words(found.words[id] for id in found.top_ids[:, at, k]))
+        )
         columns.append(("prob", np.exp(found.top_logprob[:, at, k])))
     _table(
         *columns,
@@ -333,7 +337,10 @@ def _ablate(found: Ablation, _: int) -> None:
         ("layer", range(len(most))),
         ("attention", found.attention),
         ("MLP", found.mlp),
-        ("heads that cost most", ["  ".join(f"{h}: {x[h]:+.3f}" for h in hs) for hs, x in named]),
+        (
+            "heads, the costliest first",
+            ["  ".join(f"{h}: {x[h]:+.3f}" for h in hs) for hs, x in named],
+        ),
     )
 
 

@@ -41,9 +41,9 @@ SHORT = {
 VALUES = {
     "compare": "'OPTIONS'", "data": "DATA", "fork": "RUN", "grammar": "FILE",
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
-    "size": "SIZE", "source": "SOURCE", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
+    "size": "SIZE", "source": "MODEL", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",
-    "topic": "TOPIC", "from_": "SOURCE",
+    "topic": "TOPIC", "from_": "MODEL",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}
@@ -143,6 +143,8 @@ def parse(
 
 def _read(option: Option, verb: str, text: str) -> Any:
     """Return the value that a text stands for; `UsageError` if it is not what is expected."""
+    dashed = text.replace("_", "-")  # as functions of Python are named
+    text = dashed if dashed in option.choices else text
     try:
         if not option.choices or text in option.choices:
             return option.kind(text)

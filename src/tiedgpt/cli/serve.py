@@ -1,4 +1,4 @@
-"""`tiedgpt serve [SOURCE]`: the model behind OpenAI's API."""
+"""`tiedgpt serve [MODEL]`: the model behind OpenAI's API."""
 
 from __future__ import annotations
 

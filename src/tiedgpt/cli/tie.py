@@ -1,4 +1,4 @@
-"""`tiedgpt tie show|audit|fix SOURCE`: the tie of a model or a file: count it, judge it, fix it."""
+"""`tiedgpt tie show|audit|fix MODEL`: the tie of a model or a file: count it, judge it, fix it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 ABOUT = """Is the output head the same matrix as the input embedding?
 
-  tiedgpt tie show [SOURCE]       every parameter once: who shares it, its cost
-  tiedgpt tie audit [SOURCE]      is it the same, and is that what is claimed?
-  tiedgpt tie fix SOURCE DEST     write a corrected copy; SOURCE is only read
+  tiedgpt tie show [MODEL]       every parameter once: who shares it, its cost
+  tiedgpt tie audit [MODEL]      is it the same, and is that what is claimed?
+  tiedgpt tie fix MODEL DEST     write a corrected copy; MODEL is only read
 
 The exit code of audit is 0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
 NOT_FOR = {"show": ("dest", "keep", "input", "output"), "audit": ("dest", "keep"), "fix": ()}
@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
             typed = "DEST" if name == "dest" else f"--{name}"
             raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`: leave it out")
     if given.verb == "fix" and (given.source is None or given.dest is None):
-        raise UsageError("`tiedgpt tie fix` needs SOURCE and DEST", "name both")
+        raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "name both")
     source, code = source_or_newest(given.source), EXIT_OK
     names = {"input_name": given.input, "output_name": given.output}
     result: Any

@@ -51,7 +51,7 @@ TOPICS = {
     "parameters": Topic(
         "Why does replacing the head turn 124,439,808 parameters into 163,037,184? And back?",
         ("core/config.py: GPTConfig.parameter_count", "core/model.py: GPT.__init__"),
-        ("tiedgpt tie show MODEL", "tiedgpt tie fix SOURCE DEST"),
+        ("tiedgpt tie show MODEL", "tiedgpt tie fix MODEL DEST"),
     ),
     "positions": Topic(
         "Why does training predict at all N positions while generation uses only the last?",

@@ -385,7 +385,7 @@ class TuneOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         if self.start is None:
-            raise UserError("name the model to tune: --from SOURCE")
+            raise UserError("name the model to tune: --from MODEL")
         for name in ("template", "too_long", "skip_bad"):
             if not self.examples and getattr(self, name) != getattr(TuneOptions, name):
                 raise UserError(f"{flag(name)} is for examples with replies, and the data are text")

@@ -140,7 +140,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     """
     path = Path(path)
     if not (path / FILE).is_file():
-        raise UserError(f"{path} holds no packed model: tiedgpt convert SOURCE DEST --to packed")
+        raise UserError(f"{path} holds no packed model: tiedgpt convert MODEL DEST --to packed")
     config = _read_config(path / "config.json")
     file = SafetensorsFile.open(path / FILE)
     metadata = file.metadata
