@@ -1,5 +1,6 @@
 """`tiedgpt eval`."""
 
+import io
 import json
 
 import pytest
@@ -65,13 +66,32 @@ def test_an_interrupted_evaluation_goes_on(directory, text, tmp_path, capsys):  
 
 
 def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # noqa: F811
-    assert main(["eval", str(directory)]) == 1
+    assert main(["eval", str(directory)]) == 2
     assert "DATA or --tasks" in capsys.readouterr().err
+    assert main(["eval", str(text), str(directory)]) == 2
+    assert f"the model comes first: tiedgpt eval {directory} {text}" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text("")
+    assert main(["eval", str(directory), str(tmp_path / "empty.txt")]) == 1
+    assert "every document is empty" in capsys.readouterr().err
     assert main(["eval", str(directory), str(tmp_path / "none.txt")]) == 1
     assert main(["eval", str(directory), str(text), "--context", "100"]) == 1
     assert "--context must be from 2 to the model's 48, got 100" in capsys.readouterr().err
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    assert main(["eval", str(directory), str(tmp_path / "latin")]) == 3
+    (tmp_path / "binary").write_bytes(b"caf\0\xe9")
+    assert main(["eval", str(directory), str(tmp_path / "binary")]) == 3
+
+
+def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypatch, capsys):  # noqa: F811
+    def bits(*arguments):
+        assert main(["eval", str(directory), *arguments, "--format", "json"]) == 0
+        return json.loads(capsys.readouterr().out)["bits_per_byte"]
+
+    expected = bits(str(text))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert bits("-") == pytest.approx(expected, rel=1e-6)
+    assert bits(str(text.parent)) == pytest.approx(expected, rel=1e-6)
+    text.write_bytes(("a café, " * 9).encode("cp1252"))
+    assert main(["eval", str(directory), str(text)]) == 0
+    assert "is read as cp1252" in capsys.readouterr().err
 
 
 def test_options_and_models_that_do_not_fit_the_data_are_refused(directory, text, tmp_path, capsys):  # noqa: F811

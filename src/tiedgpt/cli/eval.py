@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import console, note
-from tiedgpt.cli.options import Positional, parse
-from tiedgpt.cli.source import read_text, source_or_newest
+from tiedgpt.cli.options import Positional, UsageError, parse
+from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 ABOUT = """Measure how well a model predicts a text, or how often it answers rightly.
 
-DATA is a text; or .jsonl with a text in each line ("text"), a multiple choice ("context",
-"choices", "answer": its index), or a cloze ("context", "completion"). --tasks names tasks of
-lm-evaluation-harness instead (pip install tiedgpt[eval])."""
+DATA is text as `tiedgpt train` takes it: a file, a folder, a glob, or - for standard input; each
+document is scored by itself. Or it is .jsonl with a text in each line ("text"), a multiple choice
+("context", "choices", "answer": its index), or a cloze ("context", "completion").
+--tasks names tasks of lm-evaluation-harness instead (pip install tiedgpt[eval])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,10 @@ class Arguments:
 
     source: Positional[str]
     """A run, a model's directory or file, or a hub name."""
-    data: Positional[Path | None] = None
-    """A text, or a .jsonl file."""
+    data: Positional[str | None] = None
+    """Text: a file, a folder, a glob, - for standard input; or a .jsonl file."""
+    encoding: str = "auto"
+    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, with a note."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness instead."""
     context: int | None = None
@@ -67,13 +71,24 @@ def run(arguments: list[str]) -> int:
     """Measure; return the exit code."""
     given = parse(Arguments, "eval", arguments, ABOUT)
     if (given.data is None) == (not given.tasks):
-        raise UserError("`tiedgpt eval` needs DATA or --tasks: give one of them")
+        raise UsageError(
+            "`tiedgpt eval` needs DATA or --tasks", "give one of them: tiedgpt eval MODEL DATA"
+        )
+    if given.data is not None and _is_model(given.data) and not _is_model(given.source):
+        right = f"tiedgpt eval {shlex.join([given.data, given.source])}"
+        raise UsageError(f"{given.data} is a model, not text", f"the model comes first: {right}")
     if given.limit is not None and given.limit < 1:
         raise UserError(f"--limit must be at least 1, got {given.limit}")
     return _evaluate(given)
 
 
+def _is_model(name: str) -> bool:
+    """Whether this names a run or a model's directory."""
+    return any(Path(name, file).exists() for file in ("run.toml", "config.json"))
+
+
 def _evaluate(given: Arguments) -> int:
+    from tiedgpt.data import documents
     from tiedgpt.evaluate.examples import (
         Example,
         ExampleScore,
@@ -85,14 +100,17 @@ def _evaluate(given: Arguments) -> int:
     from tiedgpt.infer import Engine
 
     data: list[Any] = []
-    if given.data is not None and given.data.suffix == ".jsonl":
-        data = read_examples(given.data)[: given.limit]
+    if given.data is not None and given.data.endswith(".jsonl"):
+        data = read_examples(Path(given.data))[: given.limit]
     elif given.data is not None:
         if given.limit is not None:
             raise UserError(
                 f"--limit is for .jsonl files and --tasks, not for {given.data}: leave it out"
             )
-        data = [read_text(given.data, "DATA")]
+        corpus = documents([given.data], encoding=given.encoding)
+        data = [document.text for document in corpus]
+        for text in corpus.notes():
+            note(text)
     source = source_or_newest(given.source)
     tokenizer, threads = given.tokenizer, given.threads
     with Engine(source, given.precision, tokenizer=tokenizer, threads=threads) as engine:
@@ -103,14 +121,14 @@ def _evaluate(given: Arguments) -> int:
             if given.context or given.stride or given.bos:
                 raise UserError("--context, --stride and --bos are for texts: leave them out")
             kept = _scored(
-                given, ExampleScore, lambda skip: score_examples(engine, data[skip:]), len(data)
+                given, data, ExampleScore, lambda n: score_examples(engine, data[n:]), len(data)
             )
             result = ExamplesScore(kept)
         else:
             windows = Windows.of(engine, given.context, given.stride, given.bos)
             given = replace(given, context=windows.context, stride=windows.stride)
             scores = _scored(
-                given, WindowScore, lambda skip: score_windows(engine, data, windows, skip=skip)
+                given, data, WindowScore, lambda n: score_windows(engine, data, windows, skip=n)
             )
             result = TextScore(windows, scores)
     if given.format == "json":
@@ -124,7 +142,11 @@ def _evaluate(given: Arguments) -> int:
 
 
 def _scored(
-    given: Arguments, kind: type[S], scores: Callable[[int], Iterator[S]], total: int | None = None
+    given: Arguments,
+    data: list[Any],
+    kind: type[S],
+    scores: Callable[[int], Iterator[S]],
+    total: int | None = None,
 ) -> list[S]:
     """Return all scores: those that --save holds, then the others, which are added to it."""
     from rich.progress import track
@@ -135,7 +157,7 @@ def _scored(
     if given.save is None:
         fresh = scores(0)
     else:
-        facts = _facts(given)
+        facts = _facts(given, data)
         done = read_saved(given.save, facts, kind)
         if done:
             note(f"{len(done)} results are in {given.save}: going on")
@@ -146,15 +168,14 @@ def _scored(
     return [*done, *shown]
 
 
-def _facts(given: Arguments) -> dict[str, Any]:
+def _facts(given: Arguments, data: list[Any]) -> dict[str, Any]:
     """Return what the results depend on."""
-    assert given.data is not None
     source = Path(given.source)
     files = [source, *source.rglob("*")] if source.is_dir() else [source]
     return {
         "model": str(source.resolve()) if source.exists() else given.source,
         "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
-        "data": hashlib.sha256(given.data.read_bytes()).hexdigest(),
+        "data": hashlib.sha256(repr(data).encode()).hexdigest(),
         "tokenizer": given.tokenizer,
         "precision": given.precision,
         "context": given.context,

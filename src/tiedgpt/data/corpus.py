@@ -69,8 +69,10 @@ class FileCorpus:
             text = record.get(self.text_field)
             if not isinstance(text, str):
                 keys = ", ".join(map(repr, record)) or "nothing"
+                tuned = {"prompt", "messages", "conversations"} & record.keys()
+                advice = "; train on prompts and replies with `tiedgpt tune`" if tuned else ""
                 raise CorruptInputError(
-                    f"{place}: no string in the field {self.text_field!r}, only {keys}"
+                    f"{place}: no string in the field {self.text_field!r}, only {keys}{advice}"
                 )
             if text.strip():
                 blank = False
@@ -109,6 +111,17 @@ class FileCorpus:
                 )
             elif not self._binary(data):
                 self.skipped.add(path)
+
+    def notes(self) -> list[str]:
+        """Return what is worth telling of the files read: in another encoding, or left out."""
+        found = [
+            f"{n} is read as {how}; --encoding names another" for n, how in self.guessed.items()
+        ]
+        if n_skipped := len(self.skipped):
+            names = ", ".join(sorted(self.skipped)[:3]) + (", ..." if n_skipped > 3 else "")
+            files = f"{n_skipped:,} file{'s' * (n_skipped > 1)}"
+            found.append(f"left out {files}, not in UTF-8: {names}")
+        return found
 
     def _binary(self, data: bytes) -> bool:
         return b"\0" in data and not data.startswith(UTF_16) and self.encoding == "auto"

@@ -37,7 +37,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.tie import add_tokens
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
-from tiedgpt.train.options import AUTO, TrainOptions, TuneOptions, counted
+from tiedgpt.train.options import AUTO, TrainOptions, TuneOptions
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
@@ -168,16 +168,8 @@ class Texts:
 
     def notes(self) -> list[str]:
         """Return what is worth telling of the files: left out, or in another encoding."""
-        notes, skipped = [], []
-        for part in (self.corpus, self.validation):
-            if isinstance(part, FileCorpus):
-                skipped += sorted(part.skipped)
-                for name, how in part.guessed.items():
-                    notes.append(f"{name} is read as {how}; --encoding names another")
-        if skipped:
-            names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-            notes.append(f"left out {counted(len(skipped), 'file')}, not in UTF-8: {names}")
-        return notes
+        parts = (part for part in (self.corpus, self.validation) if isinstance(part, FileCorpus))
+        return [note for part in parts for note in part.notes()]
 
 
 Sources = Texts | Examples | ExampleSet
