@@ -1,13 +1,16 @@
 """`tiedgpt explain` as a user meets it."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from rich.cells import cell_len
 
 from tests.inspect.conftest import TEXT, random_model
-from tiedgpt import Tokenizer
+from tiedgpt import GPT, Tokenizer, explain
 from tiedgpt.cli.main import main
+from tiedgpt.data import Document, encode_corpus, plan_split
 from tiedgpt.lessons import TOPICS
 
 
@@ -49,9 +52,26 @@ def test_the_newest_run_is_taken_else_a_tiny_model_is_trained(tmp_path, capfd):
     assert "wte.weight reads; head.weight predicts" in out and "no tokenizer" in out
 
 
+def test_a_run_is_explained_on_its_own_validation_text(capfd):
+    tokenizer = Tokenizer.from_pretrained("model")
+    Path("model").rename("run")
+    documents = [Document("a", TEXT), Document("b", TEXT[::-1])]
+    encode_corpus(plan_split(documents[:1], documents[1:]), tokenizer, "run/data")
+    assert main(["explain", "head", "run"]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "reading its run's validation text" in out
+    assert "no better than new numbers" in out, "its weights are random"
+    model, ids = GPT.from_pretrained("run"), torch.tensor(tokenizer.encode(TEXT[::-1])[:32])
+    losses = explain("head", "run").numbers["losses"]
+    expected = model.eval().loss(ids[None, :-1], ids[None, 1:])
+    assert losses["W itself"] == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
 def test_errors_name_what_is_there(capfd):
     assert main(["explain", "ties"]) == 2
     err = capfd.readouterr().err
     assert all(topic in err for topic in TOPICS)
+    assert main(["explain", "model"]) == 2
+    assert "the topic comes first: tiedgpt explain tie model" in capfd.readouterr().err
     assert main(["explain", "tie", "nowhere/at/all"]) == 1
     assert "nowhere" in capfd.readouterr().err

@@ -1,9 +1,11 @@
-"""`tiedgpt explain [TOPIC] [SOURCE]`: lessons about the one matrix, measured on a live model."""
+"""`tiedgpt explain [TOPIC] [MODEL]`: lessons about the one matrix, measured on a live model."""
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tiedgpt.cli.console import note, show_text
@@ -28,7 +30,8 @@ class Arguments:
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
     tiny GPT that is trained first, in seconds."""
     text: str | None = None
-    """The text to read; its first 32 tokens are used."""
+    """The text to read; its first 32 tokens are used. default: a run's own validation text, else
+    a fixed one."""
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
     format: Literal["human", "json"] = "human"
@@ -41,7 +44,11 @@ def run(arguments: list[str]) -> int:
     from tiedgpt.lessons import TOPICS, explain
 
     if given.topic not in (None, *TOPICS):
-        raise UsageError(f"no topic {given.topic!r}", f"choose one of {', '.join(TOPICS)}")
+        hint = f"choose one of {', '.join(TOPICS)}"
+        if given.topic is not None and Path(given.topic).exists():
+            topic = given.source if given.source in TOPICS else "tie"
+            hint = f"the topic comes first: tiedgpt explain {topic} {shlex.quote(given.topic)}"
+        raise UsageError(f"no topic {given.topic!r}", hint)
     source = given.source
     if given.topic is not None:
         try:

@@ -12,6 +12,7 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
+from tiedgpt.data import Shards
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.opening import open_model, open_tokenizer, piece
 from tiedgpt.plots.table import visible
@@ -164,17 +166,32 @@ def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
     else:
         about = f"{type(model).__name__} in memory"
     found = open_tokenizer(model, tokenizer)
+    own = _validation_ids(model) if text is None and tokenizer is None else None
     if not isinstance(model, nn.Module):
         model, _ = open_model(model, found)
     n = sum(parameter.numel() for parameter in model.parameters())
     size = audit(model).matrices[0].shape[0]
     length = min(LENGTH, getattr(getattr(model, "config", None), "n_positions", LENGTH))
-    ids = _ids(found, text, size, length)
+    reads = ", reading its run's validation text"
+    ids = None if own is None else own[:length]
+    if ids is None or len(ids) < 4 or int(ids.max()) >= size:
+        ids, reads = _ids(found, text, size, length), ""
     is_random = ids is None
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
     ids = ids.to(next(model.parameters()).device)
-    return Subject(model, f"{about}: {n:,} parameters", found, ids, is_random)
+    return Subject(model, f"{about}: {n:,} parameters{reads}", found, ids, is_random)
+
+
+def _validation_ids(model: Any) -> Tensor | None:
+    """Return the first ids that a run was validated on; None if the model is no run."""
+    if not isinstance(model, (str, os.PathLike)):
+        return None
+    directory = Path(model) / "data"
+    if not any(directory.glob("val_*.bin")):
+        return None
+    shards = Shards.in_directory(directory, "val")
+    return torch.from_numpy(shards.read(0, min(LENGTH, len(shards))).astype("int64"))
 
 
 def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:

@@ -173,13 +173,24 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
     lesson.table(
         ("head on this body", ">loss on the text, nats"), [(n, f"{x:.3f}") for n, x in rows]
     )
+    own_loss, new_loss = losses[own], losses["new numbers from N(0, 0.02)"]
+    why = (
+        "New numbers predict nothing because they were not trained, not because they are untied. "
+        if own_loss < min(new_loss, uniform)
+        else "The model's own head is no better than new numbers or equal probabilities on this "
+        "text: the model was not trained, or not on such text. "
+    )
     tied, untied = tiny_model(), tiny_model(tied=False)
+    larger = (
+        " After so few steps the larger model is ahead; `tiedgpt study tied-vs-untied` measures it."
+        if untied.loss < tied.loss
+        else ""
+    )
     sizes = [sum(p.numel() for p in each.model.parameters()) for each in (tied, untied)]
     lesson.say(
-        "New numbers predict nothing because they were not trained, not because they are untied. "
-        "Two tiny GPTs were trained just now, on the same data, for as many steps. Tied: "
+        why + "Two tiny GPTs were trained just now, on the same data, for as many steps. Tied: "
         "{tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: {untied_size:,} "
-        "parameters, held-out loss {untied_loss:.3f}. Their ln V is {tiny_uniform:.3f}.",
+        "parameters, held-out loss {untied_loss:.3f}. Their ln V is {tiny_uniform:.3f}." + larger,
         tied_size=sizes[0],
         tied_loss=tied.loss,
         untied_size=sizes[1],
