@@ -127,7 +127,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["train", "--fly"], 2, "fly"),
         (["inspect", "vocab"], 2, "NAME must be one of positions, .*ablate, got 'vocab'"),
         (["generate", "--speculate", "yes"], 2, "--speculate must be ngram, got 'yes'"),
-        (["eval", "letters"], 1, "needs DATA or --tasks"),
+        (["eval", "letters"], 2, "needs DATA or --tasks"),
         (["train", "missing.txt"], 1, "missing.txt"),
         (["train", "empty.txt"], 1, "empty.txt"),
         (["train", "latin.txt"], 3, "latin.txt"),
@@ -142,6 +142,9 @@ def test_doctor_tells_of_this_machine(capfd):
         (["generate"], 1, "train first"),
         (["generate", "no/such/model"], 1, "does not exist"),
         (["generate", "letters"], 1, "no weights"),
+        (["generate", "cats.txt"], 1, "hint: train on it with tiedgpt train cats.txt"),
+        (["train", "pairs.jsonl"], 3, "hint: train on prompts and replies with `tiedgpt tune`"),
+        (["study", "tied_vs_untied", "no.txt"], 1, "no file matches 'no.txt'"),
     ],
 )
 def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code, says):
@@ -150,6 +153,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
     Path("short.txt").write_text("only a few words here")
     Path("latin.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     Path("lines.jsonl").write_text('{"text": "fine"}\n{"txet": 1}\n')
+    Path("pairs.jsonl").write_text('{"prompt": "Hi", "completion": " you"}\n')
     Path("pictures").mkdir()
     Path("pictures/a.png").write_bytes(b"\x89PNG\0\0")
     Path("letters").mkdir()

@@ -11,11 +11,16 @@ from typing import Literal
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
 
+TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
+"""How names of texts end, which are no models."""
+
 
 def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:
     """Return the source given, or the newest run under runs/ that has a model (of the task)."""
     if source is None:
         return str(newest_run("model/config.json", task))
+    if source.lower().endswith(TEXTS) and os.path.isfile(source):
+        raise UserError(f"{source} is text, not a model: train on it with tiedgpt train {source}")
     is_folder = os.path.isdir(source) and not Path(source, "config.json").exists()
     runs = Path(source).glob("*/model/config.json") if is_folder else []
     if names := sorted(str(file.parent.parent) for file in runs):
