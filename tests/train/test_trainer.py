@@ -13,6 +13,7 @@ from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.plan import record, recorded
 from tiedgpt.train.resume_check import repeatable_metrics
+from tiedgpt.train.runs import make_longer
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.safetensors_file import SafetensorsFile
@@ -270,7 +271,9 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(
     scores_of(monkeypatch, losses)
     events = run_all(run, config, plan, tokenizer)
     assert events[-1].finished and events[-1].step == 8 and run.finished()
-    assert "best validation was after step 4 (2.5000" in events[-1].notes[0]
+    ended, best = events[-1].notes
+    assert "ended after step 8 of 40: validation was best after step 4" in ended
+    assert "best validation was after step 4 (2.5000" in best
     assert metrics(run)[-1]["best_step"] == 4
     kept = {path.name: path for path in checkpoints(run.checkpoints)}
     assert list(kept) == ["step-000004", "step-000006", "step-000008"]
@@ -316,6 +319,59 @@ def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(
         scores_of(monkeypatch, scores)
         ended = run_all(run, config, dataclasses.replace(plan, keep=keep), tokenizer)[-1]
         assert ended.finished and ended.step == steps
+
+
+def longer(run, options, plan):
+    """Have a run that ended go on for twice as long; return its plan."""
+    run.write_record(record(options, options.model_config(vocab_size=9, bos=0, eos=0), plan, {}))
+    tables = make_longer(run, dataclasses.replace(options, steps=None, minutes=6.0), 2.0)
+    return recorded(tables)[1]
+
+
+def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(
+    new_run, config, plan, options, monkeypatch
+):
+    plan = dataclasses.replace(plan, eval_every=2)
+    losses = [3.0, 2.9, 2.0], [2.01] * 9
+    once, tokenizer = new_run("once")
+    twice, _ = new_run("twice")
+    for run, stop_after in (once, None), (twice, 7):
+        scores_of(monkeypatch, losses[0])
+        run_all(run, config, plan, tokenizer)
+        more = longer(run, options, plan)
+        if stop_after is not None:
+            scores_of(monkeypatch, losses[1][:1])
+            assert not run_all(run, config, more, tokenizer, stop_after)[-1].finished
+        scores_of(monkeypatch, losses[1][0 if stop_after is None else 1 :])
+        ended = run_all(run, config, more, tokenizer)[-1]
+        assert (ended.step, ended.sample_nats) == (12, 2.0)
+        assert metrics(run)[-1]["best_step"] == 6
+    assert metrics(once) == metrics(twice)
+    assert all(torch.equal(weights(once)[name], weights(twice)[name]) for name in weights(once))
+
+
+def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(
+    new_run, config, plan, options
+):
+    run, tokenizer = new_run()
+    run_all(run, config, plan, tokenizer)
+    more = longer(run, options, dataclasses.replace(plan, minutes=3.0, reason="it is the best"))
+    assert (more.steps, more.minutes, more.reason) == (12, 6.0, "")
+    assert more.before is not None and more.before.reason == "it is the best"
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_a_run_whose_validation_had_turned_trains_when_it_is_asked_to_go_on(
+    new_run, config, plan, options, monkeypatch, patience
+):
+    plan = dataclasses.replace(plan, steps=12, eval_every=1, patience=patience)
+    run, tokenizer = new_run()
+    scores_of(monkeypatch, [3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
+    assert run_all(run, config, plan, tokenizer)[-1].step == 5
+    more = dataclasses.replace(longer(run, options, plan), eval_every=1)
+    scores_of(monkeypatch, [1.5, *[1.6] * 9])
+    ended = run_all(run, config, more, tokenizer)[-1]
+    assert ended.step == 9 and metrics(run)[-1]["best_step"] == 6
 
 
 class FakeClock:

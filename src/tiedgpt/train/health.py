@@ -83,6 +83,11 @@ class Health:
         self.stale += 1
         return False
 
+    def reopened(self, step: int, loss: float) -> None:
+        """Remember the last validation of a run that had ended, and let it go on."""
+        self.evaluated(step, loss)
+        self.stale = 0
+
     def ends(self, plan: Plan) -> bool:
         """Whether validation ends the run: out of patience, or it has turned."""
         if plan.patience is not None:

@@ -333,13 +333,18 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
 
 
 def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
-    """Return the plan by which a run that ended after `step` steps goes on for so many times."""
+    """Return the plan by which a run that ended after `step` steps goes on for so many times.
+
+    Why its size was chosen is said of the first plan, whose time it was chosen for.
+    """
     steps = max(step + 1, options.steps or round(plan.steps * times))
     cooldown = of_steps(plan, options, steps).cooldown
     return replace(
         plan,
         steps=steps,
         cooldown=min(cooldown, steps - plan.warmup),
+        minutes=None if plan.minutes is None else plan.minutes * times,
+        reason="",
         **paused(steps, options.eval_every),
         since=step,
         before=replace(plan, before=None),

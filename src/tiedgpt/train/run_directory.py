@@ -22,6 +22,9 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.history import PART, metric_lines
 
+GOES_ON = "goes_on"
+"""The key of the line after which a run went on that had ended."""
+
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -119,8 +122,14 @@ class RunDirectory:
         """
         *lines, last = self.metric_lines()
         score = {k.removeprefix(PART): v for k, v in last.items() if k.startswith(PART)}
-        self._replace_metrics([*lines, {"step": last["step"], **score}])
+        goes_on = {GOES_ON: "by a plan of more steps"}
+        self._replace_metrics([*lines, {"step": last["step"], **score, **goes_on}])
         return int(last["step"])
+
+    def reopened(self, step: int) -> float | None:
+        """Return the validation loss of a run that ended after `step` and goes on; else None."""
+        lines = (line for line in self.metric_lines() if GOES_ON in line)
+        return next((line.get("val_loss") for line in lines if line["step"] == step), None)
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""

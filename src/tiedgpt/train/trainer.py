@@ -121,6 +121,8 @@ class Trainer:
         self.health = Health.of(state or {})
         if state is not None:
             self.step = self.saved_at = state["step"]
+            if (last_loss := world.lead(lambda: run.reopened(self.step))) is not None:
+                self.health.reopened(self.step, last_loss)
         elif self.fork is not None:
             notes += begin_fork(self.fork, self.task, self.model, self.optimizers)
             self._write_checkpoint()
@@ -252,6 +254,11 @@ class Trainer:
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
         line |= {f"part_{name}": value for name, value in self.task.metrics(part).items()}
         nats = part.nats
+        if self.step < self.plan.steps:
+            self.notes.append(
+                f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
+                f"step {best:,}, and more --steps or --minutes train on"
+            )
         if self.plan.keep == "last" and nats > WORSE * best_loss:
             self.notes.append(
                 f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
