@@ -1,5 +1,6 @@
 """The command line as a user meets it, in processes of its own where that matters."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from tiedgpt.cli.main import main
+from tiedgpt.cli.show_training import Display, Show
+from tiedgpt.train.events import Ended
+from tiedgpt.train.plan import Plan
 
 QUICK = ["--steps", "4", "--context", "16", "--batch-size", "2", "--size", "tiny"]
 
@@ -41,7 +45,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert out.count("sample") == 2
     assert "tiedgpt generate run" in out and "tiedgpt tie show run" in out
     assert "no decay" in err and "W, which reads and predicts" in err
-    assert "cats.txt: 1 document, " in err and "too few for readable text" in err
+    assert "cats.txt: 1 document, " in err and "tokens only: texts are rougher" in err
     record = tomllib.loads(Path("run/run.toml").read_text())
     assert record["training"]["steps"] == 4
     assert 257 < record["model"]["vocab_size"] <= 300
@@ -101,6 +105,28 @@ def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
     state = json.loads((checkpoint / "state.json").read_text())
     lines = metrics.read_text().splitlines()
     assert json.loads(lines[-1])["step"] == state["step"]
+
+
+def test_a_stop_counts_by_the_plan_in_force(text, capfd, monkeypatch):
+    def planned_again(trainer, display, tracking):
+        trainer.plan = dataclasses.replace(trainer.plan, steps=7)
+        return Ended(3, finished=False, score=None)
+
+    monkeypatch.setattr("tiedgpt.cli.train.shown", planned_again)
+    assert main(["train", "cats.txt", *QUICK, "--tokenizer", "char"]) == 75
+    assert "stopped and saved after step 3 of 7" in capfd.readouterr().err
+
+
+def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
+    plan = Plan(
+        steps=26, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1,
+        weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
+        eval_batches=2, save_every=2,
+    )  # fmt: skip
+    display = Display(Path("run"), Show())
+    with display.training(plan):
+        display.event(Ended(10, finished=True, score=None))
+    assert re.search(r"\b10/10\b", capfd.readouterr().err)
 
 
 def test_help_of_every_verb_is_quick_and_says_what_it_does():

@@ -33,7 +33,7 @@ from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS = 160
 READABLE = 500_000
-"""Tokens of training, of a fresh model, below which hardly a word that it writes is right."""
+"""Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
 
 
@@ -161,6 +161,8 @@ class Display:
                 self._progress.reset(self._task, completed=event.step)
             case events.Replanned():
                 self._progress.update(self._task, total=event.plan.steps)
+            case events.Ended() if event.finished:
+                self._progress.update(self._task, completed=event.step, total=event.step)
             case events.Stepped():
                 self._stepped(event)
             case events.Skipped():
@@ -219,9 +221,7 @@ class Display:
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
             if seen < READABLE and not options.continues:
-                self.say(
-                    f"trained on {seen:,} tokens: too few for readable text: more text or time"
-                )
+                self.say(f"trained on {seen:,} tokens only: texts are rougher than after more")
         score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
         part = f"loss {ended.sample_nats:.4f} on the part scored between steps"
         fact("score", f"{score}; {part}", to=out)

@@ -192,7 +192,8 @@ def train_run(
         trainer = Trainer(directory, task, plan, world.device, fork=fork, world=world)
         ended = shown(trainer, display, tracking)
         if not ended.finished:
-            display.say(f"stopped and saved after step {ended.step:,} of {plan.steps:,}; to go on:")
+            steps = trainer.plan.steps
+            display.say(f"stopped and saved after step {ended.step:,} of {steps:,}; to go on:")
             display.err.print(f"  {command}")
             return EXIT_INTERRUPTED
         if world.leads:

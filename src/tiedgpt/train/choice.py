@@ -133,17 +133,14 @@ def choose(
     made = with_choices(options, sizes[at], seen, text_tokens)
     reason = (
         f"{sizes[at]} has the lowest expected loss of {', '.join(s for s in sizes if s in found)} "
-        f"in {counted(minutes, 'minute')} here: {seen / text_tokens:.1f} passes at {fast:,.0f} "
-        f"tokens/s, dropout {made.dropout:g}"
+        f"in {counted(minutes, 'minute')} at {fast:,.0f} tokens/s here; dropout {made.dropout:g}"
     )
     passes = 60 * minutes * fast / text_tokens
     if options.epochs or passes <= MOST_PASSES:
         return made, reason, ""
-    row = made.rows * (made.context or 1)
-    steps = math.ceil(most / row)
     warning = (
         f"warning: {text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
-        f"{passes:,.0f} passes would learn it by heart, so this run ends after {MOST_PASSES}, in "
-        f"about {steps * row / fast:,.0f} s; more text is worth more than more time"
+        f"{passes:,.0f} epochs would learn it by heart, so this run ends after {MOST_PASSES}, in "
+        f"about {most / fast:,.0f} s; more text is worth more than more time"
     )
-    return replace(made, steps=steps, minutes=None), reason, warning
+    return replace(made, epochs=float(MOST_PASSES), minutes=None), reason, warning

@@ -129,7 +129,8 @@ class TrainOptions:
     start: str | None = None
     """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
     size: str = AUTO
-    """auto: by text, time and speed; nano, tiny, little, mini, small, medium; gpt1 .. gpt3-175b."""
+    """auto: by text, time and speed, and mini with --task or --steps; nano, tiny, little, mini,
+    small, medium; gpt1 .. gpt3-175b."""
     width: int | None = None
     """Width of the states; heads and rate go with it; default: the size's."""
     minutes: float | None = None
