@@ -40,6 +40,12 @@ def test_several_lines_are_told_apart_without_colours_too():
     assert plot[0].endswith("2") and plot[-1].endswith("1")
 
 
+def test_lines_that_end_together_and_above_the_cut_keep_their_numbers():
+    many = tuple(Line(f"run {n}", range(40), [1.0] * 39 + [9.0], n) for n in range(3))
+    plot = cells(drawn(Panel("three", "steps", many, most=2.0), width=60, height=6))
+    assert all(any(number in row for row in plot) for number in "123")
+
+
 def test_what_lies_above_the_cut_is_not_drawn():
     line = Line("", [0, 1, 2, 3], [1e30, 1, 1, 0])
     plot = cells(drawn(Panel("", "", (line,), most=1.0), width=60, height=6))

@@ -43,6 +43,12 @@ def test_several_trainings_are_compared_by_what_all_of_them_have():
     assert panels(both, "steps")[0].title == "validation, loss, nats"
 
 
+def test_a_first_validation_among_few_is_not_cut_off():
+    curve = list(range(17, 187, 17)), [0.493, 0.43, *([0.4] * 8)]
+    panel = validation_panel([Training("run", {"val_bits_per_byte": curve})], "steps")
+    assert panel.limits() == (17, 170, 0.4, 0.493)
+
+
 def test_a_training_without_a_step_has_no_panel():
     assert panels([Training("empty", {})], "steps") == []
 

@@ -60,7 +60,7 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
 def validation_panel(trainings: Sequence[Training], x_label: str) -> Panel:
     """Return the validation of several trainings, in bits per byte where all have it."""
     key = validation_key(trainings)
-    return _cut(f"validation, {VALIDATION[key]}", x_label, _each(trainings, key, marked=True), 0.9)
+    return _cut(f"validation, {VALIDATION[key]}", x_label, _each(trainings, key, marked=True))
 
 
 def validation_key(trainings: Sequence[Training]) -> str:
@@ -93,5 +93,5 @@ def _each(trainings: Sequence[Training], key: str, *, marked: bool = False) -> t
     )
 
 
-def _cut(title: str, x_label: str, lines: tuple[Line, ...], share: float = 0.97) -> Panel:
-    return Panel(title, x_label, lines, most=usual_most(lines, share))
+def _cut(title: str, x_label: str, lines: tuple[Line, ...]) -> Panel:
+    return Panel(title, x_label, lines, most=usual_most(lines))
