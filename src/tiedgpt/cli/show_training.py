@@ -221,7 +221,7 @@ class Display:
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
             if seen < READABLE and not options.continues:
-                self.say(f"trained on {seen:,} tokens only: texts are rougher than after more")
+                self.say(f"trained on {seen:,} tokens only: texts may be rough")
         score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
         part = f"loss {ended.sample_nats:.4f} on the part scored between steps"
         fact("score", f"{score}; {part}", to=out)

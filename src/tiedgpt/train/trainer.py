@@ -257,7 +257,7 @@ class Trainer:
         if self.step < self.plan.steps:
             self.notes.append(
                 f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
-                f"step {best:,}, and more --steps or --minutes train on"
+                f"step {best:,}; more --minutes, --steps or --epochs train on"
             )
         if self.plan.keep == "last" and nats > WORSE * best_loss:
             self.notes.append(
