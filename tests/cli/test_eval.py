@@ -89,6 +89,9 @@ def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypat
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert bits("-") == pytest.approx(expected, rel=1e-6)
     assert bits(str(text.parent)) == pytest.approx(expected, rel=1e-6)
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["eval", str(directory), "-"]) == 1
+    assert "standard input is closed" in capsys.readouterr().err
     text.write_bytes(("a café, " * 9).encode("cp1252"))
     assert main(["eval", str(directory), str(text)]) == 0
     assert "is read as cp1252" in capsys.readouterr().err

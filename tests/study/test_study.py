@@ -145,7 +145,9 @@ def test_a_study_reports_and_one_that_was_killed_goes_on(tmp_path, text, capfd, 
     monkeypatch.setattr("tiedgpt.study.report.save_figure", lambda *given: None)
     assert main([*command, "--out", str(out)]) == 0
     assert not steps and (out / "report.md").read_text() == report
-    assert found["conclusion"] in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert found["conclusion"] in shown
+    assert max(map(len, shown.partition("\n\n")[0].splitlines())) <= 80
     with pytest.raises(UserError, match=r"another steps \(6, not 7\)"):
         tied_vs_untied(corpus, out, seeds=(0, 1), steps=7)
     with pytest.raises(UserError, match="another sha256 of text"):

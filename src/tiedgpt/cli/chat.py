@@ -1,4 +1,4 @@
-"""`tiedgpt chat [SOURCE]`: talk in the terminal with a model that has a chat template."""
+"""`tiedgpt chat [MODEL]`: talk in the terminal with a model that has a chat template."""
 
 from __future__ import annotations
 

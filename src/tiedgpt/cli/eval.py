@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, UsageError, parse
-from tiedgpt.cli.source import source_or_newest
+from tiedgpt.cli.source import TEXTS, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
@@ -74,17 +74,13 @@ def run(arguments: list[str]) -> int:
         raise UsageError(
             "`tiedgpt eval` needs DATA or --tasks", "give one of them: tiedgpt eval MODEL DATA"
         )
-    if given.data is not None and _is_model(given.data) and not _is_model(given.source):
+    is_text = given.source.lower().endswith(TEXTS)
+    if given.data is not None and is_text and Path(given.data).is_dir():
         right = f"tiedgpt eval {shlex.join([given.data, given.source])}"
-        raise UsageError(f"{given.data} is a model, not text", f"the model comes first: {right}")
+        raise UsageError(f"{given.source} is text, not a model", f"the model comes first: {right}")
     if given.limit is not None and given.limit < 1:
         raise UserError(f"--limit must be at least 1, got {given.limit}")
     return _evaluate(given)
-
-
-def _is_model(name: str) -> bool:
-    """Whether this names a run or a model's directory."""
-    return any(Path(name, file).exists() for file in ("run.toml", "config.json"))
 
 
 def _evaluate(given: Arguments) -> int:

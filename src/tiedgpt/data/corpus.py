@@ -150,6 +150,8 @@ class FileCorpus:
             return open(path, "rb")
         if path not in self.streams:
             stdin = path == STDIN
+            if stdin and sys.stdin is None:
+                raise UserError("standard input is closed: name a file in place of -")
             self.streams[path] = sys.stdin.buffer.read() if stdin else Path(path).read_bytes()
         return io.BytesIO(self.streams[path])
 
