@@ -140,7 +140,7 @@ def plain(config: GPTConfig, device: str, compiled: bool) -> Step:
 
 
 def nanogpt(config: GPTConfig, device: str, compiled: bool) -> Step:
-    """Train a model like nanoGPT's with its defaults: no biases, GELU by erf, V rounded up to 64s."""
+    """Train a plain GPT as nanoGPT builds it: no biases, GELU by erf, V rounded up to 64s."""
     padded = replace(config, vocab_size=config.vocab_size + -config.vocab_size % 64)
     model = PlainGPT(padded, bias=False, gelu="none").to(device).train()
     return stepper(model, torch.compile(model) if compiled else model, device)
