@@ -66,6 +66,7 @@ def test_a_tenth_of_its_documents_is_held_out(corpus):
     assert 0.09 < val / split.characters < 0.16
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_text_without_a_warning_and_import_no_torch():
     found = [
         subprocess.run(

@@ -164,7 +164,7 @@ CONTRADICTIONS = {
     "regex and grammar": {"regex": "a", "grammar": 'start: "a"'},
     "num_beams must be an integer >= 1, got 0": {"num_beams": 0},
     "best_of must be an integer >= 1, got 1.5": {"best_of": 1.5},
-    "length_penalty must be a finite number, got nan": {
+    "length_penalty must be a finite number >= -50 and <= 50, got nan": {
         "length_penalty": float("nan"),
         "num_beams": 2,
     },

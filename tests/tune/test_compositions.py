@@ -40,6 +40,17 @@ def test_a_backward_pass_through_vmap(model):
         losses.sum().backward()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loss_and_a_compiled_forward(model, backend):
+    core.test_a_compiled_loss_and_a_compiled_forward(model, backend)
+
+
+@pytest.mark.slow
+def test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model):
+    core.test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model)
+
+
 @pytest.mark.parametrize("windows", [None])
 def test_packed_documents_are_as_if_alone(model, windows):
     core.test_packed_documents_are_as_if_alone(model, windows)
