@@ -5,6 +5,7 @@ Each test is a failure seen in a real project, where the head was a second name 
 
 import copy
 import functools
+import gc
 import io
 import multiprocessing
 import pickle
@@ -317,6 +318,8 @@ def worker(rank: int, directory: str, model: GPT) -> None:
             "weights": {n: whole(p.detach()) for n, p in model.named_parameters()},
         }
     torch.save(results, Path(directory) / f"{rank}.pt")
+    del wrapped, objective, model  # freed after the group, they would wait for its threads
+    gc.collect()
     dist.barrier()  # whoever leaves first takes its side of the connections along
     dist.destroy_process_group()
 

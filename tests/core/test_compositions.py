@@ -6,6 +6,7 @@ to 1e-9. The same list runs with the fast training path switched on, in its dtyp
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -452,6 +453,7 @@ def test_the_loss_called_through_ddps_forward(model):
     """As frameworks do it that mark a method as a forward: it runs in place of `forward`, once."""
     theirs = gradients(model, plain(model)(*A))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapped = None
     try:
         wrapped = DistributedDataParallel(model)
 
@@ -462,6 +464,8 @@ def test_the_loss_called_through_ddps_forward(model):
         model.forward = marked
         assert_equal(gradients(model, wrapped(*A)), theirs)
     finally:
+        del wrapped  # freed after the group, it would wait for threads that wait for Python
+        gc.collect()
         dist.destroy_process_group()
 
 

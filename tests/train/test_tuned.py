@@ -15,11 +15,11 @@ from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped
-from tiedgpt.train.options import TuneOptions
 from tiedgpt.train.plan import make_plan
 from tiedgpt.train.resume_check import repeatable_metrics
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import Pretrained, open_sources, prepare
+from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 

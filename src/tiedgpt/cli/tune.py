@@ -17,10 +17,10 @@ from tiedgpt.train.options import (
     DEFAULT_COOLDOWN,
     DEFAULT_EPOCHS,
     TaskName,
-    TuneOptions,
 )
 from tiedgpt.train.runs import RUNS, run_name, tuned_from
 from tiedgpt.train.tracking import TrackerName
+from tiedgpt.train.tune_options import TuneOptions
 
 ABOUT = """Fine-tune a GPT on your text, or on examples with replies, lines of .jsonl:
   {"prompt": ..., "completion": ...}     the completion is trained

@@ -85,7 +85,7 @@ def for_completion(entries: Sequence[Entry], names: Names, n_top: int) -> dict[s
 def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
     """Return the `logprobs` of a choice of /v1/chat/completions."""
 
-    def told(id: int, logprob: float | None) -> dict[str, Any]:
+    def described(id: int, logprob: float | None) -> dict[str, Any]:
         data = names.bytes(id)
         return {
             "token": names.of(id),
@@ -96,8 +96,8 @@ def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
 
     return {
         "content": [
-            told(entry.id, entry.logprob)
-            | {"top_logprobs": [told(id, logprob) for id, logprob in entry.top]}
+            described(entry.id, entry.logprob)
+            | {"top_logprobs": [described(id, logprob) for id, logprob in entry.top]}
             for entry in entries
         ],
         "refusal": None,

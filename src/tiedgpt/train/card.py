@@ -18,8 +18,9 @@ from tiedgpt.files import replacing
 from tiedgpt.heads import Head
 from tiedgpt.train.history import History, history
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.options import TrainOptions, TuneOptions
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 from tiedgpt.weights.save import OUR_CARD
 

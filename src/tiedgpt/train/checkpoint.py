@@ -98,7 +98,7 @@ def load_newest(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
-    A damaged one is passed over, told of in the notes, and kept under another name. Before one is
+    A damaged one is passed over, with a note, and kept under another name. Before one is
     loaded, `optimizers_at` is told after how many steps it was written, and returns the optimizers;
     it may change the model's parameters.
     """

@@ -28,11 +28,6 @@ START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
 EVALUATIONS = 10
 """Of a run, before its end."""
-TUNE_TOKENS = 8192
-"""Tokens in a step of fine-tuning, where an epoch has `TUNE_STEPS` steps of so many."""
-TUNE_STEPS = 16
-LORA_RATE = 10
-"""How many times the usual rate suits adapters."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start or --fork from has its own."""
 TEXT_ONLY = ("text_field", "batch_warmup", "length_warmup", "untie_at", "sample_prompt")
@@ -355,66 +350,6 @@ class TrainOptions:
             if now != then and not (now in (None, ()) and then in (None, ())):
                 found.append(f"{flag(option.name)} was {_shown(then)} and is {_shown(now)}")
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions(TrainOptions):
-    """Fine-tuning of `start` on little data: other defaults, and what examples and adapters need.
-
-    The rate is that of Radford et al. 2018; ten times that suits adapters (LoRA Without Regret).
-    """
-
-    weight_decay: float | None = 0.01
-    """Of the blocks' matrices; W, norms and biases have none."""
-    dropout: float | None = 0.1
-    """On embeddings and what blocks add; attention has none."""
-    patience: int | None = 4
-    """Stop after so many evaluations without improvement."""
-    examples: bool = False
-    """Whether the data are examples with replies, and not text."""
-    template: Literal["chatml", "plain"] | None = None
-    """How messages become text; default: as --from says, or chatml."""
-    too_long: Literal["drop", "cut", "error"] = "drop"
-    """What becomes of examples longer than the context."""
-    skip_bad: bool = False
-    """Pass over lines that are no examples, and count them."""
-    lora: int | None = None
-    """Train adapters of this rank (LoRA), not the matrices; 8 is usual. model/ has them merged."""
-    lora_targets: str | None = None
-    """What adapters are put on, with commas: attn.c_attn, h.0.*, wte, ...; wte adapts W on both
-    its faces; default: the four matrices of each block."""
-
-    def __post_init__(self) -> None:
-        if self.start is None:
-            raise UserError("name the model to tune: --from MODEL")
-        for name in ("template", "too_long", "skip_bad"):
-            if not self.examples and getattr(self, name) != getattr(TuneOptions, name):
-                raise UserError(f"{flag(name)} is for examples with replies, and the data are text")
-        if self.lora_targets is not None and self.lora is None:
-            raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
-        if self.lora is not None and self.freeze is not None:
-            raise UserError("--lora freezes all but the adapters: give it without --freeze")
-        if self.lora is not None and self.lora < 1:
-            raise UserError(f"--lora must be a rank of at least 1, got {self.lora}")
-        super().__post_init__()
-
-    def batch_rows(self, context: int, epoch_rows: int) -> int:
-        """Return the rows of about 8,192 tokens, fewer where an epoch has less than 16 of them."""
-        most = max(1, TUNE_TOKENS // context)
-        return self.batch_size or min(most, max(1, epoch_rows // TUNE_STEPS))
-
-    def evaluations(self) -> int:
-        """Return how often a run is evaluated on its way: four times an epoch."""
-        return max(1, round(4 * (self.epochs or DEFAULT_EPOCHS)))
-
-    def attention_dropout(self, dropout: float) -> float:
-        """Return 0: with dropout attention loses its fast kernels."""
-        return 0.0
-
-    def peak_rate(self, config: GPTConfig) -> float:
-        """Return the peak learning rate."""
-        times = LORA_RATE if self.lora is not None and self.lr is None else 1
-        return times * super().peak_rate(config)
 
 
 def _shown(value: Any) -> str:

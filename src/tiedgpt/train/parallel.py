@@ -160,16 +160,16 @@ class World:
         """
         if self.size == 1:
             return act()
-        told: list[Any] = [None, None]
+        sent: list[Any] = [None, None]
         try:
             if self.leads:
-                told[0] = act()
+                sent[0] = act()
         except Exception as error:
-            told[1] = getattr(error, "exit_code", 1)
+            sent[1] = getattr(error, "exit_code", 1)
             raise
         finally:
-            dist.broadcast_object_list(told, device=torch.device("cpu"))
-        found, exit_code = told
+            dist.broadcast_object_list(sent, device=torch.device("cpu"))
+        found, exit_code = sent
         if exit_code is not None:
             self.part()
             raise SystemExit(exit_code)

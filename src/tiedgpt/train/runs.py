@@ -12,8 +12,9 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import AUTO, DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions, TuneOptions
+from tiedgpt.train.options import AUTO, DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.tune_options import TuneOptions
 
 RUNS = Path("runs")
 

@@ -37,7 +37,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.tie import add_tokens
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
-from tiedgpt.train.options import AUTO, TrainOptions, TuneOptions
+from tiedgpt.train.options import AUTO, TrainOptions
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
@@ -46,6 +46,7 @@ from tiedgpt.train.tasks.example_set import ExampleSet, read_example_set
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
+from tiedgpt.train.tune_options import TuneOptions
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""

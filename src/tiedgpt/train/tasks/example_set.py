@@ -17,7 +17,7 @@ from tiedgpt.data import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.options import TuneOptions
+from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.hub import local_directory
 
 if TYPE_CHECKING:
