@@ -1,0 +1,80 @@
+// The server's answers. `call` is the only way to them, so that an exported file, which holds its
+// answers in <script id="data" type="application/json">, needs no server.
+//
+//   call(path, body, signal)    the answer as an object. `body` undefined: GET, otherwise POST
+//   stream(path, body, signal)  an async iterator over the events of a streamed completion
+//   exported                    null, or the export's own {key: answer}; `exported.state` is what
+//                               the page shows first, such as {"text": "...", "pin": 3}
+//
+// The key of an answer is `path + " " + JSON.stringify(body ?? null)`: no blanks, keys in the order
+// in which the views write them: text (or ids) first, then the options.
+// Errors are `Error`s whose message is one sentence for people; `.status` is HTTP's, 0 without one.
+
+const data = document.getElementById("data");
+export const exported = data && JSON.parse(data.textContent);
+
+const KEPT = 24;
+const answers = new Map(); // the newest answers, so that going back to a view costs nothing
+let apiKey = "";
+
+export function setKey(key) {
+  apiKey = key.trim();
+}
+
+export const hasKey = () => apiKey !== "";
+
+export async function call(path, body, signal) {
+  const key = `${path} ${JSON.stringify(body ?? null)}`;
+  if (exported) {
+    if (key in exported) return exported[key];
+    throw failure("this file does not hold these numbers: open the page of `tiedgpt serve`", 0);
+  }
+  if (answers.has(key)) return answers.get(key);
+  const response = await send(path, body, signal);
+  const answer = await response.json();
+  answers.set(key, answer);
+  if (answers.size > KEPT) answers.delete(answers.keys().next().value);
+  return answer;
+}
+
+export async function* stream(path, body, signal) {
+  if (exported) throw failure("a file cannot write: open the page of `tiedgpt serve`", 0);
+  const response = await send(path, { ...body, stream: true }, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let buffer = ""; ; ) {
+    const { done, value } = await reader.read();
+    if (done) throw failure("the server ended in the middle of the text", 0);
+    const events = (buffer + value).split("\n\n");
+    buffer = events.pop();
+    for (const event of events) {
+      const content = event.replace(/^data: /, "");
+      if (content === "[DONE]") return;
+      const found = JSON.parse(content);
+      if (found.error) throw failure(found.error.message, 500);
+      yield found;
+    }
+  }
+}
+
+async function send(path, body, signal) {
+  const headers = apiKey ? { authorization: `Bearer ${apiKey}` } : {};
+  const options = { headers, signal };
+  if (body !== undefined) {
+    headers["content-type"] = "application/json";
+    Object.assign(options, { method: "POST", body: JSON.stringify(body) });
+  }
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw failure("the server does not answer: is `tiedgpt serve` still running?", 0);
+  }
+  if (response.ok) return response;
+  const said = await response.json().catch(() => null);
+  throw failure(said?.error?.message ?? `the server answered ${response.status}`, response.status);
+}
+
+function failure(message, status) {
+  return Object.assign(new Error(message), { status });
+}

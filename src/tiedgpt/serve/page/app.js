@@ -1,0 +1,233 @@
+// The shell: one text box, its tokens and the pinned position above eight views, all in the URL.
+
+import { h, render } from "./vendor/preact.js";
+import { exported, setKey } from "./api.js";
+import {
+  count, html, plain, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
+} from "./parts.js";
+import Tour from "./tour.js";
+import Text from "./views/text.js";
+import Write from "./views/write.js";
+import Dot from "./views/dot.js";
+import Matrix from "./views/matrix.js";
+import Vocabulary from "./views/vocabulary.js";
+import Layers from "./views/layers.js";
+import Heads from "./views/heads.js";
+import Model from "./views/model.js";
+
+// Each view: its name in the URL, on its tab, its component, and whether it shows the pinned token.
+const VIEWS = [
+  ["text", "Text", Text, false],
+  ["write", "Write", Write, false],
+  ["dot", "Dot product", Dot, true],
+  ["matrix", "Matrix", Matrix, false],
+  ["vocabulary", "Vocabulary", Vocabulary, false],
+  ["layers", "Layers", Layers, true],
+  ["heads", "Heads", Heads, true],
+  ["model", "Model", Model, false],
+];
+
+// What the URL's fragment keeps, with its defaults; the default's type says how it is read. A view
+// that wants something of its own kept adds it here.
+const SAVED = {
+  view: "text",
+  text: "The matrix that reads a token is the matrix that predicts a token.",
+  ids: [], // tokens in place of the text, where the text alone would be encoded otherwise
+  pin: -1, // -1: the last
+  mode: "training", // Text: or generation
+  watch: [], // Layers: ids of the watched words
+  layer: 0, // Heads
+  head: 0,
+  centred: false, // Dot product
+  tour: 0, // the open question, 1 to 6
+};
+const MOST_TOKENS = 1024;
+
+function read() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const found = exported ? { ...SAVED, text: "", ...exported.state } : { ...SAVED };
+  for (const [name, value] of given) {
+    const like = SAVED[name];
+    if (typeof like === "string") found[name] = value;
+    else if (typeof like === "boolean") found[name] = value === "true";
+    else if (Array.isArray(like)) found[name] = value.split(",").map(Number).filter(Number.isInteger);
+    else if (typeof like === "number" && Number.isInteger(Number(value))) found[name] = Number(value);
+  }
+  if (!VIEWS.some(([name]) => name === found.view)) found.view = "text";
+  return found;
+}
+
+function written(saved) {
+  const differs = ([name, value]) => SAVED[name] !== undefined && String(value) !== String(SAVED[name]);
+  return new URLSearchParams(Object.entries(saved).filter(differs)).toString();
+}
+
+function useSaved() {
+  const [saved, setSaved] = useState(read);
+  const before = useRef(saved);
+  useEffect(() => {
+    const goBack = () => setSaved(read());
+    addEventListener("popstate", goBack);
+    return () => removeEventListener("popstate", goBack);
+  }, []);
+  useEffect(() => {
+    const timer = setTimeout(() => {
+      const { view, ids } = before.current;
+      const isStep = view !== saved.view || String(ids) !== String(saved.ids);
+      before.current = saved;
+      if (written(saved) === written(read())) return;
+      history[isStep ? "pushState" : "replaceState"](null, "", `#${written(saved)}`);
+    }, 150);
+    return () => clearTimeout(timer);
+  }, [saved]);
+  return [saved, (patch) => setSaved((old) => ({ ...old, ...patch }))];
+}
+
+function useTheme() {
+  const query = matchMedia("(prefers-color-scheme: dark)");
+  const [system, setSystem] = useState(query.matches);
+  const [chosen, setChosen] = useState(document.documentElement.dataset.theme ?? null);
+  useEffect(() => {
+    const follow = () => setSystem(query.matches);
+    query.addEventListener("change", follow);
+    return () => query.removeEventListener("change", follow);
+  }, []);
+  useEffect(() => {
+    if (chosen) document.documentElement.dataset.theme = chosen;
+  }, [chosen]);
+  const dark = chosen ? chosen === "dark" : system;
+  return [dark, () => setChosen(dark ? "light" : "dark")];
+}
+
+// {text} or {ids}, and why there is none: an empty box, or more tokens than this page shows.
+function useSubject(saved, info) {
+  const { text, ids } = saved;
+  const isLong = !ids.length && info.tokenizer !== false && new Blob([text]).size > MOST_TOKENS;
+  const measured = useCall("/tokenize", isLong && !exported ? { prompt: text } : null);
+  const asIds = info.tokenizer === false ? text.split(/[\s,]+/).filter(Boolean).map(Number) : ids;
+  if (asIds.some((id) => !Number.isInteger(id) || id < 0))
+    return [null, "this model has no tokenizer: write token ids, such as 464 3280 318"];
+  const cap = Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
+  const n = isLong && !measured.stale ? measured.data?.count : asIds.length;
+  if (n > cap)
+    return [null, `this page reads at most ${count(cap)} tokens, and the text has ${count(n)}: shorten it`];
+  if (asIds.length) return [{ ids: asIds }, null];
+  if (!text) return [null, "the box is empty: write a word"];
+  return [isLong && !n && !measured.error ? null : { text }, null];
+}
+
+function App() {
+  const [saved, update] = useSaved();
+  const [dark, turn] = useTheme();
+  const asked = useCall("/inspect/model", undefined);
+  const info = asked.data ?? {};
+  const [subject, reason] = useSubject(saved, info);
+  const found = useCall("/inspect/positions", subject && { ...subject, top: 10 });
+  if (reason) Object.assign(found, { error: reason, busy: false, stale: true });
+  const positions = found.data;
+  const last = positions ? positions.ids.length - 1 : 0;
+  const pin = saved.pin < 0 ? last : Math.min(saved.pin, last);
+  const state = { ...saved, pin, subject, positions, found, info, dark };
+  const [, title, View, showsPin] = VIEWS.find(([name]) => name === saved.view);
+  const name = info.name ?? "MODEL";
+  setModelName(info.source ?? name);
+  useEffect(() => {
+    document.title = `${title} · ${name} · tiedgpt`;
+  }, [title, name]);
+  const again = () => {
+    asked.again();
+    found.again();
+  };
+  return html`
+    <a class="skip" href="#view" onClick=${(event) => {
+      event.preventDefault();
+      document.getElementById("view").focus();
+    }}>Skip to the view</a>
+    <header>
+      <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
+        <button type="button" onClick=${() => update({ tour: saved.tour ? 0 : 1 })}
+          aria-expanded=${saved.tour > 0}>Six questions</button>
+        <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
+      <${Box} saved=${saved} info=${info} update=${update} />
+      ${found.status === 401 && html`<${Key} again=${again} />`}
+      <${Tabs} view=${saved.view} update=${update} />
+    </header>
+    ${saved.tour > 0 && html`<${Tour} state=${state} update=${update} />`}
+    <main id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
+      ${(showsPin || reason) && saved.view !== "text" && html`<${Strip} state=${state} update=${update} />`}
+      <${View} key=${saved.view} state=${state} update=${update} />
+    </main>
+    <div id="live" class="hidden" aria-live="polite"></div>`;
+}
+
+function Summary({ info }) {
+  if (!info.name) return null;
+  const tied = info.tied ? "one matrix reads and predicts" : "two matrices: one reads, one predicts";
+  const shape = info.vocab_size && `${count(info.vocab_size)} × ${count(info.n_embd)}, ${tied}`;
+  return html`<p><b>${info.name}</b> ${shape}</p>`;
+}
+
+// The text that all views read. It is taken a moment after the last key.
+function Box({ saved, info, update }) {
+  const [draft, setDraft] = useState(null);
+  const timer = useRef(0);
+  const shown = draft ?? (saved.text || saved.ids.join(" "));
+  const edit = (text) => {
+    setDraft(text);
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => {
+      update({ text, ids: [] });
+      setDraft(null);
+    }, 400);
+  };
+  return html`<label class="box"><span>${info.tokenizer === false ? "Token ids" : "Text"}</span>
+    <textarea rows="2" spellcheck=${false} value=${shown} readonly=${Boolean(exported)}
+      onInput=${(event) => edit(event.target.value)}></textarea></label>`;
+}
+
+function Key({ again }) {
+  const submit = (event) => {
+    event.preventDefault();
+    setKey(new FormData(event.target).get("key"));
+    again();
+  };
+  return html`<form class="key" onSubmit=${submit}>
+    <label>This server asks for its API key <input name="key" type="password" autocomplete="off" /></label>
+    <button>Use it</button></form>`;
+}
+
+function Tabs({ view, update }) {
+  const at = VIEWS.findIndex(([name]) => name === view);
+  const keyed = (event) => {
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: VIEWS.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const next = (to + VIEWS.length) % VIEWS.length;
+    update({ view: VIEWS[next][0] });
+    event.currentTarget.children[next].focus();
+  };
+  const list = useRef(null);
+  useEffect(() => {
+    const tab = list.current.children[at];
+    list.current.scrollLeft = tab.offsetLeft - list.current.clientWidth / 2 + tab.clientWidth / 2;
+  }, [at]);
+  return html`<div class="tabs" role="tablist" aria-label="Views" ref=${list} onKeyDown=${keyed}>
+    ${VIEWS.map(([name, label]) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`}
+      aria-selected=${name === view} aria-controls=${name === view ? "view" : null}
+      tabindex=${name === view ? 0 : -1}
+      onClick=${() => update({ view: name })}>${label}</button>`)}</div>`;
+}
+
+// The tokens in one line, for the views that show something of the pinned one.
+function Strip({ state, update }) {
+  const { positions, found, pin } = state;
+  return html`<div class="strip">
+    <${Status} found=${found} />
+    ${positions && html`<div class=${found.stale || found.error ? "stale" : ""}>
+      <${Tokens} small pieces=${positions.pieces} pin=${pin} onPin=${(at) => update({ pin: at })}
+        label="Tokens: choose the pinned one" /></div>
+      <p class="says">Pinned: token ${pin}, <b>${plain(positions.pieces[pin])}</b>.</p>`}
+  </div>`;
+}
+
+render(h(App), document.getElementById("app"));

@@ -1,0 +1,358 @@
+// The parts that all views are built of. A view is `export default ({ state, update }) => html`.
+//
+// What the shell gives each view (see app.js):
+//   state.subject    {text} or {ids}: spread it first into every body; null while the box is empty
+//   state.positions  the answer of /inspect/positions for it, with top 10, or null; state.found is
+//                    the `useCall` it came by. pieces, ids and words are there for all views
+//   state.pin        the pinned position, 0 to T - 1 (the last, until a person pins one)
+//   state.info       the answer of GET /inspect/model, {} where the server has none
+//   state.dark       whether the page is dark, for colours that are computed
+//   state.NAME       every entry of SAVED in app.js: what the URL's fragment keeps
+//   update({...})    changes them; state.pin, state.watch and so on are shared by all views
+//
+// Asking:
+//   useCall(path, body)   {data, error, busy, stale, stop, again}. body null: do not ask (yet);
+//                         undefined: GET. The old data stay, `stale`, until new ones come
+//   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
+// Around:
+//   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
+//                         what `found` is doing, and "copy" buttons for `ask` = [path, body]
+//   Choice({label, value, options, onChange})    one of few: options are [value, text] pairs
+//   Slider({label, value, min, max, step, show, onChange})
+//   Status({found})       what a call is doing, or why it failed; Panel shows it
+//   announce(sentence)    to screen readers, at most once a second
+// Tokens and tables:
+//   Piece({text})         a token's text: whitespace visible, bytes and control characters spelt
+//   plain(piece)          the same as a string, for labels
+//   Tokens({pieces, pin, onPin, label, look, after})   buttons with arrow keys; look(i) is
+//                         {fill, bar, grey, mark, says}: shade and height 0..1, a class, a sentence
+//   Table({caption, columns, rows, start, mark})       columns: {key, label, says, show, text}
+//   grid(n, columns, at, move)   props of an element that arrow keys walk through like a grid
+// Numbers and colours:
+//   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
+//   count(n) prob(p) fixed(x, digits) short(x) bytes(n) as strings
+//   heat(t, dark)         0..1 -> {background, color}: cividis, from the page to its far end
+//   cividis(t)            0..1 -> [r, g, b];  css(rgb), ink(rgb): black or white, >= 4.58:1
+//   GROUPS                Okabe and Ito's colours by meaning, as CSS variables: reads, predicts ...
+
+import { h } from "./vendor/preact.js";
+import { useEffect, useId, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
+import htm from "./vendor/htm.js";
+import { call, hasKey } from "./api.js";
+
+export { useEffect, useId, useMemo, useRef, useState };
+export const html = htm.bind(h);
+
+// ---- asking ------------------------------------------------------------------------------------
+
+export function useCall(path, body) {
+  const key = body === null ? null : `${path} ${JSON.stringify(body)}`;
+  const [answer, setAnswer] = useState({});
+  const [tries, setTries] = useState(0);
+  const running = useRef(null);
+  useEffect(() => {
+    if (key === null) return undefined;
+    const controller = new AbortController();
+    running.current = controller;
+    setAnswer((old) => ({ ...old, busy: true, error: null }));
+    call(path, body, controller.signal).then(
+      (data) => controller.signal.aborted || setAnswer({ data, key }),
+      (error) => {
+        if (controller.signal.reason === "left") return;
+        const message = controller.signal.aborted ? "stopped: these numbers are older" : error.message;
+        setAnswer((old) => ({ ...old, busy: false, error: message, status: error.status }));
+      },
+    );
+    return () => controller.abort("left");
+  }, [key, tries]);
+  return {
+    data: answer.data ?? null,
+    error: key === null ? null : answer.error ?? null,
+    status: answer.status,
+    busy: key !== null && Boolean(answer.busy),
+    stale: Boolean(answer.data) && answer.key !== key,
+    stop: () => running.current?.abort("stopped"),
+    again: () => setTries((n) => n + 1),
+  };
+}
+
+export function first(state, n) {
+  const ids = state.positions?.ids;
+  return !state.subject || !ids || ids.length <= n ? state.subject : { ids: ids.slice(0, n) };
+}
+
+// ---- around ------------------------------------------------------------------------------------
+
+export function Panel({ title, says, found, ask, children }) {
+  const id = useId();
+  return html`<section class="panel" aria-labelledby=${id} aria-busy=${Boolean(found?.busy)}>
+    <div class="panel-head">
+      <div><h2 id=${id}>${title}</h2>${says && html`<p class="says">${says}</p>`}</div>
+      ${ask?.[1] && html`<${Copy} path=${ask[0]} body=${ask[1]} />`}
+    </div>
+    ${found && html`<${Status} found=${found} />`}
+    <div class=${found && (found.stale || found.error) ? "stale" : ""}>${children}</div>
+  </section>`;
+}
+
+export function Status({ found }) {
+  const [seconds, setSeconds] = useState(0);
+  useEffect(() => {
+    setSeconds(0);
+    if (!found.busy) return undefined;
+    const timer = setInterval(() => setSeconds((n) => n + 1), 1000);
+    return () => clearInterval(timer);
+  }, [found.busy]);
+  if (found.busy && (seconds > 0 || !found.data))
+    return html`<p class="status" role="status"><span class="spinner" aria-hidden="true"></span>
+      The model computes${seconds > 1 && `, ${seconds} s`}.
+      <button type="button" onClick=${found.stop}>Stop</button></p>`;
+  if (found.error)
+    return html`<p class="status error" role="status"><span>${sentence(found.error)}</span>
+      ${found.data && html` <span>The numbers below are from before.</span>`}
+      <button type="button" onClick=${found.again}>Try again</button></p>`;
+  return null;
+}
+
+const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
+
+function Copy({ path, body }) {
+  const [shown, setShown] = useState(null);
+  const copy = (kind, text) => {
+    setShown({ kind, text });
+    navigator.clipboard?.writeText(text).then(
+      () => announce("Copied."), () => announce("Select the text below and copy it."));
+  };
+  useEffect(() => setShown(null), [path, JSON.stringify(body)]);
+  return html`<div class="copy">
+    <button type="button" onClick=${() => copy("Python", python(path, body))}>copy as Python</button>
+    <button type="button" onClick=${() => copy("curl", curl(path, body))}>copy as curl</button>
+    ${shown && html`<pre tabindex="0" aria-label=${`The ${shown.kind} that was copied`}>${shown.text}</pre>`}
+  </div>`;
+}
+
+let modelName = "MODEL";
+export const setModelName = (name) => { modelName = name; };
+
+function python(path, { text, ids, prompt, ...options }) {
+  const literal = (value) => ({ null: "None", true: "True", false: "False" })[value] ?? JSON.stringify(value);
+  const arguments_ = (given) => Object.entries(given).map(([k, v]) => `, ${k}=${literal(v)}`).join("");
+  if (prompt !== undefined) {
+    const { max_tokens, logprobs, ...rest } = options;
+    const given = arguments_({ max_new_tokens: max_tokens, ...rest });
+    return `from tiedgpt.infer import Engine\n\nwith Engine(${literal(modelName)}) as engine:\n` +
+      `    print(engine.generate(${literal(prompt)}${given}).text)`;
+  }
+  const name = path.split("/").pop();
+  const read = text ?? ids;
+  const given = arguments_({ ...(read === undefined ? {} : { text: read }), ...options });
+  return `from tiedgpt.inspect import ${name}\n\nfound = ${name}(${literal(modelName)}${given})`;
+}
+
+function curl(path, body) {
+  const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
+  const key = hasKey() ? ` -H "Authorization: Bearer $TIEDGPT_API_KEY"` : "";
+  const url = new URL(path, location.href).href;
+  return `curl ${url}${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
+}
+
+export function Choice({ label, value, options, onChange }) {
+  const keys = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+  const onKeyDown = (event) => {
+    const step = keys[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const at = options.findIndex(([one]) => one === value);
+    const next = (at + step + options.length) % options.length;
+    onChange(options[next][0]);
+    event.currentTarget.children[next].focus();
+  };
+  return html`<div class="choice" role="radiogroup" aria-label=${label} onKeyDown=${onKeyDown}>
+    ${options.map(([one, text]) => html`<button type="button" role="radio" key=${one}
+      aria-checked=${one === value} tabindex=${one === value ? 0 : -1}
+      onClick=${() => onChange(one)}>${text}</button>`)}
+  </div>`;
+}
+
+export function Slider({ label, value, min, max, step, show, onChange }) {
+  return html`<label class="slider"><span>${label} <output>${show ? show(value) : value}</output></span>
+    <input type="range" min=${min} max=${max} step=${step} value=${value}
+      aria-valuetext=${show ? show(value) : String(value)}
+      onInput=${(event) => onChange(Number(event.target.value))} /></label>`;
+}
+
+let waiting = null;
+let spoken = 0;
+export function announce(text) {
+  const region = document.getElementById("live");
+  clearTimeout(waiting);
+  waiting = setTimeout(() => {
+    spoken = Date.now();
+    if (region) region.textContent = text;
+  }, Math.max(100, spoken + 1000 - Date.now()));
+}
+
+// ---- tokens and tables -------------------------------------------------------------------------
+
+const SIGNS = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
+const UNSEEN = /([\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Zs}])/u;
+
+function spell(piece) {
+  const partial = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(piece);
+  if (partial) return [[partial[1].slice(2).replaceAll("\\x", " "), "raw"]];
+  return piece.split(UNSEEN).filter(Boolean).map((part) => {
+    if (SIGNS[part]) return [SIGNS[part], "blank"];
+    return UNSEEN.test(part) ? [`u+${part.codePointAt(0).toString(16).padStart(4, "0")}`, "raw"] : [part, ""];
+  });
+}
+
+export const plain = (piece) => spell(piece).map(([text]) => text).join("");
+
+export function Piece({ text }) {
+  return html`<bdi class="piece">${spell(text).map(([part, kind]) => kind ? html`<span class=${kind}>${part}</span>` : part)}</bdi>`;
+}
+
+const MOST_TALL = 44; // pixels of the highest bar
+
+export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, small }) {
+  const keyed = (event) => {
+    const at = Math.min(pin ?? 0, pieces.length - 1);
+    const to = walk(event, at, pieces.length, () => lines(event.currentTarget, at));
+    if (to === null) return;
+    onPin(to);
+    event.currentTarget.querySelectorAll(".token")[to].focus();
+  };
+  const one = (piece, i) => {
+    const { fill, bar, grey, mark, says } = look(i);
+    const tall = bar === undefined ? null : { height: `${Math.max(1, bar * MOST_TALL)}px` };
+    return html`<button type="button" key=${i} tabindex=${i === (pin ?? 0) ? 0 : -1}
+      class=${`token ${grey ? "grey" : ""} ${mark ?? ""}`} aria-pressed=${i === pin}
+      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)} onClick=${() => onPin(i)}>
+      ${tall && html`<span class="bar"><span style=${tall}></span></span>`}
+      <span class="word" style=${fill ?? {}}><${Piece} text=${piece} /></span></button>${
+      /\n$/.test(piece) && html`<br />`}`;
+  };
+  return html`<div class=${`tokens ${small ? "small" : ""}`} role="toolbar" aria-label=${label} onKeyDown=${keyed}>
+    ${pieces.map(one)}${after}</div>`;
+}
+
+// The token above or below the one at `at`, as the text is wrapped: {ArrowUp, ArrowDown}.
+function lines(box, at) {
+  const places = [...box.querySelectorAll(".token")].map((token) => token.getBoundingClientRect());
+  const here = places[at];
+  const nearest = (below) => {
+    const there = places.map((place, i) => [place, i])
+      .filter(([place]) => (below ? place.top >= here.bottom - 2 : place.bottom <= here.top + 2));
+    if (!there.length) return at;
+    const edge = below ? Math.min(...there.map(([p]) => p.top)) : Math.max(...there.map(([p]) => p.top));
+    const line = there.filter(([place]) => Math.abs(place.top - edge) < 8);
+    return line.sort(([a], [b]) => Math.abs(a.left - here.left) - Math.abs(b.left - here.left))[0][1];
+  };
+  return { ArrowUp: nearest(false), ArrowDown: nearest(true) };
+}
+
+function walk(event, at, n, upAndDown) {
+  const named = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: n - 1 };
+  const to = named[event.key] ?? (/^Arrow(Up|Down)$/.test(event.key) ? upAndDown()[event.key] : null);
+  if (to === null || event.altKey || event.ctrlKey || event.metaKey) return null;
+  event.preventDefault();
+  return Math.min(n - 1, Math.max(0, to));
+}
+
+export function grid(n, columns, at, move) {
+  return {
+    tabindex: 0,
+    onKeyDown: (event) => {
+      const upAndDown = () => ({ ArrowUp: at - columns, ArrowDown: at + columns });
+      const to = walk(event, at, n, upAndDown);
+      if (to !== null) move(to);
+    },
+  };
+}
+
+export function Table({ caption, columns, rows, start, mark }) {
+  const [by, setBy] = useState(start ?? null); // [key, 1 or -1]
+  const [key, sign] = by ?? [];
+  const sorted = useMemo(() => (by ? [...rows].sort((a, b) => sign * compare(a[key], b[key])) : rows), [rows, by]);
+  const turn = (column) => setBy([column.key, key === column.key ? -sign : column.text ? 1 : -1]);
+  const head = (column) => html`<th scope="col" class=${column.text ? "" : "number"} title=${column.says}
+    aria-sort=${key === column.key ? (sign > 0 ? "ascending" : "descending") : "none"}>
+    <button type="button" onClick=${() => turn(column)}>${column.label}<span aria-hidden="true">${
+      key === column.key ? (sign > 0 ? " ↑" : " ↓") : ""}</span></button></th>`;
+  const cell = (row, column, i) => {
+    const shown = column.show ? column.show(row) : html`<${Num} x=${row[column.key]} />`;
+    if (i === 0) return html`<th scope="row">${shown}</th>`;
+    return html`<td class=${column.text ? "" : "number"}>${shown}</td>`;
+  };
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}><table>
+    <caption class="hidden">${caption}</caption>
+    <thead><tr>${columns.map(head)}</tr></thead>
+    <tbody>${sorted.map((row) => html`<tr class=${mark?.(row) ?? ""}>
+      ${columns.map((column, i) => cell(row, column, i))}</tr>`)}</tbody></table></div>`;
+}
+
+function compare(a, b) {
+  if (typeof a === "string") return a.localeCompare(b);
+  return (a ?? -Infinity) - (b ?? -Infinity);
+}
+
+// ---- numbers and colours -----------------------------------------------------------------------
+
+export const fixed = (x, digits) => (x === null || x === undefined ? "–" : x.toFixed(digits));
+export const count = (n) => (n === null || n === undefined ? "–" : n.toLocaleString("en"));
+export const bytes = (n) => {
+  const power = n < 1000 ? 0 : Math.min(3, Math.floor(Math.log10(n) / 3));
+  return `${(n / 1000 ** power).toFixed(power ? 1 : 0)} ${["bytes", "kB", "MB", "GB"][power]}`;
+};
+
+export function prob(p) {
+  if (p === null || p === undefined) return "–";
+  if (p >= 0.0995) return `${(100 * p).toFixed(0)} %`;
+  if (p >= 0.00095) return `${(100 * p).toPrecision(2)} %`;
+  return p === 0 ? "0 %" : `${(100 * p).toExponential(0)} %`;
+}
+
+export function short(x) {
+  if (x === null || x === undefined) return "–";
+  if (Number.isInteger(x)) return count(x);
+  const size = Math.abs(x);
+  if (size < 0.0005) return x.toExponential(0);
+  return size >= 1000 ? count(Math.round(x)) : x.toFixed(size < 10 ? 3 : size < 100 ? 2 : 1);
+}
+
+export function Num({ x, digits, show }) {
+  if (x === null || x === undefined) return "–";
+  return html`<data value=${String(x)}>${show ? show(x) : digits === undefined ? short(x) : fixed(x, digits)}</data>`;
+}
+
+const CIVIDIS = [
+  [0, 34, 78], [18, 53, 112], [59, 73, 108], [87, 93, 109], [112, 113, 115],
+  [138, 134, 120], [165, 156, 116], [195, 179, 105], [225, 204, 85], [254, 232, 56],
+];
+const PAGE = { light: [251, 250, 247], dark: [21, 22, 27] };
+
+export function cividis(t) {
+  const at = Math.min(1, Math.max(0, t)) * (CIVIDIS.length - 1);
+  const low = Math.min(CIVIDIS.length - 2, Math.floor(at));
+  return mix(CIVIDIS[low], CIVIDIS[low + 1], at - low);
+}
+
+const mix = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
+export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
+
+export function ink(rgb) {
+  const [r, g, b] = rgb.map((x) => (x <= 10 ? x / 3294.6 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
+}
+
+// Small numbers look like the page, large ones stand out: dark blue in light, yellow in dark.
+export function heat(t, dark) {
+  const end = dark ? cividis(t) : cividis(1 - t);
+  const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * Math.max(0, t)));
+  return { background: css(rgb), color: ink(rgb) };
+}
+
+export const GROUPS = {
+  reads: "var(--reads)", predicts: "var(--predicts)", truth: "var(--truth)",
+  other: "var(--other)", third: "var(--third)",
+};

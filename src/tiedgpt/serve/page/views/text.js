@@ -1,0 +1,178 @@
+// Text: what every token cost the model, and what it expected instead.
+//
+// Position i predicts token i + 1. So token i is coloured by the surprisal at position i - 1, and
+// pinning token i shows the prediction that is made after it.
+
+import { call, exported } from "../api.js";
+import {
+  announce, Choice, count, fixed, heat, html, Num, Panel, Piece, plain, prob, Tokens, useCall, useState,
+} from "../parts.js";
+
+const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above"]];
+
+export default function Text({ state, update }) {
+  const { positions, found, subject } = state;
+  const ask = subject && ["/inspect/positions", { ...subject, top: 10 }];
+  return html`
+    <${Panel} title="What did each token cost?" found=${found} ask=${ask}
+      says="Each token is coloured by its surprisal, −log₂ of the probability that the model gave it.">
+      ${positions && html`<${Columns} state=${state} update=${update} />`}
+    <//>
+    ${positions && html`<div class="two">
+      <${Pinned} state=${state} update=${update} ask=${ask} />
+      <div><${Totals} state=${state} /><${Poke} state=${state} /></div></div>`}`;
+}
+
+// The first panel alone tells what the call is doing; the others turn grey with it.
+const quiet = (found) => ({ ...found, busy: false, error: null });
+
+const scaleOf = ({ info, positions }) =>
+  info.vocab_size ? Math.log2(info.vocab_size) : Math.max(8, ...positions.surprisal_bits);
+
+function Columns({ state, update }) {
+  const { positions, pin, mode, dark } = state;
+  const { pieces, surprisal_bits: bits, rank, next, top_ids, top_logprob, words } = positions;
+  const isTraining = mode === "training";
+  const scale = scaleOf(state);
+  const look = (i) => {
+    const mark = isTraining && i === pin + 1 ? "next" : "";
+    if (!isTraining) return { bar: 0, grey: i < next, mark };
+    if (i === 0) return { bar: 0, mark, says: "nothing predicts the first token" };
+    const t = Math.min(1, bits[i - 1] / scale);
+    return { bar: t, fill: heat(t, dark), mark, says: `${fixed(bits[i - 1], 1)} bits, rank ${count(rank[i - 1])}` };
+  };
+  const likeliest = Math.exp(top_logprob[next][0]);
+  const after = !isTraining && html`<span class="ghost"><span class="bar">
+    <span style=${{ height: `${likeliest * 44}px` }}></span></span>
+    <span class="word">→ <${Piece} text=${words[top_ids[next][0]]} /> ${prob(likeliest)}</span></span>`;
+  const choose = (chosen) => update(chosen === "training" ? { mode: chosen } : { mode: chosen, pin: -1 });
+  return html`
+    <div class="row">
+      <${Choice} label="What the predictions are for" value=${mode} onChange=${choose}
+        options=${[["training", "Training"], ["generation", "Generation"]]} />
+      <p class="says">${isTraining
+        ? `${count(next + 1)} tokens, read at once, give ${count(next)} predictions whose answer is known: training learns from all.`
+        : `Generation uses the last column alone: its prediction chooses the token that follows.`}</p>
+    </div>
+    <div class="hero"><${Tokens} pieces=${pieces} pin=${pin} onPin=${(at) => update({ pin: at })} look=${look}
+      label="Tokens: pin one to see what the model expected after it" after=${after} /></div>
+    ${isTraining && html`<${Legend} scale=${scale} dark=${dark} />`}`;
+}
+
+function Legend({ scale, dark }) {
+  const steps = [0, 0.125, 0.25, 0.5, 0.75, 1];
+  return html`<p class="legend" aria-hidden="true"><span>expected</span>
+    ${steps.map((t) => html`<span class="swatch" style=${heat(t, dark)}>${fixed(t * scale, 0)}</span>`)}
+    <span>bits: surprising</span></p>`;
+}
+
+function Pinned({ state, update, ask }) {
+  const { positions, pin, found, info } = state;
+  const { ids, pieces, words, target, logprob, rank, surprisal_bits: bits, entropy_bits: entropy } = positions;
+  const hasNext = target[pin] >= 0;
+  const tops = positions.top_ids[pin].map((id, k) => [id, positions.top_logprob[pin][k], k + 1]);
+  const isListed = !hasNext || tops.some(([id]) => id === target[pin]);
+  if (!isListed) tops.push([target[pin], logprob[pin], rank[pin]]);
+  const most = Math.exp(tops[0][1]);
+  const go = async (id) => {
+    const all = [...ids.slice(0, pin + 1), id];
+    const text = await call("/detokenize", { tokens: all }).then((answer) => answer.prompt, () => all.join(" "));
+    update({ ids: all, text, pin: -1 });
+    announce(`Continued with ${plain(words[id])}.`);
+  };
+  return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`}
+    found=${quiet(found)}
+    ask=${ask} says=${`The ten likeliest tokens here.${exported ? "" : " Click one to continue with it."}`}>
+    ${hasNext
+      ? html`<dl class="facts">
+          <div class="wide"><dt>the text goes on with</dt><dd class="truth"><${Piece} text=${words[target[pin]]} /></dd></div>
+          <div><dt>probability</dt><dd><${Num} x=${Math.exp(logprob[pin])} show=${prob} /></dd></div>
+          <div><dt>rank${info.vocab_size ? ` of ${count(info.vocab_size)}` : ""}</dt><dd><${Num} x=${rank[pin]} /></dd></div>
+          <div><dt>bits</dt><dd><${Num} x=${bits[pin]} digits=${2} /></dd></div>
+          <div><dt>entropy, bits</dt><dd><${Num} x=${entropy[pin]} digits=${2} /></dd></div></dl>`
+      : html`<p>The text ends here: no answer is known. The prediction's entropy is <${Num} x=${entropy[pin]} digits=${2} /> bits.</p>`}
+    <ol class="odds">${tops.map(([id, lp, place]) => html`<li key=${id} class=${!isListed && id === target[pin] ? "apart" : ""}>
+      <button type="button" disabled=${Boolean(exported)} onClick=${() => go(id)} class=${id === target[pin] ? "true" : ""}>
+        <span class="place">${count(place)}</span>
+        <span class="what"><${Piece} text=${words[id]} />${id === target[pin] && html`<small> ● true next</small>`}</span>
+        <span class="line"><span style=${{ width: `${(100 * Math.exp(lp)) / most}%` }}></span></span>
+        <${Num} x=${Math.exp(lp)} show=${prob} /></button></li>`)}</ol>
+  <//>`;
+}
+
+function Totals({ state }) {
+  const { positions, found } = state;
+  const { loss, bits_per_byte: perByte, next, rank } = positions;
+  const counts = RANKS.map(([most], k) => rank.slice(0, next)
+    .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
+  return html`<${Panel} title="The whole text" found=${quiet(found)}
+    says="The loss is the mean surprisal; below is how often the true token had which rank.">
+    <dl class="facts">
+      <div><dt>mean loss, nats</dt><dd><${Num} x=${loss} digits=${3} /></dd></div>
+      <div><dt>bits per byte</dt><dd><${Num} x=${perByte} digits=${3} /></dd></div>
+      <div><dt>perplexity</dt><dd><${Num} x=${loss === null ? null : Math.exp(loss)} /></dd></div>
+      <div><dt>predictions</dt><dd><${Num} x=${next} /></dd></div></dl>
+    <table class="ranks"><caption class="hidden">How often the true token had which rank</caption>
+      <thead class="hidden"><tr><th scope="col">rank</th><th scope="col">tokens</th><th scope="col">share</th></tr></thead>
+      <tbody>${RANKS.map(([, name], k) => html`<tr><th scope="row">rank ${name}</th>
+        <td class="line"><span style=${{ width: `${(100 * counts[k]) / Math.max(1, ...counts)}%` }}></span></td>
+        <td class="number"><${Num} x=${counts[k]} /></td></tr>`)}</tbody></table>
+  <//>`;
+}
+
+// Change token j: no column before j may move.
+function Poke({ state }) {
+  const { positions, subject, pin, dark, info } = state;
+  const [word, setWord] = useState("");
+  const [asked, setAsked] = useState(null);
+  const [wrong, setWrong] = useState(null);
+  const change = async (event) => {
+    event.preventDefault();
+    try {
+      const id = word === "" ? null : await idOf(word, info);
+      setWrong(null);
+      setAsked({ of: JSON.stringify(subject), poke: pin, poke_with: id });
+    } catch (error) {
+      setWrong(error.message);
+    }
+  };
+  const isAsked = asked?.of === JSON.stringify(subject);
+  const body = isAsked ? { ...subject, top: 1, poke: asked.poke, poke_with: asked.poke_with } : null;
+  const found = useCall("/inspect/positions", body);
+  return html`<${Panel} title="Change one token" found=${found} ask=${body && ["/inspect/positions", body]}
+    says="A later token cannot change an earlier prediction: attention looks back only.">
+    <form class="row" onSubmit=${change}>
+      <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by
+        <input value=${word} placeholder="the next id" onInput=${(event) => setWord(event.target.value)} /></label>
+      <button>Change token ${pin}</button></form>
+    ${wrong && html`<p class="status error" role="status">${wrong}</p>`}
+    ${found.data?.poked && html`<${Moved} found=${found.data} dark=${dark} />`}
+  <//>`;
+}
+
+async function idOf(word, info) {
+  if (info.tokenizer === false) return Number(word);
+  const { tokens } = await call("/tokenize", { prompt: word });
+  if (tokens.length !== 1)
+    throw new Error(`“${plain(word)}” is ${tokens.length} tokens: write one that is a single token, perhaps with a blank before it.`);
+  return tokens[0];
+}
+
+function Moved({ found, dark }) {
+  const [at] = found.poked;
+  const [seen, setSeen] = useState(at);
+  const changes = found.max_abs_change;
+  const most = Math.max(...changes);
+  const before = Math.max(0, ...changes.slice(0, at));
+  const look = (i) => ({
+    bar: most ? changes[i] / most : 0, fill: heat(most ? changes[i] / most : 0, dark),
+    mark: i === at ? "next" : "", says: `logits moved by ${changes[i]}`,
+  });
+  return html`
+    <p class="verdict">${at === 0 ? "Nothing comes before the first token." : html`Before token ${at}, logits moved by
+      at most <b><${Num} x=${before} /></b>${before === 0 ? ": not one bit." : ": rounding."}`}
+      ${" "}From it on, by up to <b><${Num} x=${most} /></b>.</p>
+    <${Tokens} small pieces=${found.pieces} pin=${seen} onPin=${setSeen} look=${look}
+      label="How far the logits of each column moved" />
+    <p class="says">Column ${seen}: moved by <${Num} x=${changes[seen]} />.</p>`;
+}
