@@ -23,7 +23,7 @@ const VIEWS = [
   ["matrix", "Matrix", Matrix, false],
   ["vocabulary", "Vocabulary", Vocabulary, false],
   ["layers", "Layers", Layers, true],
-  ["heads", "Heads", Heads, true],
+  ["heads", "Heads", Heads, false],
   ["model", "Model", Model, false],
 ];
 
@@ -92,11 +92,12 @@ function useTheme() {
     query.addEventListener("change", follow);
     return () => query.removeEventListener("change", follow);
   }, []);
-  useEffect(() => {
-    if (chosen) document.documentElement.dataset.theme = chosen;
-  }, [chosen]);
   const dark = chosen ? chosen === "dark" : system;
-  return [dark, () => setChosen(dark ? "light" : "dark")];
+  const turn = () => {
+    document.documentElement.dataset.theme = dark ? "light" : "dark"; // before anything is drawn
+    setChosen(dark ? "light" : "dark");
+  };
+  return [dark, turn];
 }
 
 // {text} or {ids}, and why there is none: an empty box, or more tokens than this page shows.

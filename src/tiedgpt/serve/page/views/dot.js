@@ -1,7 +1,210 @@
-// Dot product.
+// Dot product: one prediction as h · e = |h| |e| cos, for the row e of every token.
 
-import { html, Panel } from "../parts.js";
+import {
+  Choice, count, fixed, html, Num, Panel, Piece, plain, prob, short, Table, useCall, useEffect,
+  useMemo, useRef, useState,
+} from "../parts.js";
 
-export default function Dot() {
-  return html`<${Panel} title="Dot product" says="This view is being built." />`;
+const MOST_NAMED = 6; // tokens that the plot names
+
+export default function Dot({ state, update }) {
+  const { subject, pin, positions, centred, found: read } = state;
+  const last = positions ? positions.ids.length - 1 : 0;
+  const body = subject && positions && !read.stale ? { ...subject, position: Math.min(pin, last), top: 10 } : null;
+  const found = useCall("/inspect/dot", body);
+  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const data = found.data;
+  const every = useMemo(() => data && columns(data, centred), [data, centred]);
+  const [chosen, choose] = useState({});
+  const seen = chosen.data === data ? chosen.id : data?.ids[0];
+  const see = (id) => choose({ data, id });
+  const named = (id) => pieces?.[id] ?? (data.ids.includes(id) ? data.pieces[data.ids.indexOf(id)] : `id:${id}`);
+  return html`
+    <${Panel} title="Which row points along h?" found=${found} ask=${body && ["/inspect/dot", body]}
+      says=${`h is what the body makes of the text up to the pinned token. Every token's logit is the dot product of h with its row e${
+        data ? ` of ${data.matrix}, which ${data.does}` : ""}.`}>
+      ${data && html`
+        <${Product} data=${data} every=${every} id=${seen} piece=${named(seen)} centred=${centred} />
+        <${Choice} label="Rows" value=${centred} onChange=${(value) => update({ centred: value })}
+          options=${[[false, "rows as they are"], [true, "less the mean row"]]} />
+        <p class="says">${centred
+          ? "Subtracting the mean row from all rows changes no probability, but every length and cosine: these are comparable between models."
+          : "The further right and the higher, the larger the logit; along a curve it is the same."}</p>
+        <${Scatter} x=${every.cos} y=${every.norm} order=${every.order} seen=${seen} onSee=${see} dark=${state.dark}
+          names=${[`cosine of h and ${every.row}`, `length of ${every.row}`]} curves=${levels(data, every, seen)}
+          marks=${data.ids.map((id, k) => [id, k < MOST_NAMED ? plain(named(id)) : ""])}
+          label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
+        <${Winners} data=${data} every=${every} named=${named} />`}
+    <//>
+    ${data && html`<${Numbers} data=${data} centred=${centred} found=${found} positions=${positions} />`}`;
+}
+
+// Of all V rows: length, cosine, and the ids from the highest logit down.
+function columns(data, centred) {
+  const logits = data.all_norm.map((norm, id) => data.h_norm * norm * data.all_cos[id]);
+  const [norm, cos] = centred ? [data.all_centred_norm, data.all_centred_cos] : [data.all_norm, data.all_cos];
+  const order = logits.map((_, id) => id).sort((a, b) => logits[b] - logits[a]);
+  return { logits, norm, cos, order, row: centred ? "c" : "e" };
+}
+
+// The curves along which |h| |e| cos is what it is for the likeliest, and for the token seen.
+function levels({ h_norm: h, ids }, { norm, cos }, seen) {
+  const curve = (id) => (x) => {
+    const level = norm[id] * cos[id];
+    return x * level > 0 ? level / x : null;
+  };
+  return h ? [...new Set([ids[0], seen])].map(curve) : [];
+}
+
+function spoken(data, { norm, cos, logits, row }, id, piece) {
+  return `${plain(piece)}: length of ${row} ${short(norm[id])}, cosine ${fixed(cos[id], 3)}, logit ${short(logits[id])}`;
+}
+
+function Product({ data, every, id, piece, centred }) {
+  const { norm, cos, logits } = every;
+  const value = data.h_norm * norm[id] * cos[id];
+  return html`<div class="product">
+    <div><span>${centred ? html`h · c for` : html`logit of`}</span><b class="predicts"><${Piece} text=${piece} /></b></div>
+    <i aria-label="equals">=</i><div><span>|h|</span><b><${Num} x=${data.h_norm} /></b></div>
+    <i aria-label="times">×</i><div><span>|${every.row}|</span><b><${Num} x=${norm[id]} /></b></div>
+    <i aria-label="times">×</i><div><span>cos</span><b><${Num} x=${cos[id]} digits=${3} /></b></div>
+    <i aria-label="equals">=</i><div><span>${centred ? html`of logit ${short(logits[id])}` : "logit"}</span><b><${Num} x=${value} /></b></div>
+  </div>`;
+}
+
+function Winners({ data, every, named }) {
+  const best = every.cos.reduce((a, x, id) => (x > every.cos[a] ? id : a), 0);
+  const first = data.ids[0];
+  const word = (id) => html`<b><${Piece} text=${named(id)} /></b>`;
+  if (best === first)
+    return html`<p class="verdict">${word(first)} has the highest logit and the highest cosine: its direction decides.</p>`;
+  return html`<p class="verdict">By the logit ${word(first)} wins. By the cosine alone ${word(best)} would: its row is
+    ${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
+}
+
+function Numbers({ data, centred, found, positions }) {
+  const target = positions.target[data.position];
+  const rows = data.ids.map((id, k) => ({
+    id, piece: data.pieces[k], rank: k + 1, prob: data.prob[k], logit: data.logit[k],
+    norm: centred ? data.centred_norm[k] : data.row_norm[k], cos: centred ? data.centred_cos[k] : data.cos[k],
+    rank_cos: data.rank_cos[k], bias: data.bias_part[k] + data.head_bias[k], gain: data.gain_part[k],
+  }));
+  const row = centred ? "c" : "e";
+  const columns = [
+    { key: "piece", label: "token", text: true, show: (r) => html`<${Piece} text=${r.piece} />${r.id === target && html`<small class="truth"> ● true next</small>`}` },
+    { key: "prob", label: "prob", says: "softmax over all logits", show: (r) => html`<${Num} x=${r.prob} show=${prob} />` },
+    { key: "logit", label: "logit", says: "bias part + context part" },
+    { key: "bias", label: "= bias part", says: "b · e, by the final norm's bias: the same in every text" },
+    { key: "gain", label: "+ context", says: "what this text adds" },
+    { key: "norm", label: `|${row}|`, says: "length of the row" },
+    { key: "cos", label: "cos", says: `of h and ${row}`, show: (r) => html`<${Num} x=${r.cos} digits=${3} />` },
+    { key: "rank", label: "# by logit" },
+    { key: "rank_cos", label: "# by cos", says: "of h and e, among all tokens",
+      show: (r) => html`<${Num} x=${r.rank_cos} show=${count} />${r.rank_cos !== r.rank && html` <span aria-label="differs">≠</span>`}` },
+  ];
+  return html`<${Panel} title="The ten likeliest, in numbers" found=${{ ...found, busy: false, error: null }}
+      says="The bias part writes a token's frequency whatever the text; ≠ marks tokens that the cosine alone would rank otherwise.">
+    <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />
+  <//>`;
+}
+
+// ---- the plot ----------------------------------------------------------------------------------
+
+const EDGE = { left: 52, right: 12, top: 10, bottom: 40 };
+
+function useWidth() {
+  const box = useRef(null);
+  const [width, setWidth] = useState(600);
+  useEffect(() => {
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    observer.observe(box.current);
+    return () => observer.disconnect();
+  }, []);
+  return [box, width];
+}
+
+function range(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  const room = (high - low || Math.abs(high) || 1) * 0.04;
+  return [low - room, high + room];
+}
+
+// Round numbers between low and high, about n of them.
+function ticks([low, high], n) {
+  const rough = (high - low) / n;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((m) => m * power >= rough);
+  const found = [];
+  for (let k = Math.ceil(low / step); k * step <= high; k += 1) found.push(Number((k * step).toPrecision(6)));
+  return found;
+}
+
+function Scatter({ x, y, names, order, seen, onSee, says, curves, marks, dark, label }) {
+  const [box, width] = useWidth();
+  const canvas = useRef(null);
+  const height = Math.round(Math.min(460, Math.max(280, width * 0.6)));
+  const [xs, ys] = useMemo(() => [range(x), range(y)], [x, y]);
+  const inner = [width - EDGE.left - EDGE.right, height - EDGE.top - EDGE.bottom];
+  const px = (value) => EDGE.left + ((value - xs[0]) / (xs[1] - xs[0])) * inner[0];
+  const py = (value) => EDGE.top + (1 - (value - ys[0]) / (ys[1] - ys[0])) * inner[1];
+  useEffect(() => {
+    const scale = devicePixelRatio || 1;
+    Object.assign(canvas.current, { width: width * scale, height: height * scale });
+    const pen = canvas.current.getContext("2d");
+    pen.scale(scale, scale);
+    pen.fillStyle = getComputedStyle(canvas.current).color;
+    const size = x.length > 5000 ? 1.6 : 4;
+    pen.globalAlpha = x.length > 5000 ? 0.35 : 0.6;
+    for (let i = 0; i < x.length; i += 1) pen.fillRect(px(x[i]) - size / 2, py(y[i]) - size / 2, size, size);
+  }, [x, y, width, dark]);
+  const point = (event) => {
+    const place = canvas.current.getBoundingClientRect();
+    const [a, b] = [event.clientX - place.left, event.clientY - place.top];
+    let [best, near] = [seen, 900];
+    for (let i = 0; i < x.length; i += 1) {
+      const far = (px(x[i]) - a) ** 2 + (py(y[i]) - b) ** 2;
+      if (far < near) [best, near] = [i, far];
+    }
+    if (best !== seen) onSee(best);
+  };
+  const at = Math.max(0, order.indexOf(seen));
+  const keyed = (event) => {
+    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -at, End: order.length };
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    onSee(order[Math.min(order.length - 1, Math.max(0, at + steps[event.key]))]);
+  };
+  const dot = (id, size, kind) => html`<circle cx=${px(x[id])} cy=${py(y[id])} r=${size} class=${kind} />`;
+  return html`<div class="scatter" ref=${box} role="slider" tabindex="0" aria-label=${label}
+      aria-valuemin="1" aria-valuemax=${order.length} aria-valuenow=${at + 1} aria-valuetext=${says(seen)}
+      onKeyDown=${keyed} onPointerMove=${point} onPointerDown=${point}>
+    <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
+    <svg width=${width} height=${height} aria-hidden="true">
+      ${ticks(xs, width / 110).map((t) => html`<text x=${px(t)} y=${height - 22} text-anchor="middle">${t}</text>`)}
+      ${ticks(ys, height / 60).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
+      <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
+      <text class="axis" x="4" y="12">${names[1]} ↑</text>
+      <path class="frame" d=${`M${EDGE.left},${EDGE.top}V${height - EDGE.bottom}H${width - EDGE.right}`} />
+      ${curves.map((curve) => html`<path class="curve" d=${drawn(curve, xs, px, py, height)} />`)}
+      ${marks.map(([id, text]) => html`<g>${dot(id, 4.5, "mark")}
+        ${text && html`<text class="word" x=${px(x[id]) + (px(x[id]) > width * 0.75 ? -8 : 8)} y=${py(y[id]) - 6}
+          text-anchor=${px(x[id]) > width * 0.75 ? "end" : "start"}>${text}</text>`}</g>`)}
+      ${seen !== undefined && dot(seen, 8, "seen")}
+    </svg></div>`;
+}
+
+function drawn(curve, xs, px, py, height) {
+  let [path, pen] = ["", "M"];
+  for (let k = 0; k <= 200; k += 1) {
+    const x = xs[0] + ((xs[1] - xs[0]) * k) / 200;
+    const y = curve(x);
+    const isIn = y !== null && py(y) >= EDGE.top && py(y) <= height - EDGE.bottom;
+    if (isIn) path += `${pen}${px(x).toFixed(1)},${py(y).toFixed(1)}`;
+    pen = isIn ? "L" : "M";
+  }
+  return path;
 }

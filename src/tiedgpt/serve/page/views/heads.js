@@ -1,7 +1,157 @@
-// Heads.
+// Heads: where each head of a layer looks from the pinned token, and what each head is worth.
 
-import { html, Panel } from "../parts.js";
+import { exported } from "../api.js";
+import {
+  Choice, count, first, fixed, heat, html, Num, Panel, Piece, plain, prob, Slider, Tokens, useCall,
+  useEffect, useRef, useState,
+} from "../parts.js";
 
-export default function Heads() {
-  return html`<${Panel} title="Heads" says="This view is being built." />`;
+const MOST_TOKENS = 256;
+
+export default function Heads({ state, update }) {
+  const { info, positions, found: read } = state;
+  const nLayers = info.config?.n_layer ?? 1;
+  const layer = Math.min(state.layer, nLayers - 1);
+  const cap = info.most_tokens?.attention ?? MOST_TOKENS;
+  const short = positions && !read.stale ? first(state, cap) : null;
+  const body = short && { ...short, layer };
+  const found = useCall("/inspect/attention", body);
+  const data = found.data;
+  const pin = data ? Math.min(state.pin, data.ids.length - 1) : 0;
+  const head = data ? Math.min(state.head, data.patterns.length - 1) : 0;
+  return html`
+    <${Panel} title="Where does each head look?" found=${read.error ? read : found} ask=${body && ["/inspect/attention", body]}
+      says="From the pinned token back over the text: the higher and stronger, the more of that token's value the head takes.">
+      ${positions?.ids.length > cap && html`<p class="note">Heads reads at most ${cap} tokens: these are the first of ${count(positions.ids.length)}.</p>`}
+      <div class="row"><${Slider} label="layer" value=${layer} min=${0} max=${nLayers - 1} step=${1}
+        show=${(n) => `${n} (0 to ${nLayers - 1})`} onChange=${(value) => update({ layer: value })} /></div>
+      ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />
+        <${Maps} data=${data} head=${head} pin=${pin} dark=${state.dark} update=${update} />`}
+    <//>
+    ${data && html`<${Kinds} data=${data} at=${[layer, head]} state=${state} update=${update} found=${found} />`}
+    <${Worth} short=${short} at=${[layer, head]} state=${state} update=${update} />`;
 }
+
+function Look({ data, head, pin, state, update }) {
+  const weights = data.patterns[head][pin];
+  const look = (j) => (j > pin
+    ? { bar: 0, grey: true, says: "later: it cannot be seen" }
+    : { bar: weights[j], fill: heat(weights[j], state.dark), says: `weight ${prob(weights[j])}` });
+  const best = weights.indexOf(Math.max(...weights.slice(0, pin + 1)));
+  return html`<p class="verdict">Head ${head} of layer ${data.layer}, from <b><${Piece} text=${data.pieces[pin]} /></b> (token ${pin}):
+      ${" "}<${Num} x=${weights[best]} show=${prob} /> on <b><${Piece} text=${data.pieces[best]} /></b>${best === pin ? ", itself" : ` (token ${best})`}.</p>
+    <${Tokens} pieces=${data.pieces} pin=${pin} onPin=${(at) => update({ pin: at })} look=${look}
+      label="Tokens, by the attention that the pinned one pays them" />`;
+}
+
+// Small maps of all heads: the row of the pinned token is framed.
+function Maps({ data, head, pin, dark, update }) {
+  const box = useRef(null);
+  const keyed = (event) => {
+    const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const to = (head + step + data.patterns.length) % data.patterns.length;
+    update({ head: to });
+    box.current.children[to].focus();
+  };
+  return html`<div class="maps" role="radiogroup" aria-label="Head" ref=${box} onKeyDown=${keyed}>
+    ${data.patterns.map((pattern, h) => html`<button type="button" role="radio" key=${h} aria-checked=${h === head}
+      tabindex=${h === head ? 0 : -1} onClick=${() => update({ head: h })}>
+      <${Triangle} pattern=${pattern} row=${pin} dark=${dark} />
+      <span>head ${h}</span><small>${habit(data, h)}</small></button>`)}</div>
+    <p class="says">Each square is a head: a row for each token, over the tokens that it may look at. The frame is the pinned token's row.</p>`;
+}
+
+function habit({ layer, first_share: firsts, previous_share: previous, entropy }, h) {
+  const [a, b] = [firsts[layer][h], previous[layer][h]];
+  if (a === null) return "";
+  if (Math.max(a, b) < 0.3) return `${fixed(entropy[layer][h], 1)} bits wide`;
+  return a > b ? `${prob(a)} on the first` : `${prob(b)} on the previous`;
+}
+
+function Triangle({ pattern, row, dark }) {
+  const canvas = useRef(null);
+  const n = pattern.length;
+  useEffect(() => {
+    Object.assign(canvas.current, { width: n, height: n });
+    const pen = canvas.current.getContext("2d");
+    const colors = Array.from({ length: 256 }, (_, k) => heat(k / 255, dark).background.match(/\d+/g).map(Number));
+    const image = pen.createImageData(n, n);
+    pattern.forEach((weights, i) => {
+      for (let j = 0; j <= i; j += 1) image.data.set([...colors[Math.round(255 * weights[j])], 255], 4 * (i * n + j));
+    });
+    pen.putImageData(image, 0, 0);
+  }, [pattern, dark]);
+  return html`<span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
+    <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%` }}></span></span>`;
+}
+
+const KINDS = {
+  previous_share: ["on the previous token", prob],
+  first_share: ["on the first token", prob],
+  entropy: ["entropy, bits", (x) => fixed(x, 1)],
+};
+
+function Kinds({ data, at, state, update, found }) {
+  const [kind, setKind] = useState("previous_share");
+  const [, show] = KINDS[kind];
+  return html`<${Panel} title="All heads of all layers" found=${{ ...found, busy: false, error: null }}
+      says="Means over the text: heads that look at the token before, heads that rest on the first, heads that look everywhere.">
+    <${Choice} label="Number" value=${kind} onChange=${setKind} options=${Object.entries(KINDS).map(([key, [text]]) => [key, text])} />
+    <${HeatGrid} label=${`Attention ${KINDS[kind][0]}`} corner="layer" rows=${data[kind].map((_, l) => String(l))}
+      columns=${data[kind][0].map((_, h) => `head ${h}`)} value=${(l, h) => data[kind][l][h]} show=${show} dark=${state.dark}
+      at=${at} onMove=${(layer, head) => update({ layer, head })} />
+  <//>`;
+}
+
+function Worth({ short, at, state, update }) {
+  const [asked, ask] = useState(exported ? JSON.stringify(short) : null);
+  const body = short && asked === JSON.stringify(short) ? short : null;
+  const found = useCall("/inspect/ablate", body);
+  const data = found.data;
+  const heads = data ? data.heads[0].length : 0;
+  const value = (l, c) => (c < heads ? data.heads[l][c] : c === heads ? data.attention[l] : data.mlp[l]);
+  const signed = (x) => (x === null ? "–" : `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`);
+  const [column, setColumn] = useState(null);
+  const names = data && [...data.heads[0].map((_, h) => `head ${h}`), "attention", "MLP"];
+  const here = [at[0], column ?? at[1]];
+  return html`<${Panel} title="What is each head worth?" found=${found} ask=${short && ["/inspect/ablate", short]}
+      says="The loss of this text without a part, less the loss with it, in nats: + means that the part helps.">
+    ${!body && html`<button type="button" onClick=${() => ask(JSON.stringify(short))} disabled=${!short}>
+      Measure: leave out one part at a time</button>`}
+    ${data && html`<p class="verdict">With all parts the loss is <b><${Num} x=${data.loss} digits=${3} /></b>. Without
+      ${" "}${names[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${value(...here)} show=${signed} /></b>.</p>
+      <${HeatGrid} label="Change of the loss without each part" corner="layer" rows=${data.heads.map((_, l) => String(l))} columns=${names}
+        value=${value} show=${signed} dark=${state.dark} at=${here} onMove=${(layer, c) => {
+          setColumn(c);
+          update(c < heads ? { layer, head: c } : { layer });
+        }} />`}
+  <//>`;
+}
+
+// A table of numbers as cells that the arrow keys walk through: cividis by size, the number in each.
+function HeatGrid({ label, rows, columns, value, show, dark, at, onMove, corner = "" }) {
+  const numbers = rows.flatMap((_, r) => columns.map((_, c) => Math.abs(value(r, c) ?? 0)));
+  const most = Math.max(1e-12, ...numbers);
+  const table = useRef(null);
+  const keyed = (event) => {
+    const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [];
+    if (down === undefined) return;
+    event.preventDefault();
+    const row = Math.min(rows.length - 1, Math.max(0, at[0] + down));
+    const column = Math.min(columns.length - 1, Math.max(0, at[1] + right));
+    onMove(row, column);
+    table.current.querySelectorAll("button")[row * columns.length + column].focus();
+  };
+  return html`<div class="scroll"><table class="heat" role="grid" aria-label=${label} ref=${table} onKeyDown=${keyed}>
+    <thead><tr role="row"><th role="columnheader">${corner}</th>${columns.map((name) => html`<th scope="col" role="columnheader">${name}</th>`)}</tr></thead>
+    <tbody>${rows.map((name, r) => html`<tr role="row"><th scope="row" role="rowheader">${name}</th>
+      ${columns.map((_, c) => {
+        const x = value(r, c);
+        const isHere = r === at[0] && c === at[1];
+        return html`<td role="gridcell" aria-selected=${isHere}><button type="button" tabindex=${isHere ? 0 : -1}
+          style=${x === null ? {} : heat(Math.abs(x) / most, dark)} onClick=${() => onMove(r, c)}>${show(x)}</button></td>`;
+      })}</tr>`)}</tbody></table></div>`;
+}
+

@@ -1,7 +1,176 @@
-// Write.
+// Write: the model continues the text, and each token's distribution before and after the options.
+//
+// All logits of a position come from /inspect/dot, as |h| |e| cos of every row. So the sliders need
+// no server, and the kept mass is exact. The filters are those of tiedgpt.infer.filters, in order.
 
-import { html, Panel } from "../parts.js";
+import { call, exported, stream } from "../api.js";
+import {
+  announce, count, fixed, heat, html, Num, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
+  useMemo, useRef, useState,
+} from "../parts.js";
 
-export default function Write() {
-  return html`<${Panel} title="Write" says="This view is being built." />`;
+const SHOWN = 12;
+const kept = { // while other views are open
+  options: { temperature: 1, top_k: 0, top_p: 1, min_p: 0, max_tokens: 40 },
+  text: null, // {of: the subject as JSON, tokens, seed, end}
+};
+
+export default function Write({ state, update }) {
+  const { subject, positions, found: read } = state;
+  const [options, setOptions] = useState(kept.options);
+  const [text, setText] = useState(kept.text);
+  const [at, setAt] = useState(null); // number of a written token, or null: the next one
+  const of = JSON.stringify(subject);
+  const mine = text?.of === of ? text : null;
+  const set = (patch) => setOptions((kept.options = { ...options, ...patch }));
+  const put = (next) => setText((kept.text = next));
+  const ready = positions && !read.stale ? positions : null;
+  const begun = at !== null && mine ? mine.tokens.slice(0, at) : [];
+  const body = ready && (begun.length
+    ? { ids: [...ready.ids, ...begun.map(({ id }) => id)], position: ready.next + begun.length, top: 10 }
+    : { ...subject, position: ready.next, top: 10 });
+  return html`
+    <${Running} state=${state} update=${update} options=${options} text=${mine} put=${put} at=${at} setAt=${setAt} of=${of} />
+    <${Distribution} state=${state} body=${body} options=${options} set=${set} drawn=${mine?.tokens[at]} />`;
+}
+
+const asked = ({ temperature, top_k, top_p, min_p, max_tokens }) => ({
+  max_tokens, temperature, ...(top_k ? { top_k } : {}), ...(top_p < 1 ? { top_p } : {}), ...(min_p ? { min_p } : {}),
+});
+
+function Running({ state, update, options, text, put, at, setAt, of }) {
+  const { subject, positions, info, dark } = state;
+  const controller = useRef(null);
+  const [running, setRunning] = useState(false);
+  const [error, setError] = useState(null);
+  useEffect(() => () => controller.current?.abort(), [of]);
+  const room = Math.max(0, (info.n_positions ?? Infinity) - (positions?.ids.length ?? 0));
+  const prompt = subject && (subject.ids ?? subject.text);
+  const body = subject && { prompt, ...asked(options), max_tokens: Math.min(options.max_tokens, room) };
+  const write = async () => {
+    controller.current?.abort();
+    const { signal } = (controller.current = new AbortController());
+    const made = { of, tokens: [], end: null, seed: Math.floor(Math.random() * 2 ** 31) };
+    setRunning(true);
+    setError(null);
+    setAt(null);
+    put({ ...made });
+    try {
+      for await (const event of stream("/v1/completions", { ...body, seed: made.seed, logprobs: 1 }, signal)) {
+        const [{ logprobs, finish_reason: end }] = event.choices;
+        logprobs?.tokens.forEach((piece, i) => made.tokens.push({
+          piece, id: logprobs.token_ids[i], logprob: logprobs.token_logprobs[i] }));
+        made.end = end ?? made.end;
+        put({ ...made });
+      }
+      announce(`${made.tokens.length} tokens written.`);
+    } catch (problem) {
+      if (!signal.aborted) setError(problem.message);
+      put({ ...made, end: "stopped" });
+    }
+    if (controller.current.signal === signal) setRunning(false);
+  };
+  const take = async () => {
+    const ids = [...positions.ids, ...text.tokens.map(({ id }) => id)];
+    const whole = await call("/detokenize", { tokens: ids }).then((answer) => answer.prompt, () => ids.join(" "));
+    update({ ids, text: whole, view: "text", pin: positions.next });
+  };
+  const scale = info.vocab_size ? Math.log2(info.vocab_size) : 16;
+  const look = (i) => {
+    const bits = -text.tokens[i].logprob / Math.LN2;
+    const t = Math.min(1, bits / scale);
+    return { bar: t, fill: heat(t, dark), says: `${fixed(bits, 1)} bits` };
+  };
+  const says = "Each new token is drawn from the last position's distribution, then read like any other token.";
+  const ask = text && !running ? { ...body, seed: text.seed } : body;
+  return html`<${Panel} title="Let it write on" says=${says} ask=${exported ? null : ["/v1/completions", ask]}>
+    ${exported ? html`<p>A file cannot write: open the page of <code>tiedgpt serve</code>.</p>` : html`
+    <div class="row">
+      ${running
+        ? html`<button type="button" class="main" onClick=${() => controller.current.abort()}>Stop</button>`
+        : html`<button type="button" class="main" disabled=${!room || !subject} onClick=${write}>${text ? "Write again" : "Write"}</button>`}
+      ${text?.tokens.length > 0 && !running && html`<button type="button" onClick=${take}>Take it as the text</button>`}
+      ${!room && html`<span>The text fills the context of ${count(info.n_positions)} tokens: shorten it.</span>`}
+      ${text?.end && html`<span class="says">${ENDS[text.end] ?? text.end}; seed ${text.seed}</span>`}</div>
+    ${error && html`<p class="status error" role="status">${error}</p>`}
+    <p class="written">${subject?.text ?? state.text}</p>
+    ${text && html`<${Tokens} pieces=${text.tokens.map(({ piece }) => piece)} pin=${at} onPin=${setAt} look=${look}
+      label="Written tokens: choose one to see what it was drawn from"
+      after=${running && html`<span class="caret" aria-hidden="true"></span>`} />`}`}
+  <//>`;
+}
+
+const ENDS = { stop: "It ended the text itself", length: "The length is reached", stopped: "Stopped" };
+
+function Distribution({ state, body, options, set, drawn }) {
+  const found = useCall("/inspect/dot", body);
+  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const logits = useMemo(() => found.data && sorted(found.data), [found.data]);
+  const result = useMemo(() => logits && filtered(logits, options), [logits, options]);
+  const slider = (name, label, min, max, step, show) => html`<${Slider} label=${label} value=${options[name]}
+    min=${min} max=${max} step=${step} show=${show} onChange=${(value) => set({ [name]: value })} />`;
+  const off = (none) => (value) => (value === none ? "off" : String(value));
+  const where = drawn ? html`Before <q><${Piece} text=${drawn.piece} /></q>` : "The next token";
+  return html`<${Panel} title=${where} found=${found} ask=${body && ["/inspect/dot", body]}
+      says="Light bars: the model's own distribution. Solid bars: what is drawn from, after temperature, top-k, top-p and min-p, in this order.">
+    <div class="row sliders">
+      ${slider("temperature", "temperature", 0, 2, 0.05, (t) => (t === 0 ? "0: the likeliest" : fixed(t, 2)))}
+      ${slider("top_k", "top-k", 0, 100, 1, off(0))}${slider("top_p", "top-p", 0.05, 1, 0.05, off(1))}
+      ${slider("min_p", "min-p", 0, 0.5, 0.01, off(0))}${slider("max_tokens", "tokens to write", 1, 200, 1)}</div>
+    ${result && html`<p class="verdict">Drawn among <b><${Num} x=${result.n} show=${count} /></b> of ${count(logits.ids.length)} tokens, which
+      keep <b><${Num} x=${result.mass} show=${prob} /></b> of the probability${options.temperature !== 1 && options.temperature > 0 && " at this temperature"}.</p>
+      <${Odds} logits=${logits} result=${result} pieces=${pieces} data=${found.data} drawn=${drawn} />`}
+  <//>`;
+}
+
+function Odds({ logits, result, pieces, data, drawn }) {
+  const shown = [...logits.ids.slice(0, SHOWN).keys()];
+  const place = drawn ? logits.ids.indexOf(drawn.id) : -1;
+  if (place >= SHOWN) shown.push(place);
+  const most = Math.max(result.before[0], result.after[0]);
+  const name = (id) => pieces?.[id] ?? data.pieces[data.ids.indexOf(id)] ?? `id:${id}`;
+  const wide = (p) => ({ width: `${(100 * p) / most}%` });
+  return html`<table class="odds-table"><caption class="hidden">The likeliest tokens before and after the options</caption>
+    <thead><tr><th scope="col">token</th><th scope="col"><span class="hidden">bars</span></th>
+      <th scope="col" class="number">before</th><th scope="col" class="number">after</th></tr></thead>
+    <tbody>${shown.map((k) => html`<tr key=${k} class=${`${k < result.n ? "" : "cut"} ${k === place ? "true" : ""}`}>
+      <th scope="row"><${Piece} text=${name(logits.ids[k])} />${k === place && html`<small> ● drawn</small>`}</th>
+      <td class="double"><span class="before" style=${wide(result.before[k])}></span><span class="after" style=${wide(result.after[k])}></span></td>
+      <td class="number"><${Num} x=${result.before[k]} show=${prob} /></td>
+      <td class="number">${k < result.n ? html`<${Num} x=${result.after[k]} show=${prob} />` : "cut"}</td></tr>`)}</tbody></table>`;
+}
+
+// All logits from the highest down, and the ids in this order.
+export function sorted({ h_norm: h, all_norm: norm, all_cos: cos }) {
+  const logits = norm.map((length, id) => h * length * cos[id]);
+  const ids = logits.map((_, id) => id).sort((a, b) => logits[b] - logits[a] || a - b);
+  return { ids, values: ids.map((id) => logits[id]) };
+}
+
+// {n: tokens that are left, mass: their probability at this temperature, before, after: (V,)}.
+export function filtered({ values }, { temperature, top_k, top_p, min_p }) {
+  const before = softmax(values, 1, values.length);
+  if (temperature === 0) return { n: 1, mass: before[0], before, after: before.map((_, k) => (k ? 0 : 1)) };
+  const warm = softmax(values, temperature, values.length);
+  let n = top_k ? Math.min(top_k, values.length) : values.length;
+  while (n < values.length && values[n] === values[n - 1]) n += 1; // equal to the last one kept
+  if (top_p < 1) {
+    const p = softmax(values, temperature, n);
+    let [reached, k] = [0, 0];
+    while (k < n && reached < top_p) reached += p[k++];
+    n = k;
+  }
+  if (min_p) {
+    const least = min_p * warm[0];
+    while (n > 1 && warm[n - 1] < least) n -= 1;
+  }
+  const after = softmax(values, temperature, n);
+  return { n, mass: warm.slice(0, n).reduce((sum, p) => sum + p, 0), before, after };
+}
+
+// Of the first n logits over the temperature; 0 for the others.
+function softmax(values, temperature, n) {
+  const p = values.map((value, k) => (k < n ? Math.exp((value - values[0]) / temperature) : 0));
+  const sum = p.reduce((a, b) => a + b, 0);
+  return p.map((x) => x / sum);
 }
