@@ -56,7 +56,7 @@ def test_what_comes_after_changes_no_bit(monkeypatch):
         ({}, 2),
         ({"attn_pdrop": 0.1}, 0),
         ({"attention_windows": (0, 4)}, 1),
-        ({"n_positions": 300}, 0),
+        ({"n_positions": 1030}, 0),
     ],
 )
 def test_it_is_used_in_bf16_without_dropout_in_dense_layers(change, times, monkeypatch):

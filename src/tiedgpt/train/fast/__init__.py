@@ -22,12 +22,12 @@ from torch import nn
 from tiedgpt.core.layers import Attention
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.train.fast.attention import ShortAttention
+from tiedgpt.train.fast.attention import BlockedAttention
 from tiedgpt.train.fast.linear import LeanLinear
 from tiedgpt.train.fast.substitute import Substitute
 
 SUBSTITUTES: dict[type[nn.Module], type[Substitute]] = {
-    Attention: ShortAttention,
+    Attention: BlockedAttention,
     nn.Linear: LeanLinear,
 }
 
