@@ -117,13 +117,17 @@ def test_logprobs_of_chosen_ids_are_returned_for_every_new_token(client):
             assert known.get(id, logprob) == pytest.approx(logprob, abs=1e-5)
 
 
-def test_a_stream_adds_up_to_the_completion(client):
-    body = {"prompt": [PROMPT, "naïve"], "n": 2, "max_tokens": 9, "seed": 2, "logprobs": 2}
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("max_tokens", [9, 0])
+def test_a_stream_adds_up_to_the_completion(client, echo, max_tokens):
+    body = {"prompt": [PROMPT, "naïve"], "n": 2, "max_tokens": max_tokens, "seed": 2}
+    body |= {"logprobs": 2, "echo": echo}
     whole = complete(client, **body)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with client.stream("POST", "/v1/completions", json=body | options) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         *chunks, last = events(response)
+    assert not echo or "".join(c["text"] for c in whole["choices"]).count(PROMPT) == 2
     assert last["choices"] == [] and last["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
@@ -185,6 +189,9 @@ BODIES = [
     b'{"max_tokens": 1' + b"0" * 400 + b"}", b'{"seed": 1' + b"0" * 5000 + b"}",
     b"[" * 10_000, b'{"a":' * 10_000, b"{" + b",".join(b'"%d":1' % n for n in range(50_000)) + b"}",
     b'{"prompt": [' + b"[1]," * 50_000 + b"[1]]}", b"\x1f\x8b" + b"\0" * 1000,
+    b'{"prompt": "a"} x', b"{'prompt': 'a'}", b'{"prompt": "a",}', b"prompt=a", b"\0", b" " * 1000,
+    b'{"prompt": "a", "json_schema": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+    b'{"prompt": "a", "logit_bias": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
 ]  # fmt: skip
 
 

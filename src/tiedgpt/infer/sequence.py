@@ -39,6 +39,10 @@ class Token:
     """Where its text begins in the completion's text, in characters."""
     finish_reason: FinishReason | None = None
     """Of the last token, why the text ends."""
+    prompt_logprobs: Ids[float] = ()
+    """With the first token, the logprob of each of the prompt's after its first, if asked for."""
+    prompt_top_logprobs: Ids[Likeliest] = ()
+    """For each of these, the likeliest ones."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,8 @@ class Sequence:
             reason = self.finish_reason if last else None
             offset = min(begin, self._n_certain)
             token, logprob = self.ids[self.n_prompt + at], self.logprobs[at]
-            self.emit(Token(token, text, logprob, top, offset, reason))
+            prompt = () if at else (self.prompt_logprobs, self.prompt_top_logprobs)
+            self.emit(Token(token, text, logprob, top, offset, reason, *prompt))
 
     def add_prompt_logprobs(self, at: int, logits: Array) -> None:
         """Score tokens of the prompt: logits (n, V) are those after its ids from `at` on."""

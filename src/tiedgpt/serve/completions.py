@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from tiedgpt.infer import Engine, GenerationConfig
+from tiedgpt.infer import Completion, Engine, GenerationConfig
 from tiedgpt.infer.options import Prompt
 from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.logprobs import (
@@ -26,13 +27,14 @@ from tiedgpt.serve.logprobs import (
 )
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.schemas import ChatRequest, CompletionRequest, listed
-from tiedgpt.serve.texts import EventStream, Texts, Wanted, require_whole, wanted
+from tiedgpt.serve.texts import EventStream, Texts, Wanted, wanted
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
 
 MAX_TOKENS = 16
 """Of a completion where the request does not say, as in OpenAI's API."""
+error_log = logging.getLogger("uvicorn.error")
 FINISH = {"stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 
 
@@ -71,6 +73,15 @@ class _Asked:
     samples: int
     max_tokens: int
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether logprobs of the prompt were asked for."""
+        return self.config.prompt_logprobs is not False
+
+    def reason(self, done: Completion) -> str:
+        """Return why a text ended; with max_tokens=0, what was written is not shown."""
+        return FINISH[done.finish_reason] if self.max_tokens else "length"
+
 
 @dataclass(frozen=True)
 class _Completions:
@@ -85,14 +96,8 @@ class _Completions:
     def piece(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def opening(self, echoed: str) -> dict[str, Any] | None:
-        return {"text": echoed} if self.body.echo else None
-
-    def echoed(self, text: Wanted, names: Names) -> str:
-        """Return the prompt's text, if it is to be repeated."""
-        if not self.body.echo or isinstance(text.prompt, str):
-            return str(text.prompt) if self.body.echo else ""
-        return "" if names.tokenizer is None else names.tokenizer.decode(text.ids)
+    def opening(self, echoed: str) -> dict[str, Any]:
+        return {"text": echoed} if self.body.echo else {}
 
     def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
         return for_completion(entries, names, self.body.logprobs or 0)
@@ -111,11 +116,8 @@ class _Chats:
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def opening(self, _: str) -> dict[str, Any] | None:
+    def opening(self, _: str) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
-
-    def echoed(self, _: Wanted, __: Names) -> str:
-        return ""
 
     def logprobs(self, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
         return for_chat(entries, names)
@@ -132,14 +134,13 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     if body.stream and samples > body.n:
         raise APIError(400, "best_of above n cannot be streamed", param="best_of")
     wants = body.logprobs is not None
-    if body.stream and body.echo and wants:
-        raise APIError(400, "echo with logprobs cannot be streamed", param="stream")
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     config = body.config(
         max_new_tokens=max(1, max_tokens), top_logprobs=body.logprobs or 0,
         prompt_logprobs=(body.logprobs or 0) if body.echo and wants else False,
     )  # fmt: skip
-    each = await _wanted(service, body, listed(body.prompt), samples, max_tokens)
+    prompts = listed(body.prompt)
+    each = await _wanted(service, body, prompts, samples, max_tokens, echo=body.echo)
     names = Names(service.engine.tokenizer, body.return_tokens_as_token_ids)
     asked = _Asked(service, request, names, each, config, wants, samples, max_tokens)
     return await _answer(asked, _Completions(body))
@@ -177,6 +178,7 @@ async def _wanted(
     prompts: Sequence[Prompt],
     samples: int,
     max_tokens: int,
+    echo: bool = False,
 ) -> list[Wanted]:
     """Check what both APIs share; return the texts to be written."""
     service.require_model(body.model)
@@ -189,7 +191,7 @@ async def _wanted(
     if any(id >= size for id in recorded):
         raise APIError(400, f"must be ids below {size}", param="logprob_token_ids")
     return await asyncio.to_thread(
-        wanted, service.engine, prompts, n=samples, room=max_tokens, recorded=recorded
+        wanted, service.engine, prompts, n=samples, room=max_tokens, recorded=recorded, echo=echo
     )
 
 
@@ -205,8 +207,8 @@ async def _answer(asked: _Asked, form: _Form) -> Response:
     }
     if form.body.stream:
         return EventStream(_events(asked, form, texts, head), texts)
-    completions = await texts.results(asked.request)
-    usage = _usage(asked, sum(len(completion.ids) for completion in completions))
+    await texts.wait(asked.request)
+    usage = _usage(asked, sum(len(text.result.ids) for text in asked.each))
     best = _best(asked, form.body.n)
     choices = await asyncio.to_thread(
         lambda: [_whole(index, text, asked, form) for index, text in enumerate(best)]
@@ -215,15 +217,15 @@ async def _answer(asked: _Asked, form: _Form) -> Response:
 
 
 def _whole(index: int, text: Wanted, asked: _Asked, form: _Form) -> dict[str, Any]:
-    """Return one text as a choice; with max_tokens=0, what was written is not shown."""
-    done, shown, entries = text.result, form.echoed(text, asked.names), list[Entry]()
-    if asked.config.prompt_logprobs is not False:
-        entries = prompt_entries(text, asked.names)
+    """Return one text as a choice."""
+    done, entries = text.result, list[Entry]()
+    if asked.is_scored:
+        entries = prompt_entries(text, done, asked.names)
     if asked.max_tokens and asked.wants_logprobs:
-        entries += new_entries(text, asked.names, start=len(shown))
+        entries += new_entries(text, asked.names, start=len(text.echoed))
     logprobs = form.logprobs(entries, asked.names) if asked.wants_logprobs else None
-    reason = FINISH[done.finish_reason] if asked.max_tokens else "length"
-    return _choice(index, form.whole(shown + done.text * bool(asked.max_tokens)), logprobs, reason)
+    written = form.whole(text.echoed + done.text * bool(asked.max_tokens))
+    return _choice(index, written, logprobs, asked.reason(done))
 
 
 def _choice(
@@ -238,10 +240,12 @@ def _best(asked: _Asked, n: int) -> list[Wanted]:
     def mean_logprob(text: Wanted) -> float:
         return sum(text.result.logprobs) / max(1, len(text.result.logprobs))
 
+    if n == asked.samples:
+        return asked.each
     found = list[Wanted]()
     for first in range(0, len(asked.each), asked.samples):
         group = asked.each[first : first + asked.samples]
-        found += sorted(group, key=mean_logprob, reverse=True)[:n] if n < len(group) else group
+        found += sorted(group, key=mean_logprob, reverse=True)[:n]
     return found
 
 
@@ -266,26 +270,30 @@ async def _events(
         return _event({**head, "choices": choices, **({"usage": usage} if tells_usage else {})})
 
     try:
-        echoes = [form.echoed(text, names) for text in asked.each]
-        for index, echoed in enumerate(echoes):
-            if (opening := form.opening(echoed)) is not None:
+        openings = [form.opening(text.echoed) for text in asked.each]
+        for index, opening in enumerate(openings):
+            if opening and not asked.is_scored:
                 yield event(_choice(index, opening))
         async for index, token in texts:
             text = asked.each[index]
             if token is None:
-                require_whole(text.result)
-                reason = FINISH[text.result.finish_reason] if asked.max_tokens else "length"
-                yield event(_choice(index, form.piece(""), None, reason))
+                texts.require_whole(text.result)
+                yield event(_choice(index, form.piece(""), None, asked.reason(text.result)))
                 continue
+            if asked.is_scored and not counts[index]:
+                entries = await asyncio.to_thread(prompt_entries, text, token, names)
+                yield event(_choice(index, openings[index], form.logprobs(entries, names)))
             row = text.recorder.rows[counts[index]] if text.recorder is not None else None
             counts[index] += 1
-            at = len(echoes[index]) + token.offset
+            at = len(text.echoed) + token.offset
             entry = Entry(token.id, at, token.logprob, token.top_logprobs, row)
             logprobs = form.logprobs([entry], names) if asked.wants_logprobs else None
             if (token.text or logprobs) and asked.max_tokens:
                 yield event(_choice(index, form.piece(token.text), logprobs))
     except Exception as error:
-        yield _event(api_error(error).content)
+        if (told := api_error(error)).status == 500:
+            error_log.exception("a stream failed")
+        yield _event(told.content)
         return
     usage = _usage(asked, sum(counts))
     if tells_usage:

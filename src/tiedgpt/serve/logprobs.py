@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.errors import UserError
+from tiedgpt.infer import Completion, Token
 from tiedgpt.infer.sequence import Likeliest
 from tiedgpt.serve.texts import Wanted
 from tiedgpt.text import Tokenizer
@@ -104,12 +105,11 @@ def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
     }
 
 
-def prompt_entries(text: Wanted, names: Names) -> list[Entry]:
+def prompt_entries(text: Wanted, scored: Completion | Token, names: Names) -> list[Entry]:
     """Return the prompt's tokens; the first has no logprob, as nothing predicts it."""
-    done = text.result
-    tops = done.prompt_top_logprobs or [[]] * len(done.prompt_logprobs)
+    tops = scored.prompt_top_logprobs or [[]] * len(scored.prompt_logprobs)
     offsets = names.offsets(text.ids)
-    rows = zip(text.ids[1:], offsets[1:], done.prompt_logprobs, tops, strict=True)
+    rows = zip(text.ids[1:], offsets[1:], scored.prompt_logprobs, tops, strict=True)
     return [Entry(text.ids[0], 0, None), *(Entry(*row) for row in rows)]
 
 

@@ -45,8 +45,10 @@ class Recorder:
 class Wanted:
     """One text: how it is begun, and later what came of it."""
 
-    prompt: Prompt
     ids: list[int]
+    """The prompt's."""
+    echoed: str = ""
+    """The prompt's text, if it is to be repeated."""
     draw: int = 0
     """Of several texts for the same ids, which it is."""
     recorder: Recorder | None = None
@@ -84,15 +86,24 @@ def encode(
 
 
 def wanted(
-    engine: Engine, prompts: Sequence[Prompt], *, n: int, room: int, recorded: Sequence[int] = ()
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    room: int,
+    recorded: Sequence[int] = (),
+    echo: bool = False,
 ) -> list[Wanted]:
     """Encode prompts; return n texts to be written for each, of at most `room` tokens."""
     found, copies = list[Wanted](), Counter[tuple[int, ...]]()
     for prompt in prompts:
         ids = encode(engine, prompt, "prompt", room=room)
+        echoed = prompt if echo and isinstance(prompt, str) else ""
+        if echo and not isinstance(prompt, str) and engine.tokenizer is not None:
+            echoed = engine.tokenizer.decode(ids)
         for _ in range(n):
             recorder = Recorder(recorded) if recorded else None
-            found.append(Wanted(prompt, ids, copies[tuple(ids)], recorder))
+            found.append(Wanted(ids, echoed, copies[tuple(ids)], recorder))
             copies[tuple(ids)] += 1
     return found
 
@@ -149,37 +160,28 @@ class Texts:
             n_left -= token is None
             yield index, token
 
-    async def results(self, request: Request) -> list[Completion]:
+    async def wait(self, request: Request) -> None:
         """Wait for all; cancel them if one fails or the client goes away."""
-        gone = asyncio.ensure_future(_disconnected(request))
-        ended = asyncio.ensure_future(self._all())
+        gone = asyncio.create_task(self._cancel_when_gone(request))
         try:
-            await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                raise APIError(GONE, "the client went away", code="cancelled")
-            completions = ended.result()
+            async for index, token in self:
+                if token is None:
+                    self.require_whole(self.each[index].result)
         finally:
-            self.cancel()
             gone.cancel()
-            ended.cancel()
-        return completions
+            self.cancel()
 
-    async def _all(self) -> list[Completion]:
-        async for index, token in self:
-            if token is None:
-                require_whole(self.each[index].result)
-        return [one.result for one in self.each]
+    async def _cancel_when_gone(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
 
-
-def require_whole(completion: Completion) -> None:
-    """Raise `APIError` for a text that ended although its client waits."""
-    if completion.finish_reason == "cancelled":
-        raise APIError(503, "the server is ending", code="shutting_down")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    def require_whole(self, completion: Completion) -> None:
+        """Raise `APIError` for a text that was cancelled."""
+        if completion.finish_reason == "cancelled" and self._cancelled:
+            raise APIError(GONE, "the client went away", code="cancelled")
+        if completion.finish_reason == "cancelled":
+            raise APIError(503, "the server is ending", code="shutting_down")
 
 
 class EventStream(StreamingResponse):
