@@ -54,6 +54,13 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
     assert main(["serve", str(directory), "--host", "0.0.0.0"]) == 1
     error = capsys.readouterr().err
     assert "--api-key" in error and "--insecure" in error
+    for option, wrong in {
+        "--api-key": ["", "a b", "é"], "--drain": ["nan", "-1", "inf"], "--queue": ["0"],
+        "--port": ["70000"], "--host": ["nowhere.invalid"], "--slots": ["0"],
+    }.items():  # fmt: skip
+        for value in wrong:
+            assert main(["serve", str(directory), "--insecure", f"{option}={value}"]) == 1
+            assert option.removeprefix("--") in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", str(directory), "--port", str(port)]) == 1

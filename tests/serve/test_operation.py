@@ -1,6 +1,5 @@
 """On a socket: clients that go away, dawdle, or are many; and the end."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -17,11 +16,15 @@ from tiedgpt.serve.guards import Limits
 LONG = {"prompt": "the cat", "max_tokens": 44, "logit_bias": {"7": 100}, "stream": True}
 
 
-def send(port, body, path="/v1/completions"):
+def send(port, body, path="/v1/completions", receive_buffer=None):
     """Send a request; return its socket."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection = socket.socket()
+    connection.settimeout(20)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 
@@ -181,27 +184,14 @@ def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
                 assert b"503" in whole.recv(100)
 
 
-def test_a_client_that_takes_nothing_loses_its_slot_at_the_deadline(engine, slow):
-    app = create_app(engine, name="tiny", limits=Limits(queue=8, send_seconds=0.1))
-    body = json.dumps(LONG).encode()
-    scope = {
-        "type": "http", "asgi": {"spec_version": "2.3", "version": "3.0"}, "http_version": "1.1",
-        "method": "POST", "scheme": "http", "path": "/v1/completions", "raw_path": b"",
-        "query_string": b"", "root_path": "", "server": ("127.0.0.1", 80), "client": ("x", 1),
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }  # fmt: skip
-
-    async def served():
-        arriving = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            return arriving.pop() if arriving else await asyncio.Event().wait()
-
-        async def send(message):
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        await asyncio.wait_for(app(scope, receive, send), 2)
-
-    asyncio.run(served())
-    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)
+def test_a_client_that_takes_nothing_loses_its_slots_and_its_connection_at_the_deadline(engine):
+    limits = Limits(queue=8, send_seconds=0.2)
+    app = create_app(engine, name="tiny", limits=limits)
+    with Running(app, engine, limits) as running:
+        running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for stream in (True, False):
+            body = LONG | {"n": 8, "logprobs": 20, "stream": stream}
+            with send(running.port, body, receive_buffer=2048):
+                until(lambda: running.server.server_state.connections, 2)
+                until(lambda: not running.server.server_state.connections, 5)
+                until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)

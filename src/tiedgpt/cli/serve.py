@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.infer.options import require_positive
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
@@ -74,9 +76,12 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     """Serve until a signal; return the exit code."""
     given = parse(Arguments, "serve", arguments, ABOUT)
-    key = given.api_key or os.environ.get(KEY)
-    if key is not None and not key.isascii():
-        raise UserError("--api-key must be ASCII, as HTTP's headers are")
+    require_positive("queue", given.queue)
+    if not 0 <= given.drain <= 3600:
+        raise UserError(f"drain must be from 0 to 3,600 seconds, got {given.drain}")
+    key = os.environ.get(KEY) or None if given.api_key is None else given.api_key
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise UserError("--api-key must be of ASCII letters, digits and signs, without blanks")
     if not key and not given.insecure and not _is_local(given.host):
         raise UserError(
             f"--host {given.host} lets other machines use the model: give --api-key (or {KEY}), or "

@@ -68,7 +68,10 @@ def create_app(
         engine, name, Metrics(engine), min(128, engine.slots + limits.queue), _fingerprint(engine),
         template,
     )  # fmt: skip
-    app = FastAPI(title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None,
+        responses={"default": {"description": "An error, in the form of OpenAI's"}},
+    )  # fmt: skip
     app.state.ready = True
     app.add_middleware(
         Guard,

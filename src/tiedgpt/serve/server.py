@@ -19,15 +19,16 @@ from tiedgpt.serve.guards import Limits
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket; `UserError` where the address cannot be had."""
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port must be from 0 to 65,535, got {port}")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=256)
-    except OverflowError:
-        raise UserError(f"port must be from 0 to 65,535, got {port}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} of {host} is in use: give another --port") from None
-        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        reason = str(error.strerror).partition(" (")[0]
+        raise UserError(f"cannot listen on host={host}, port={port}: {reason}") from None
 
 
 class Server(uvicorn.Server):
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, engine: Engine, limits: Limits) -> None:
         self.app, self.engine, self.limits = app, engine, limits
-        protocol = type("Protocol", (_Protocol,), {"header_seconds": limits.header_seconds})
+        protocol = type("Protocol", (_Protocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", loop="asyncio", log_config=None, access_log=False,
@@ -60,33 +61,45 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections whose headers do not come in time."""
+    """Closes connections whose headers do not come in time, or that do not take what is sent."""
 
-    header_seconds = 10.0
-    _deadline: asyncio.TimerHandle | None = None
+    limits = Limits()
 
     def connection_made(self, transport: Any) -> None:
         # asyncio does it only for sockets that say they are TCP; without it, answers wait 40 ms
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(high=0)  # writing pauses once the system takes no more
         super().connection_made(transport)
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._begin("sending", self.limits.send_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end("sending")
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unwatch()
+        self._end("headers")
+        self._end("sending")
 
     def _watch(self) -> None:
         """Let the deadline run while a request has begun to come and is not there."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._unwatch()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
+            self._end("headers")
+        elif "headers" not in self._deadlines:
+            self._begin("headers", self.limits.header_seconds)
 
-    def _unwatch(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _begin(self, what: str, seconds: float) -> None:
+        self._deadlines[what] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _end(self, what: str) -> None:
+        if deadline := self._deadlines.pop(what, None):
+            deadline.cancel()
