@@ -1,116 +1,239 @@
-"""8 concurrent streams over HTTP against the engine's own batch of 8, on the same cores.
+"""8 concurrent streams over HTTP: ours against the engine's own batch of 8, and llama-cpp-python.
 
-    python bench/serve.py MODEL [--precision int8] [--tokens 96] [--rounds 5]
+    python bench/serve.py [--size gpt2] [--tokens 96] [--rounds 5]
 
-The server runs in a thread of this process, on the loopback; the clients are a process of their
-own, which reads the streams as a browser would, and competes for the cores. Engine and server
-generate the same texts in turn; printed are medians, of ratios too, and the time to first token of
-a ninth client that comes while eight are served.
+`tiedgpt serve` (int8) and `python -m llama_cpp.server` (Q8_0; of llama-cpp-python[server]) listen
+on the loopback. The engine is this process, and so are the clients, which read the streams on the
+same cores. All continue the same prompts greedily, in turn; no prompt comes twice. Ratios are
+medians over rounds. The time to first token is that of the 8 streams, which begin at once, and of a
+ninth that comes while they are served (for which we have a slot; llama-cpp-python serves one stream
+after another). Before all that a prompt of a whole context is scored, and the server's memory
+watched (Linux); and clients leave while a prompt of 1,000 tokens is read.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
-import multiprocessing
+import re
 import statistics
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+from formats import Files, add_options, files_of
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
-from tiedgpt.serve.server import Server, open_socket
+from tiedgpt.serve.server import open_socket
+from turns import cores, facts, keep, show
 
 STREAMS = 8
+PEER = "llama-cpp-python"
+QUIET: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+SECONDS = 120
+"""For a server to begin, and for one answer."""
 
 
-def prompt(number: int) -> list[int]:
-    return [(7919 * (at + 131 * number)) % 50_000 for at in range(32)]
+def prompt(number: int) -> str:
+    return f"{number}: the quick brown fox jumps over the lazy dog, and nobody knows why."
 
 
-def stream(port: int, number: int, tokens: int, found: list[tuple[float, float]]) -> None:
-    """Read one stream; note when its first token came and when it ended, from the request on."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    body = {"prompt": prompt(number), "max_tokens": tokens, "temperature": 0, "stream": True,
-            "logit_bias": {"50256": -100}, "logprobs": 0}  # fmt: skip
-    began, first = time.perf_counter(), 0.0
-    connection.request("POST", "/v1/completions", json.dumps(body),
-                       {"content-type": "application/json"})  # fmt: skip
-    response, n = connection.getresponse(), 0
-    for line in response:
+def post(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    return response
+
+
+def first_token(port: int, number: int, tokens: int) -> float:
+    """Read a stream to its end; return the seconds until its first text came."""
+    began, first, ended = time.perf_counter(), 0.0, None
+    body = {"prompt": prompt(number), "max_tokens": tokens, "temperature": 0, "stream": True}
+    for line in post(port, body):
         if line.startswith(b"data: {"):
-            n += bool(json.loads(line[6:])["choices"][0]["logprobs"])
-            first = first or time.perf_counter() - began
-    assert response.status == 200 and n == tokens, (response.status, n)
-    found.append((first, time.perf_counter() - began))
-    connection.close()
+            (choice,) = json.loads(line[6:])["choices"]
+            if choice["text"] and not first:
+                first = time.perf_counter() - began
+            ended = choice["finish_reason"]
+    assert ended == "length", "a text ended before all its tokens were written"
+    return first
 
 
-def clients(port: int, tokens: int, late: float, results: multiprocessing.Queue) -> None:
-    """Read 8 streams at a time, and a ninth that comes after `late` seconds if that is not 0."""
-    found: list[tuple[float, float]] = []
-    ninth: list[tuple[float, float]] = []
-    each = [
-        threading.Thread(target=stream, args=(port, number, tokens, found))
-        for number in range(STREAMS)
-    ]
+def streamed(port: int, turn: int, tokens: int) -> tuple[float, list[float]]:
+    """Read 8 streams at a time; return the seconds, and those until each one's first text."""
     began = time.perf_counter()
-    for thread in each:
-        thread.start()
-    if late:
-        time.sleep(late)
-        stream(port, STREAMS, 2, ninth)
-    for thread in each:
-        thread.join()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        numbers = range(100 * turn, 100 * turn + STREAMS)
+        firsts = list(pool.map(lambda number: first_token(port, number, tokens), numbers))
+    return time.perf_counter() - began, firsts
+
+
+def ninth(port: int, tokens: int) -> float:
+    """Return the seconds until the first text of a stream that comes while 8 are read."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        for number in range(STREAMS):
+            pool.submit(first_token, port, 100_000 + number, tokens)
+        time.sleep(0.5)
+        return first_token(port, 100_000 + STREAMS, 2)
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int) -> Iterator[int]:
+    """Run a server on a port; yield its process id once it answers."""
+    process = subprocess.Popen([sys.executable, "-m", *command], **QUIET)
+    try:
+        end = time.monotonic() + SECONDS
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+                connection.request("GET", "/v1/models")
+                if connection.getresponse().status == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < end, f"no answer: {command}"
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
+
+
+def free_port() -> int:
+    with open_socket("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def scoring(port: int, process: int, engine: Engine) -> dict[str, float]:
+    """Score a prompt of a whole context; return seconds and how much memory that took."""
+    length, vocabulary = engine.runner.config.n_positions, engine.runner.config.vocab_size
+    body = {"prompt": [(31 + 7919 * at) % 50_000 for at in range(length)], "max_tokens": 0,
+            "echo": True, "logprobs": 1}  # fmt: skip
+    post(port, body | {"prompt": [1, 2, 3]}).read()
+    before = megabytes(process, "VmRSS")
+    began = time.perf_counter()
+    found = json.loads(post(port, body).read())["choices"][0]["logprobs"]["token_logprobs"]
     seconds = time.perf_counter() - began
-    results.put((STREAMS * tokens / seconds, max(found)[0], ninth[0][0] if ninth else 0.0))
+    assert len(found) == length
+    return {
+        "tokens": length,
+        "seconds": round(seconds, 3),
+        "MB more at the peak": round(megabytes(process, "VmHWM") - before),
+        "MB of all logits": round(length * vocabulary * 4 / 2**20),
+    }
 
 
-def served(port: int, tokens: int, late: float = 0.0) -> tuple[float, float, float]:
-    """Return tokens a second, the latest first token, and the ninth's."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=clients, args=(port, tokens, late, results))
-    process.start()
-    answer: tuple[float, float, float] = results.get()
-    process.join()
-    return answer
+def freed(port: int, tries: int = 12) -> list[float]:
+    """Leave while a prompt of 1,000 tokens is read; return the seconds until its slot is free."""
+    found = []
+    for number in range(tries):
+        prompt = [(31 + 7919 * at + 104_729 * number) % 50_000 for at in range(1000)]
+        response = post(port, {"prompt": prompt, "max_tokens": 4, "stream": True})
+        time.sleep(0.02 + 0.4 * number / tries)
+        began = time.perf_counter()
+        response.close()
+        while n_active(port):
+            time.sleep(0.002)
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def n_active(port: int) -> float:
+    """Return how many texts hold a slot or wait for one."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return sum(map(float, re.findall(r"^tiedgpt:num_requests_\w+ (.*)$", text, re.MULTILINE)))
+
+
+def megabytes(process: int, name: str) -> float:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
+
+
+def measured(files: Files, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a row says."""
+    ports, threads = {"ours": free_port(), PEER: free_port()}, str(given.threads)
+    ours = ["tiedgpt", "serve", str(files.packed("int8")), "--slots", str(STREAMS + 1)]
+    ours += ["--threads", threads, "--port", str(ports["ours"])]
+    peer = ["llama_cpp.server", "--model", str(files.gguf("q8_0")), "--n_ctx", "1024"]
+    peer += ["--n_threads", threads, "--n_threads_batch", threads, "--logits_all", "false"]
+    peer += ["--interrupt_requests", "false", "--verbose", "false", "--port", str(ports[PEER])]
+    seconds: dict[str, list[float]] = {"engine": [], **{name: [] for name in ports}}
+    firsts: dict[str, list[float]] = {name: [] for name in ports}
+    with (
+        Engine(files.packed("int8"), slots=STREAMS + 1, threads=given.threads) as engine,
+        running(ours, ports["ours"]) as process,
+        running([*peer, "--host", "127.0.0.1"], ports[PEER]),
+    ):
+        scored = scoring(ports["ours"], process, engine)
+        left = freed(ports["ours"])
+        for turn in range(given.rounds + 1):
+            prompts = [prompt(100 * turn + number) for number in range(STREAMS)]
+            began = time.perf_counter()
+            engine.generate(prompts, max_new_tokens=given.tokens, temperature=0)
+            found = {"engine": time.perf_counter() - began}
+            for name, port in ports.items():
+                found[name], its = streamed(port, turn, given.tokens)
+                firsts[name] += its if turn else []
+            for name in found if turn else ():  # the first round warms up
+                seconds[name].append(found[name])
+        late = {name: ninth(port, given.tokens) for name, port in ports.items()}
+
+    def ratio(of: str) -> float:
+        pairs = zip(seconds[of], seconds["ours"], strict=True)
+        return round(statistics.median(theirs / own for theirs, own in pairs), 3)
+
+    count = STREAMS * given.tokens
+    return {
+        "tokens": given.tokens,
+        "tokens/s": {n: round(count / statistics.median(s), 1) for n, s in seconds.items()},
+        "ours to the engine's own": ratio("engine"),
+        f"ours to {PEER}": ratio(PEER),
+        "first token, ms": {
+            name: {
+                "median": round(1e3 * statistics.median(its)), "worst": round(1e3 * max(its)),
+                "ninth": round(1e3 * late[name]),
+            }
+            for name, its in firsts.items()
+        },
+        "scoring a prompt": scored,
+        "slot freed after, ms": {
+            "median": round(1e3 * statistics.median(left)), "worst": round(1e3 * max(left))
+        },
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--precision", default="int8")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=cores())
     given = parser.parse_args()
-    rows = []
-    with (
-        Engine(given.model, given.precision, slots=STREAMS + 1) as engine,
-        open_socket("127.0.0.1", 0) as listener,
-    ):
-        server = Server(create_app(engine), engine, Limits())
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        port = listener.getsockname()[1]
-        prompts = [prompt(number) for number in range(STREAMS)]
-        for turn in range(given.rounds + 1):
-            began = time.perf_counter()
-            engine.generate(
-                prompts, max_new_tokens=given.tokens, temperature=0, logit_bias={50256: -100.0}
-            )
-            alone = STREAMS * given.tokens / (time.perf_counter() - began)
-            rate, first, _ = served(port, given.tokens)
-            if turn:  # the first compiles and warms up
-                rows.append((alone, rate, rate / alone, first))
-        *_, ninth = served(port, given.tokens, late=0.5)
-        server.should_exit = True
-        thread.join()
-    alone, rate, ratio, first = (statistics.median(column) for column in zip(*rows, strict=True))
-    print(f"engine {alone:.0f} tokens/s, served {rate:.0f}, ratio {ratio:.3f}")
-    print(f"first token of 8 at once: {first * 1e3:.0f} ms; of a ninth: {ninth * 1e3:.0f} ms")
+    if given.quick:
+        given.rounds, given.tokens = 1, 8
+    with files_of(given) as files:
+        row = {**facts(given), **measured(files, given)}
+    keep("serve", row, given.quick)
+    rates, firsts = row["tokens/s"], row["first token, ms"]
+    ratios = {"engine": row["ours to the engine's own"], PEER: row[f"ours to {PEER}"]}
+    show(
+        f"{STREAMS} streams of {given.tokens} tokens",
+        {
+            name: (rate, ratios.get(name), *firsts.get(name, {}).values())
+            for name, rate in rates.items()
+        },
+        ("tokens/s", "ours to it", "first: median ms", "worst ms", "ninth's ms"),
+    )
+    for about in ("scoring a prompt", "slot freed after, ms"):
+        print(f"\n{about}: {', '.join(f'{name} {value}' for name, value in row[about].items())}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from tests.serve.conftest import Running
+from tests.serve.test_completions import BODIES, HOSTILE
 from tests.serve.test_operation import read, send, until
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
@@ -88,6 +89,24 @@ def test_memory_is_flat_over_10_000_requests(roomy):
     connection.close()
     gc.collect()
     assert resident() - before < 8
+
+
+def test_memory_is_flat_over_hostile_requests(roomy):
+    fields = [{"prompt": "a"} | {name: value} for name in HOSTILE for value in HOSTILE[name]]
+    bodies = [*BODIES, *(json.dumps(body).encode() for body in fields)]
+    assert len(BODIES) > 25 and len(fields) > 60
+    for turn in range(12):
+        for body in bodies:
+            connection = http.client.HTTPConnection("127.0.0.1", roomy.port)
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
+            assert connection.getresponse().status == 400
+            connection.close()
+        if turn == 3:
+            gc.collect()
+            before = resident()
+    gc.collect()
+    assert resident() - before < 16
 
 
 def test_200_connections_that_dawdle_are_closed_while_others_are_served(roomy):
