@@ -13,10 +13,19 @@ from tests.tie.checkpoints import their_gpt2
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
-from tiedgpt.inspect import ablate, attention, dot, gradient_split, lens, positions, vocabulary
+from tiedgpt.inspect import (
+    ablate,
+    attention,
+    dot,
+    gradient_split,
+    lens,
+    positions,
+    random_head,
+    vocabulary,
+)
 from tiedgpt.inspect.opening import piece
 
-OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate)
+OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
 
 
 @pytest.fixture

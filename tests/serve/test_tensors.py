@@ -15,7 +15,7 @@ TEXT = "the cat sat on the mat"
 
 @pytest.mark.parametrize("name", inspect.__all__)
 def test_inspection_is_the_librarys(client, engine, name):
-    body = {} if name == "vocabulary" else {"text": TEXT}
+    body = {"vocabulary": {}, "neighbours": {"token": 5}}.get(name, {"text": TEXT})
     response = client.post(f"/inspect/{name}", json=body)
     assert response.status_code == 200, response.text
     ours = getattr(inspect, name)(engine.model, engine.tokenizer, **body)

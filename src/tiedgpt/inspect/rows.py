@@ -60,6 +60,7 @@ class Rows(Result):
     direction: np.ndarray | None
     """(D,) direction . c_i + constant estimates ln count, by ridge regression (Cho et al. 2024 find
     that one direction writes it); None without counts."""
+    ln_count: np.ndarray | None  # (V,) what the direction estimates; None without counts
     r2_heldout: float  # share of ln count's variance it explains, for tokens held out; or NaN
     pca: np.ndarray  # (V, 2) the rows along their first two principal components
     pca_share: np.ndarray  # (2,) share of the rows' variance
@@ -101,7 +102,7 @@ def vocabulary(
     """
     gpt, found = open_model(model, tokenizer)
     size, where = gpt.config.vocab_size, "the counts given"
-    if counts is None and isinstance(model, (str, os.PathLike)) and _shards(model):
+    if counts is None and isinstance(model, (str, os.PathLike)) and shards_in(model):
         counts = model
     if isinstance(counts, (str, os.PathLike)):
         where = os.fspath(counts)
@@ -142,7 +143,7 @@ def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> R
     numbers = {"norm": numpy(face.weight.norm(dim=1)), "centred_norm": numpy(centred.norm(dim=1))}
     if face.does != "reads":
         numbers["prior_logit"] = numpy(face.weight @ b + face.bias)
-    direction, r2_heldout = _direction(centred, counts)
+    direction, ln_count, r2_heldout = _direction(centred, counts)
     trends = {} if direction is None else {n: trend(x, counts) for n, x in numbers.items()}
     return Rows(
         name=face.name,
@@ -154,6 +155,7 @@ def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> R
         interval={name: interval for name, (_, interval, _) in trends.items()},
         slope={name: slope for name, (_, _, slope) in trends.items()},
         direction=direction,
+        ln_count=ln_count,
         r2_heldout=r2_heldout,
         pca=numpy(centred @ axes),
         pca_share=numpy(variances[-2:].flip(0) / variances.sum().clamp(min=1e-30)),
@@ -170,10 +172,15 @@ def _own_rank(weight: Tensor, ids: Tensor) -> np.ndarray:
     return numpy(ranks)
 
 
-def _direction(centred: Tensor, counts: np.ndarray | None) -> tuple[np.ndarray | None, float]:
-    """Fit direction . c_i + constant to ln count; return it, and R^2 for the tokens held out."""
+def _direction(
+    centred: Tensor, counts: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None, float]:
+    """Fit direction . c_i + constant to ln count.
+
+    Returns the direction, the estimates (V,), and R^2 for the tokens held out.
+    """
     if counts is None or (counts > 0).sum() < FEWEST:
-        return None, math.nan
+        return None, None, math.nan
     draws = torch.rand(len(counts), generator=torch.Generator().manual_seed(0))
     seen, held_out = torch.from_numpy(counts > 0), draws < HELD_OUT
     y = torch.from_numpy(np.log(np.maximum(counts, 1))).to(centred)
@@ -183,9 +190,10 @@ def _direction(centred: Tensor, counts: np.ndarray | None) -> tuple[np.ndarray |
     products = torch.addr(x.T @ x, middle, middle, alpha=-len(x))
     products.diagonal().add_(RIDGE * products.trace() / len(products) + 1e-30)
     direction = torch.linalg.solve(products, (x - middle).T @ (y[train] - level))
-    unexplained = y[test] - level - (centred[test] - middle) @ direction
+    estimates = level + (centred - middle) @ direction
     variance = y[test].var(correction=0)
-    return numpy(direction), float(1 - unexplained.square().mean() / variance)
+    r2_heldout = float(1 - (y - estimates)[test].square().mean() / variance)
+    return numpy(direction), numpy(estimates), r2_heldout
 
 
 def trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], float]:
@@ -216,7 +224,7 @@ def _reached(tokenizer: Tokenizer, size: int) -> tuple[np.ndarray, np.ndarray]:
     return reachable, fragment
 
 
-def _shards(source: str | os.PathLike[str]) -> Shards | None:
+def shards_in(source: str | os.PathLike[str]) -> Shards | None:
     """Return the training side of a run's token shards, or of a folder of them."""
     for directory in (Path(source) / "data", Path(source)):
         if any(directory.glob("train_*.bin")):
@@ -226,7 +234,7 @@ def _shards(source: str | os.PathLike[str]) -> Shards | None:
 
 def _counted(source: str, tokenizer: Tokenizer | None, size: int) -> np.ndarray:
     """Return how often each of `size` tokens occurs in token shards or texts."""
-    if shards := _shards(source):
+    if shards := shards_in(source):
         ends = [*range(0, len(shards), AT_ONCE), len(shards)]
         arrays: Any = (shards.read(*between) for between in itertools.pairwise(ends))
     elif tokenizer is None:

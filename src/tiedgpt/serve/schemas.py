@@ -222,7 +222,7 @@ class DetokenizeRequest(Named):
 
 
 class Inspected(Body):
-    """What every function of `inspect` but vocabulary reads: a text, or ids."""
+    """What the functions of `inspect` read, but those of W alone: a text, or ids."""
 
     text: str | None = None
     ids: Ids | None = None
@@ -248,6 +248,12 @@ INSPECTIONS = {
     ),
     "gradient_split": _inspection("gradient_split"),
     "attention": _inspection("attention", layer=(Index, 0)),
+    "neighbours": _inspection(
+        "neighbours", Body, token=(Id | Name, ...), top=(int, Field(10, ge=1, le=100))
+    ),
+    "random_head": _inspection(
+        "random_head", top=(int, Field(5, ge=1, le=50)), seed=(Id, 0)
+    ),
     "ablate": _inspection("ablate", mode=(Literal["zero", "mean"], "zero")),
 }  # fmt: skip
 """POST /inspect/NAME: the options of each function."""

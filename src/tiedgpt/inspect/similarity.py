@@ -1,0 +1,87 @@
+"""The rows of W that are nearest to one token's row, by dot product, cosine and centred cosine.
+
+The three differ, and only the dot product is what a model computes. Cosine and dot product change
+when the mean row is subtracted from all rows, which changes no probability; centred cosine does
+not (Mu and Viswanath 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.faces import Face, faces
+from tiedgpt.inspect.opening import Model, index, numpy, open_model, piece
+from tiedgpt.inspect.results import Result
+from tiedgpt.tie.heads import inference
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestRows(Result):
+    """The k rows of one matrix that are nearest to row e_i, by each measure; i is left out."""
+
+    name: str  # of the parameter
+    does: str  # "reads", "predicts", or "reads and predicts"
+    dot_ids: np.ndarray  # (k,)
+    dot: np.ndarray  # (k,) e_i . e_j
+    cos_ids: np.ndarray  # (k,)
+    cos: np.ndarray  # (k,) of e_i and e_j
+    centred_cos_ids: np.ndarray  # (k,)
+    centred_cos: np.ndarray  # (k,) of c_i and c_j: the rows less the mean row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours(Result):
+    """The neighbours of one token, in one matrix if the model is tied, else in both."""
+
+    id: int
+    piece: str  # the token's text
+    matrices: tuple[NearestRows, ...]
+    words: dict[int, str]  # the text of every id above
+
+
+@torch.no_grad()
+def neighbours(
+    model: Model, tokenizer: Any = None, token: int | str = 0, *, top: int = 10
+) -> Neighbours:
+    """Return the rows nearest to a token's row, `top` by each measure.
+
+    `model` and `tokenizer` as of `positions`; `token` is an id or the text of one token. Raises
+    `UserError` for a text that is not one token, an id out of range, and a head that is not linear.
+    """
+    gpt, found = open_model(model, tokenizer, needed=isinstance(token, str))
+    if isinstance(token, str):
+        assert found is not None
+        ids = found.encode(token)
+        if len(ids) != 1:
+            raise UserError(f"token must be one token, got {len(ids)} for {token!r}: give an id")
+        token = ids[0]
+    if top < 1:
+        raise UserError(f"top must be at least 1, got {top}")
+    id = index(token, gpt.config.vocab_size, "token")
+    with inference(gpt):
+        matrices = tuple(_nearest(face, id, top) for face in faces(gpt))
+    named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]
+    words = {j: piece(found, j) for j in np.unique(named).tolist()}
+    return Neighbours(id=id, piece=words[id], matrices=matrices, words=words)
+
+
+def _nearest(face: Face, id: int, top: int) -> NearestRows:
+    """Return the nearest rows of a matrix (V, D)."""
+    rows, columns = face.weight, dict[str, np.ndarray]()
+    mean = rows.mean(0)
+
+    def add(name: str, values: Tensor) -> None:
+        values[id] = -torch.inf
+        best = values.topk(min(top, len(values) - 1))
+        columns[name], columns[f"{name}_ids"] = numpy(best.values), numpy(best.indices)
+
+    add("dot", rows @ rows[id])
+    add("cos", torch.cosine_similarity(rows, rows[id], dim=1))
+    add("centred_cos", torch.cosine_similarity(rows - mean, rows[id] - mean, dim=1))
+    return NearestRows(name=face.name, does=face.does, **columns)
