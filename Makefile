@@ -2,6 +2,7 @@
 #
 #   TORCH=cpu   take PyTorch's CPU build from pytorch.org (on Linux, PyPI's brings CUDA's gigabytes)
 #   PYTHON=...  the Python to make .venv with (3.11 or later)
+#   CHROMIUM=...  the browser for `make test-page`, if it is not /usr/bin/chromium
 
 PYTHON ?= python3
 TORCH ?= default
@@ -11,8 +12,9 @@ TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.py
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
+PAGE := $(VENV)/.installed-page
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-page test-all lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -21,7 +23,10 @@ demo: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest
 
-test-all: $(PEERS)
+test-page: $(PAGE)
+	$(BIN)/python -m pytest -m page tests/serve
+
+test-all: $(PEERS) $(PAGE)
 	$(BIN)/python -m pytest -m ""
 
 lint: $(DEV)
@@ -47,6 +52,10 @@ $(RUN): pyproject.toml constraints.txt | $(VENV)/bin/python
 $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev]'
 	touch $@ $(RUN)
+
+$(PAGE): $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,page]'
+	touch $@ $(DEV) $(RUN)
 
 $(PEERS): $(DEV)  # compiles llama.cpp, for minutes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,peers]'

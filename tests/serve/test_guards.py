@@ -7,6 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tiedgpt.serve.app import create_app
+from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.guards import Hosts
 
 KEY = "a-key"
@@ -24,11 +25,12 @@ def routes(app):
     return [*found, ("get", "/openapi.json"), ("get", "/nowhere"), ("post", "/health/")]
 
 
-def test_every_route_but_health_needs_the_key(locked):
+def test_all_but_health_and_the_pages_files_need_the_key(locked):
     client = TestClient(locked, base_url="http://localhost")
-    assert client.get("/health").status_code == 200
+    for path in ("/health", *page_files()):
+        assert client.get(path).status_code == 200
     known = [route for route in routes(locked) if route != ("get", "/health")]
-    assert len(known) > 18
+    assert len(known) > 22 and ("get", "/inspect/model") in known
     wrong = [None, "a-key", "Bearer", "Bearer a-ke", "Bearer a-key2", "Basic a-key", "Bearer é"]
     for method, path in known:
         for given in wrong:

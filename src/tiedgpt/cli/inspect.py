@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from tiedgpt.cli.console import fact, note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import read_text, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.files import replacing
 from tiedgpt.plots.table import aligned, visible
+from tiedgpt.tie.findings import megabytes
 
 if TYPE_CHECKING:
     from tiedgpt.inspect.gradients import GradientSplit
@@ -28,23 +30,28 @@ ABOUT = """Look inside a GPT.
 
 positions: what it predicts after each token. lens: what each layer would predict. dot: a prediction
 as dot products. vocabulary: the rows of W. gradient-split: the gradient of W from reading and from
-predicting. attention: where the heads of a layer look. ablate: the loss without each part."""
+predicting. attention: where the heads of a layer look. ablate: the loss without each part.
+
+  tiedgpt inspect --html page.html runs/my-1 --text "Once upon a time"
+
+writes all of it as a page that needs no server."""
 WORD = 12
 """Columns of a token in a table."""
 SHOWN = 10
 """Rows of a table of tokens, unless --top asks for more."""
 
 
+Name = Literal[
+    "positions", "lens", "dot", "vocabulary", "gradient-split", "attention", "ablate", "page"
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Options of `inspect`; some are of one NAME alone."""
 
-    name: Positional[
-        Literal[
-            "positions", "lens", "dot", "vocabulary", "gradient-split", "attention", "ablate"
-        ]
-    ]  # fmt: skip
-    """What to look at."""
+    name: Positional[Name]
+    """What to look at; page, all of it, is meant by --html alone."""
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     text: str | None = None
@@ -59,6 +66,8 @@ class Arguments:
     """The number of heads, where the file does not say it (minGPT, bare weights)."""
     format: Literal["human", "json"] = "human"
     """json: one object, columns as lists."""
+    html: Path | None = None
+    """page: where to write it; it opens in a browser, without a server."""
     plot: Path | None = None
     """Write a figure, too: .png, .svg or .pdf (pip install tiedgpt[plot])."""
     top: int | None = None
@@ -89,10 +98,14 @@ SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "
 
 def run(arguments: list[str]) -> int:
     """Inspect; return the exit code."""
+    is_named = arguments and arguments[0].replace("_", "-") in get_args(Name)
+    if not is_named and any(one.split("=")[0] == "--html" for one in arguments):
+        arguments = ["page", *arguments]
     given = parse(Arguments, "inspect", arguments, ABOUT)
-
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(str(message))
+        if given.name == "page":
+            return _page(given)
         result = _inspect(given)
     if given.plot is not None:
         from tiedgpt.cli.inspect_figures import draw
@@ -111,13 +124,13 @@ def _inspect(given: Arguments) -> Any:
     """Call the function of this name with its own options."""
     from inspect import signature
 
-    from tiedgpt.core.model import GPT
-
     function = getattr(import_module("tiedgpt.inspect"), given.name.replace("-", "_"))
     options = {name: getattr(given, name) for name in SPECIAL}
     options = {name: x for name, x in options.items() if x is not None and x is not False}
     if given.name in ("vocabulary", "gradient-split"):  # --top is of the table alone
         options.pop("top", None)
+    if given.html is not None:
+        options["html"] = given.html
     for name in options.keys() - signature(function).parameters.keys():
         raise UserError(f"--{name.replace('_', '-')} is not for inspect {given.name}: leave it out")
     if given.top is not None and given.top < 1:
@@ -127,23 +140,55 @@ def _inspect(given: Arguments) -> Any:
 
         require_figures(given.plot)
     if given.name != "vocabulary":
-        if (given.text is None) == (not given.ids):
-            example = f'tiedgpt inspect {given.name} --text "Once upon a time"'
-            raise UserError(f"the model must read one text: give --text, or --ids: {example}")
-        options["text"] = given.ids or given.text
-        if given.text == "-":
-            options["text"] = read_text("-", "--text")
+        options["text"] = _text(given)
     elif given.text is not None or given.ids:
         raise UserError("--text and --ids are not for inspect vocabulary: leave them out")
     if given.name == "ablate":
         options["progress"] = _progress
-    model: Any = source_or_newest(given.source)
-    tokenizer = given.tokenizer
+    model, tokenizer = _model(given, source_or_newest(given.source))
+    return function(model, tokenizer, **options)
+
+
+def _text(given: Arguments) -> Any:
+    """Return the text, or the ids; `UserError` unless it is one of them."""
+    if (given.text is None) == (not given.ids):
+        name = "--html page.html" if given.name == "page" else given.name
+        example = f'tiedgpt inspect {name} --text "Once upon a time"'
+        raise UserError(f"the model must read one text: give --text, or --ids: {example}")
+    return read_text("-", "--text") if given.text == "-" else given.ids or given.text
+
+
+def _model(given: Arguments, source: str) -> tuple[Any, Any]:
+    """Return the model and its tokenizer as the functions of `inspect` take them."""
+    from tiedgpt.core.model import GPT
+
+    model: Any = source
+    tokenizer: Any = given.tokenizer
     if given.resolve is not None or given.n_head is not None:
         heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
         tokenizer = tokenizer or (None if given.ids else model)
         model = GPT.from_pretrained(model, resolve=given.resolve, **heads)
-    return function(model, tokenizer, **options)
+    return model, tokenizer
+
+
+def _page(given: Arguments) -> int:
+    """Write the page with the answers for the text; return the exit code."""
+    from tiedgpt.inspect.opening import open_model
+    from tiedgpt.serve.export import export
+
+    if given.html is None:
+        raise UserError("--html says where to write the page: tiedgpt inspect --html page.html")
+    if named := [name for name in (*SPECIAL, "plot") if getattr(given, name)]:
+        raise UserError(f"--{named[0].replace('_', '-')} is not for --html: leave it out")
+    text, source = _text(given), source_or_newest(given.source)
+    model, tokenizer = open_model(*_model(given, source), needed=given.text is not None)
+    name = Path(source).resolve().name if Path(source).exists() else source
+    text = text if isinstance(text, str) else list(text)
+    page = export(model, tokenizer, text, name=name, source=source)
+    with replacing(given.html) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    fact("written", f"{given.html} ({megabytes(len(page.encode()))}): open it in a browser")
+    return EXIT_OK
 
 
 def _progress(done: int, of: int) -> None:

@@ -29,7 +29,7 @@ VERBS = {
     "eval": "how well a model predicts a text, or answers",
     "runs": "the runs so far, with their scores",
     "plot": "the curves of runs, in the terminal or as a figure",
-    "serve": "a model behind OpenAI's API",
+    "serve": "a model behind OpenAI's API, and a page that shows it at work",
     "inspect": "what a model predicts and why: by position, layer, head, row of W",
     "explain": "lessons that run on a model: the tie, the head, the loss",
     "convert": "write any GPT in another tool's format, and check the file",

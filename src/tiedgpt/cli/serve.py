@@ -25,6 +25,9 @@ ABOUT = """Serve a model with OpenAI's API.
 
   tiedgpt serve runs/my-1 --port 8000
 
+Open the address in a browser to see the model at work: every prediction, the matrix that reads and
+predicts, its rows, layers and heads.
+
 The key may also come by the environment variable TIEDGPT_API_KEY, which other users of this
 machine do not see."""
 KEY = "TIEDGPT_API_KEY"
@@ -115,6 +118,7 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
         limits=limits,
         hosts=Hosts.of(given.host, given.allow_host),
         load=lambda: _model(source, given),
+        source=source,
         template=_template(given.tokenizer or source),
     )
     handler = logging.StreamHandler(sys.stderr)
@@ -134,7 +138,7 @@ def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: in
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given.host, given.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
     url = f"http://{host}:{port}"
-    fact("address", url, style="bold")
+    fact("address", f"{url} (in a browser: the page)", style="bold")
     fact("model", f"{name}: {engine!r}")
     fact("limits", f"{given.slots} texts at a time, {given.queue} wait; 1 MiB a request")
     to = console()

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 import tiedgpt
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.infer import Engine
-from tiedgpt.serve import completions, tensors
+from tiedgpt.serve import answers, completions, tensors
+from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
 from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.guards import Guard, Hosts, Limits
@@ -54,13 +55,15 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
+    source: answers.Source | None = None,
     template: Template | None = None,
 ) -> FastAPI:
-    """Return the ASGI application that serves an engine, whose queue must hold `limits.queue`.
+    """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
-    `name` is the model's for clients. With a `key` every route but /health needs it. `hosts` are
-    the names by which it may be called, by default those of this machine alone. `load` opens the
-    model for embeddings and inspection, by default a copy of the engine's own. `template` writes
+    `name` is the model's for clients. With a `key` all but /health and the page's files need it.
+    `hosts` are the names by which it may be called, by default those of this machine alone. `load`
+    opens the model for embeddings and inspection, by default a copy of the engine's own. `source`
+    is where it lies, so that the page can name its file and show its run. `template` writes
     conversations; None: there is no chat.
     """
     limits = limits or Limits()
@@ -82,7 +85,9 @@ def create_app(
     )
     _add_texts(app, service)
     _add_tokens(app, service)
-    _add_tensors(app, service, Tensors(load or (lambda: _copied(engine)), limits.inspections))
+    model = Tensors(load or (lambda: _copied(engine)), limits.inspections, source)
+    _add_tensors(app, service, model)
+    _add_page(app, service, model)
     _add_operation(app, service)
     _add_errors(app)
     return app
@@ -158,6 +163,44 @@ def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
 
     for name, schema in INSPECTIONS.items():
         add(name, schema)
+
+
+def _add_page(app: FastAPI, service: Service, model: Tensors) -> None:
+    """Add the page's files, and what it asks for once: the model, and its tokens' texts."""
+
+    def add(path: str, data: bytes) -> None:
+        headers = HEADERS | {"etag": etag(data)}
+
+        async def file(request: Request) -> Response:
+            return _unless_known(request, data, headers, media_type(path))
+
+        app.get(path, include_in_schema=False)(file)
+
+    for path, data in page_files().items():
+        add(path, data)
+    tokenizer, size = service.engine.tokenizer, service.engine.runner.config.vocab_size
+    held: list[bytes] = []
+
+    @app.get("/inspect/model")
+    async def the_model() -> Response:
+        def describe(gpt: GPT) -> str:
+            return answers.described(service.name, gpt, tokenizer, model.source)
+
+        return Response(await model.run(describe), media_type="application/json")
+
+    @app.get("/inspect/pieces")
+    async def the_pieces(request: Request) -> Response:
+        if not held:
+            held.append((await asyncio.to_thread(answers.pieces, tokenizer, size)).encode())
+        headers = {"etag": etag(held[0]), "cache-control": "no-cache"}
+        return _unless_known(request, held[0], headers, "application/json")
+
+
+def _unless_known(request: Request, data: bytes, headers: dict[str, str], kind: str) -> Response:
+    """Return data, or 304 if the client has it."""
+    if headers["etag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type=kind)
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:

@@ -23,11 +23,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.texts import GONE
 
-OPEN = ("/health",)
-"""Paths that need no key."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 access_log = logging.getLogger("tiedgpt.serve.access")
 
@@ -100,6 +99,8 @@ class Guard:
     ) -> None:
         self.app, self.limits, self.hosts, self.count = app, limits, hosts, count
         self.key = None if key is None else key.encode()
+        self.open = {"/health", *page_files()}
+        """Paths that need no key: the page asks for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -157,7 +158,7 @@ class Guard:
             )  # fmt: skip
         if "origin" in headers and not self.hosts.allow(only("origin").partition("://")[2]):
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
-        if self.key is None or path in OPEN:
+        if self.key is None or path in self.open:
             return
         kind, _, given = only("authorization").partition(" ")
         is_equal = hmac.compare_digest(given.strip().encode(), self.key)

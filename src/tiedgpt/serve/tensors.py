@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiedgpt.errors import UserError
+from tiedgpt.serve.answers import MOST_TOKENS, Source, inspected
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected, listed
 from tiedgpt.serve.texts import encode
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from tiedgpt.serve.completions import Service
 
 T = TypeVar("T")
-MOST_TOKENS = {"lens": 256, "attention": 256, "ablate": 256}
-"""Tokens that are looked into, where the result or the work grows with layers or heads."""
 
 
 class Tensors:
     """The model in torch, for one caller at a time."""
 
-    def __init__(self, load: Callable[[], GPT], most: int) -> None:
-        self._load, self._most = load, most
+    def __init__(self, load: Callable[[], GPT], most: int, source: Source | None = None) -> None:
+        self._load, self._most, self.source = load, most, source
         self._model: GPT | None = None
         self._lock = asyncio.Lock()
         self._n = 0
@@ -88,7 +86,6 @@ async def inspect(service: Service, tensors: Tensors, name: str, body: Body) -> 
                 raise UserError("text or ids must be given, and not both")
             text, most = body.text or body.ids or [], MOST_TOKENS.get(name, 0)
             options["text"] = encode(service.engine, text, "text", most=most)
-        function = getattr(import_module("tiedgpt.inspect"), name)
-        return str(function(model, service.engine.tokenizer, **options).to_json())
+        return inspected(name, model, service.engine.tokenizer, tensors.source, options)
 
     return await tensors.run(compute)

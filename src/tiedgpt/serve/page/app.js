@@ -67,8 +67,8 @@ function useSaved() {
   const before = useRef(saved);
   useEffect(() => {
     const goBack = () => setSaved(read());
-    addEventListener("popstate", goBack);
-    return () => removeEventListener("popstate", goBack);
+    addEventListener("hashchange", goBack); // back, forward, or another fragment in the address
+    return () => removeEventListener("hashchange", goBack);
   }, []);
   useEffect(() => {
     const timer = setTimeout(() => {

@@ -1,9 +1,9 @@
 // Dot product: one prediction as h · e = |h| |e| cos, for the row e of every token.
 
 import {
-  Choice, count, fixed, html, Num, Panel, Piece, plain, prob, short, Table, useCall, useEffect,
-  useMemo, useRef, useState,
+  Choice, count, fixed, html, Num, Panel, Piece, plain, prob, short, Table, useCall, useMemo, useState,
 } from "../parts.js";
+import { Scatter } from "../chart.js";
 
 const MOST_NAMED = 6; // tokens that the plot names
 
@@ -106,105 +106,4 @@ function Numbers({ data, centred, found, positions }) {
       says="The bias part writes a token's frequency whatever the text; ≠ marks tokens that the cosine alone would rank otherwise.">
     <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />
   <//>`;
-}
-
-// ---- the plot ----------------------------------------------------------------------------------
-
-const EDGE = { left: 52, right: 12, top: 10, bottom: 40 };
-
-function useWidth() {
-  const box = useRef(null);
-  const [width, setWidth] = useState(600);
-  useEffect(() => {
-    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    observer.observe(box.current);
-    return () => observer.disconnect();
-  }, []);
-  return [box, width];
-}
-
-function range(values) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const value of values) {
-    if (value < low) low = value;
-    if (value > high) high = value;
-  }
-  const room = (high - low || Math.abs(high) || 1) * 0.04;
-  return [low - room, high + room];
-}
-
-// Round numbers between low and high, about n of them.
-function ticks([low, high], n) {
-  const rough = (high - low) / n;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((m) => m * power >= rough);
-  const found = [];
-  for (let k = Math.ceil(low / step); k * step <= high; k += 1) found.push(Number((k * step).toPrecision(6)));
-  return found;
-}
-
-function Scatter({ x, y, names, order, seen, onSee, says, curves, marks, dark, label }) {
-  const [box, width] = useWidth();
-  const canvas = useRef(null);
-  const height = Math.round(Math.min(460, Math.max(280, width * 0.6)));
-  const [xs, ys] = useMemo(() => [range(x), range(y)], [x, y]);
-  const inner = [width - EDGE.left - EDGE.right, height - EDGE.top - EDGE.bottom];
-  const px = (value) => EDGE.left + ((value - xs[0]) / (xs[1] - xs[0])) * inner[0];
-  const py = (value) => EDGE.top + (1 - (value - ys[0]) / (ys[1] - ys[0])) * inner[1];
-  useEffect(() => {
-    const scale = devicePixelRatio || 1;
-    Object.assign(canvas.current, { width: width * scale, height: height * scale });
-    const pen = canvas.current.getContext("2d");
-    pen.scale(scale, scale);
-    pen.fillStyle = getComputedStyle(canvas.current).color;
-    const size = x.length > 5000 ? 1.6 : 4;
-    pen.globalAlpha = x.length > 5000 ? 0.35 : 0.6;
-    for (let i = 0; i < x.length; i += 1) pen.fillRect(px(x[i]) - size / 2, py(y[i]) - size / 2, size, size);
-  }, [x, y, width, dark]);
-  const point = (event) => {
-    const place = canvas.current.getBoundingClientRect();
-    const [a, b] = [event.clientX - place.left, event.clientY - place.top];
-    let [best, near] = [seen, 900];
-    for (let i = 0; i < x.length; i += 1) {
-      const far = (px(x[i]) - a) ** 2 + (py(y[i]) - b) ** 2;
-      if (far < near) [best, near] = [i, far];
-    }
-    if (best !== seen) onSee(best);
-  };
-  const at = Math.max(0, order.indexOf(seen));
-  const keyed = (event) => {
-    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -at, End: order.length };
-    if (!(event.key in steps)) return;
-    event.preventDefault();
-    onSee(order[Math.min(order.length - 1, Math.max(0, at + steps[event.key]))]);
-  };
-  const dot = (id, size, kind) => html`<circle cx=${px(x[id])} cy=${py(y[id])} r=${size} class=${kind} />`;
-  return html`<div class="scatter" ref=${box} role="slider" tabindex="0" aria-label=${label}
-      aria-valuemin="1" aria-valuemax=${order.length} aria-valuenow=${at + 1} aria-valuetext=${says(seen)}
-      onKeyDown=${keyed} onPointerMove=${point} onPointerDown=${point}>
-    <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
-    <svg width=${width} height=${height} aria-hidden="true">
-      ${ticks(xs, width / 110).map((t) => html`<text x=${px(t)} y=${height - 22} text-anchor="middle">${t}</text>`)}
-      ${ticks(ys, height / 60).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
-      <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
-      <text class="axis" x="4" y="12">${names[1]} ↑</text>
-      <path class="frame" d=${`M${EDGE.left},${EDGE.top}V${height - EDGE.bottom}H${width - EDGE.right}`} />
-      ${curves.map((curve) => html`<path class="curve" d=${drawn(curve, xs, px, py, height)} />`)}
-      ${marks.map(([id, text]) => html`<g>${dot(id, 4.5, "mark")}
-        ${text && html`<text class="word" x=${px(x[id]) + (px(x[id]) > width * 0.75 ? -8 : 8)} y=${py(y[id]) - 6}
-          text-anchor=${px(x[id]) > width * 0.75 ? "end" : "start"}>${text}</text>`}</g>`)}
-      ${seen !== undefined && dot(seen, 8, "seen")}
-    </svg></div>`;
-}
-
-function drawn(curve, xs, px, py, height) {
-  let [path, pen] = ["", "M"];
-  for (let k = 0; k <= 200; k += 1) {
-    const x = xs[0] + ((xs[1] - xs[0]) * k) / 200;
-    const y = curve(x);
-    const isIn = y !== null && py(y) >= EDGE.top && py(y) <= height - EDGE.bottom;
-    if (isIn) path += `${pen}${px(x).toFixed(1)},${py(y).toFixed(1)}`;
-    pen = isIn ? "L" : "M";
-  }
-  return path;
 }

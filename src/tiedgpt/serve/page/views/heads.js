@@ -5,6 +5,7 @@ import {
   Choice, count, first, fixed, heat, html, Num, Panel, Piece, plain, prob, Slider, Tokens, useCall,
   useEffect, useRef, useState,
 } from "../parts.js";
+import { HeatGrid } from "../chart.js";
 
 const MOST_TOKENS = 256;
 
@@ -100,9 +101,15 @@ function Kinds({ data, at, state, update, found }) {
       says="Means over the text: heads that look at the token before, heads that rest on the first, heads that look everywhere.">
     <${Choice} label="Number" value=${kind} onChange=${setKind} options=${Object.entries(KINDS).map(([key, [text]]) => [key, text])} />
     <${HeatGrid} label=${`Attention ${KINDS[kind][0]}`} corner="layer" rows=${data[kind].map((_, l) => String(l))}
-      columns=${data[kind][0].map((_, h) => `head ${h}`)} value=${(l, h) => data[kind][l][h]} show=${show} dark=${state.dark}
+      columns=${data[kind][0].map((_, h) => `head ${h}`)} cell=${cellOf((l, h) => data[kind][l][h], data[kind], show)} dark=${state.dark}
       at=${at} onMove=${(layer, head) => update({ layer, head })} />
   <//>`;
+}
+
+// A cell is shaded by its size among all of them.
+function cellOf(value, all, show) {
+  const most = Math.max(1e-12, ...all.flat().map(Math.abs));
+  return (r, c) => ({ t: value(r, c) === null ? null : Math.abs(value(r, c)) / most, text: show(value(r, c)) });
 }
 
 function Worth({ short, at, state, update }) {
@@ -123,35 +130,9 @@ function Worth({ short, at, state, update }) {
     ${data && html`<p class="verdict">With all parts the loss is <b><${Num} x=${data.loss} digits=${3} /></b>. Without
       ${" "}${names[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${value(...here)} show=${signed} /></b>.</p>
       <${HeatGrid} label="Change of the loss without each part" corner="layer" rows=${data.heads.map((_, l) => String(l))} columns=${names}
-        value=${value} show=${signed} dark=${state.dark} at=${here} onMove=${(layer, c) => {
+        cell=${cellOf(value, [...data.heads, data.attention, data.mlp], signed)} dark=${state.dark} at=${here} onMove=${(layer, c) => {
           setColumn(c);
           update(c < heads ? { layer, head: c } : { layer });
         }} />`}
   <//>`;
 }
-
-// A table of numbers as cells that the arrow keys walk through: cividis by size, the number in each.
-function HeatGrid({ label, rows, columns, value, show, dark, at, onMove, corner = "" }) {
-  const numbers = rows.flatMap((_, r) => columns.map((_, c) => Math.abs(value(r, c) ?? 0)));
-  const most = Math.max(1e-12, ...numbers);
-  const table = useRef(null);
-  const keyed = (event) => {
-    const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [];
-    if (down === undefined) return;
-    event.preventDefault();
-    const row = Math.min(rows.length - 1, Math.max(0, at[0] + down));
-    const column = Math.min(columns.length - 1, Math.max(0, at[1] + right));
-    onMove(row, column);
-    table.current.querySelectorAll("button")[row * columns.length + column].focus();
-  };
-  return html`<div class="scroll"><table class="heat" role="grid" aria-label=${label} ref=${table} onKeyDown=${keyed}>
-    <thead><tr role="row"><th role="columnheader">${corner}</th>${columns.map((name) => html`<th scope="col" role="columnheader">${name}</th>`)}</tr></thead>
-    <tbody>${rows.map((name, r) => html`<tr role="row"><th scope="row" role="rowheader">${name}</th>
-      ${columns.map((_, c) => {
-        const x = value(r, c);
-        const isHere = r === at[0] && c === at[1];
-        return html`<td role="gridcell" aria-selected=${isHere}><button type="button" tabindex=${isHere ? 0 : -1}
-          style=${x === null ? {} : heat(Math.abs(x) / most, dark)} onClick=${() => onMove(r, c)}>${show(x)}</button></td>`;
-      })}</tr>`)}</tbody></table></div>`;
-}
-

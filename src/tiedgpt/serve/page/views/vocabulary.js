@@ -1,7 +1,152 @@
-// Vocabulary.
+// Vocabulary: every row of W as a point; one of them named, with its neighbours.
 
-import { html, Panel } from "../parts.js";
+import {
+  announce, Choice, count, fixed, html, Num, Panel, Piece, plain, short, useCall, useMemo, useState,
+} from "../parts.js";
+import { Scatter } from "../chart.js";
 
-export default function Vocabulary() {
-  return html`<${Panel} title="Vocabulary" says="This view is being built." />`;
+const UP = {
+  norm: ["length", "length of the row, |e|"],
+  centred_norm: ["centred length", "length of the row less the mean row, |c|"],
+  prior_logit: ["prior logit", "logit that a token has in every context, b · e"],
+  ln_count: ["direction", "ln count as one direction of W tells it"],
+};
+
+export default function Vocabulary({ state }) {
+  const { positions, pin, info } = state;
+  const found = useCall("/inspect/vocabulary", {});
+  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const [chosen, choose] = useState(null);
+  const [which, setWhich] = useState(0);
+  const [up, setUp] = useState("norm");
+  const id = chosen ?? positions?.ids[pin] ?? 0;
+  const matrix = found.data?.matrices[Math.min(which, found.data.matrices.length - 1)];
+  const kinds = matrix ? Object.keys(UP).filter((name) => matrix[name]) : [];
+  const kind = kinds.includes(up) ? up : "norm";
+  const says = found.data?.count === null
+    ? "Each point is a token. Nobody counted them, so they stand in the order of their ids."
+    : "Each point is a token: how often it occurs, against its row.";
+  return html`
+    <${Panel} title=${`${count(info.vocab_size)} rows`} says=${says} found=${found} ask=${["/inspect/vocabulary", {}]}>
+      ${matrix && html`
+        <div class="row">
+          ${found.data.matrices.length > 1 && html`<${Choice} label="Matrix" value=${which} onChange=${setWhich}
+            options=${found.data.matrices.map((one, i) => [i, one.does])} />`}
+          <${Choice} label="Height of a point" value=${kind} onChange=${setUp}
+            options=${kinds.map((name) => [name, UP[name][0]])} /></div>
+        <${Trend} matrix=${matrix} kind=${kind} data=${found.data} />
+        <${Cloud} data=${found.data} heights=${matrix[kind]} label=${UP[kind][1]} pieces=${pieces} id=${id}
+          text=${positions?.ids ?? NONE} choose=${choose} dark=${state.dark} />
+        <${Search} pieces=${pieces} choose=${choose} id=${id} />`}
+    <//>
+    <${Neighbours} id=${id} pieces=${pieces} choose=${choose} />
+    ${found.data && html`<${Lists} data=${found.data} pieces=${pieces} choose=${choose} />`}`;
+}
+
+const NONE = [];
+
+function Trend({ matrix, kind, data }) {
+  if (!data.count) return null;
+  const rho = matrix.spearman[kind];
+  if (rho === undefined)
+    return html`<p class="verdict">One direction explains <b>${fixed(100 * matrix.r2_heldout, 0)} %</b> of ln count,
+      on tokens that were held out.</p>`;
+  const [low, high] = matrix.interval[kind];
+  return html`<p class="verdict">Rank correlation with the count: <b>ρ = <${Num} x=${rho} digits=${2} /></b>,
+    from <${Num} x=${low} digits=${2} /> to <${Num} x=${high} digits=${2} /> (95 %).</p>`;
+}
+
+function Cloud({ data, heights, label, pieces, id, text, choose, dark }) {
+  const [over, setOver] = useState(null);
+  const { count: counts, reachable } = data;
+  const x = useMemo(() => heights.map((_, one) => (counts ? (counts[one] ? Math.log10(counts[one]) : NaN) : one)), [data]);
+  const order = useMemo(() => x.map((_, one) => one).filter((one) => x[one] === x[one]).sort((a, b) => x[a] - x[b]), [x]);
+  const odd = useMemo(() => unreached(data), [data]);
+  const named = (one) => {
+    const often = counts ? `, ${count(counts[one])} times` : "";
+    return `${plain(pieces?.[one] ?? `id:${one}`)}, id ${count(one)}${often}, ${short(heights[one])}`;
+  };
+  const seen = over ?? id;
+  const marks = [...new Set(text)].map((one) => [one, one === id ? plain(pieces?.[one] ?? "") : ""]);
+  if (!text.includes(id)) marks.push([id, plain(pieces?.[id] ?? "")]);
+  return html`<div class="cloud" onPointerLeave=${() => setOver(null)}>
+    <${Scatter} x=${x} y=${heights} order=${order} seen=${seen} onSee=${setOver} odd=${odd} marks=${marks} dark=${dark}
+      onPick=${(one) => { setOver(null); choose(one); }} says=${named} label=${`Tokens, from rare to frequent: ${label}`}
+      names=${[counts ? "count in the training text" : "token id", label]}
+      xShow=${(t) => (counts ? (Number.isInteger(t) ? count(10 ** t) : "") : count(t))} />
+    <p class="readout"><b><${Piece} text=${pieces?.[seen] ?? `id:${seen}`} /></b> id ${count(seen)}${counts && html`,
+      ${" "}<${Num} x=${counts[seen]} /> times`}, <${Num} x=${heights[seen]} /></p>
+    <p class="key-of"><span class="ours">● in the text, or chosen</span>
+      ${reachable && html`<span class="odd">+ no text is encoded so</span>`}</p>
+  </div>`;
+}
+
+// Tokens whose text is encoded as other tokens; parts of characters are not counted.
+const unreached = ({ reachable, fragment }) => reachable === null ? NONE :
+  reachable.map((_, id) => id).filter((id) => !reachable[id] && !fragment[id]);
+
+// ---- search, neighbours, lists -----------------------------------------------------------------
+
+const MOST_HITS = 24;
+
+function Search({ pieces, choose, id }) {
+  const [sought, setSought] = useState("");
+  const hits = useMemo(() => {
+    if (!sought || !pieces) return [];
+    const wanted = sought.toLowerCase();
+    const rank = (piece) => (piece === sought ? 0 : piece.trim() === sought.trim() ? 1 : piece.trim().toLowerCase().startsWith(wanted.trim()) ? 2 : 3);
+    const found = [];
+    pieces.forEach((piece, one) => {
+      if (piece.toLowerCase().includes(wanted) || String(one) === sought) found.push([rank(piece), piece.length, one]);
+    });
+    return found.sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2]).slice(0, MOST_HITS).map(([, , one]) => one);
+  }, [sought, pieces]);
+  return html`<div class="search"><label>Find a token <input type="search" value=${sought}
+      onInput=${(event) => setSought(event.target.value)} /></label>
+    ${sought && html`<${Chips} ids=${hits} pieces=${pieces} choose=${choose} id=${id} />`}
+    ${sought && !hits.length && html`<p class="says">No token holds this.</p>`}</div>`;
+}
+
+const Chips = ({ ids, pieces, choose, id }) => html`<div class="chips">${ids.map((one) => html`<button type="button"
+  key=${one} aria-pressed=${one === id} onClick=${() => {
+    choose(one);
+    announce(`Chosen: ${plain(pieces?.[one] ?? `id:${one}`)}`);
+  }}><${Piece} text=${pieces?.[one] ?? `id:${one}`} /></button>`)}</div>`;
+
+const NEAR = [
+  ["dot", "dot product", "what the model computes; long rows win"],
+  ["cos", "cosine", "the angle alone; all rows share a direction"],
+  ["centred_cos", "centred cosine", "the angle after the mean row is taken away"],
+];
+
+function Neighbours({ id, pieces, choose }) {
+  const body = { token: id, top: 10 };
+  const found = useCall("/inspect/neighbours", body);
+  const data = found.data;
+  const name = data?.piece ?? pieces?.[id] ?? `id:${id}`;
+  const list = (matrix, [key, title, says]) => html`<div key=${key}><h3>${title}</h3><p class="says">${says}</p>
+    <ol class="near">${matrix[`${key}_ids`].map((one, i) => html`<li key=${one}><button type="button" onClick=${() => choose(one)}>
+      <${Piece} text=${data.words[one]} /></button> <${Num} x=${matrix[key][i]} /></li>`)}</ol></div>`;
+  return html`<${Panel} title=${html`Near <q><${Piece} text=${name} /></q>`} found=${found} ask=${["/inspect/neighbours", body]}
+      says="Which rows are near depends on the measure: three answers for one row.">
+    ${data?.matrices.map((matrix) => html`<div key=${matrix.name}>
+      ${data.matrices.length > 1 && html`<p class="verdict">${matrix.name}, which ${matrix.does}</p>`}
+      <div class="columns three">${NEAR.map((measure) => list(matrix, measure))}</div></div>`)}
+  <//>`;
+}
+
+const MOST_LISTED = 200;
+
+function Lists({ data, pieces, choose }) {
+  const { reachable, fragment, unseen } = data;
+  const never = reachable && unreached(data);
+  const parts = fragment?.reduce((n, is) => n + is, 0);
+  const one = (title, says, ids) => ids && html`<details><summary>${title}: <b>${count(ids.length)}</b></summary>
+    <p class="says">${says}</p><${Chips} ids=${ids.slice(0, MOST_LISTED)} pieces=${pieces} choose=${choose} />
+    ${ids.length > MOST_LISTED && html`<p class="says">These are the first ${MOST_LISTED}.</p>`}</details>`;
+  if (!never && !unseen) return null;
+  return html`<${Panel} title="Rows that learn little" says="A token that no text reaches is never read, and only ever predicted away.">
+    ${one("No text is encoded as", `Their text is encoded as other tokens. Not counted: ${count(parts)} tokens that are parts of characters.`, never)}
+    ${one("Never seen in training", `They do not occur in ${data.counted_in}.`, unseen)}
+  <//>`;
 }

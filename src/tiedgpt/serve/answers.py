@@ -1,0 +1,112 @@
+"""What the page asks for, as JSON: `inspect`, the model with its file and run, its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tiedgpt
+from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.plots.panel import smoothed
+from tiedgpt.tie.findings import plain
+from tiedgpt.train.history import read_history
+
+if TYPE_CHECKING:
+    from tiedgpt.core.model import GPT
+    from tiedgpt.text import Tokenizer
+
+MOST_TOKENS = {"lens": 256, "attention": 256, "ablate": 256}
+"""Tokens that are looked into, where the result or the work grows with layers or heads."""
+MOST_POINTS = 1000
+"""Of a curve, evenly spaced; the last is always there."""
+Source = str | os.PathLike[str]
+
+
+def inspected(
+    name: str,
+    model: GPT,
+    tokenizer: Tokenizer | None,
+    source: Source | None,
+    options: dict[str, Any],
+) -> str:
+    """Return what a function of `tiedgpt.inspect` finds; tokens are counted in the source's run."""
+    from tiedgpt.inspect.rows import shards_in
+
+    if name == "vocabulary" and source is not None and shards_in(source):
+        options = options | {"counts": source}
+    function = getattr(import_module("tiedgpt.inspect"), name)
+    return str(function(model, tokenizer, **options).to_json())
+
+
+def described(name: str, model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> str:
+    """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
+
+    `source` is where the model was loaded from; without it, what needs it is null.
+    """
+    from tiedgpt.inspect.faces import faces
+    from tiedgpt.tie import ledger
+    from tiedgpt.tie.heads import is_tied
+
+    config, counted = model.config, ledger(model)
+    most = {kind: min(n, config.n_positions) for kind, n in MOST_TOKENS.items()}
+    found = {
+        "name": name,
+        "source": None if source is None else os.fspath(source),
+        "version": tiedgpt.__version__,
+        "config": asdict(config),
+        "vocab_size": config.vocab_size,
+        "n_positions": config.n_positions,
+        "n_embd": config.n_embd,
+        "parameters": counted.total,
+        "tied": is_tied(model),
+        "matrices": [{"name": face.name, "does": face.does} for face in faces(model)],
+        "ledger": counted.as_dict(),
+        "stored": None if source is None else _stored(source),
+        "run": None if source is None else _run(Path(source)),
+        "tokenizer": tokenizer is not None,
+        "most_tokens": most,
+    }
+    return json.dumps(plain(found), ensure_ascii=False, allow_nan=False)
+
+
+def _stored(source: Source) -> dict[str, Any] | None:
+    """Return what `audit` says of the file, with the file's name for each matrix."""
+    from tiedgpt.tie.audits import checkpoint_of, examine
+    from tiedgpt.tie.roles import find_roles
+
+    try:
+        checkpoint = checkpoint_of(source)
+        found = examine(checkpoint, find_roles(checkpoint))
+    except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
+        return None
+    matrices = []
+    for matrix in found.as_dict()["matrices"]:
+        place = str(checkpoint.tensors[matrix["names"][0]].storage.place)
+        file = place if Path(place).is_file() else found.source
+        matrices.append(matrix | {"file": Path(file).name})
+    return {"format": found.format, "verdict": found.verdict, "matrices": matrices}
+
+
+def _run(run: Path) -> dict[str, Any] | None:
+    """Return a run's curves, over the tokens or examples trained on; None if it is no run."""
+    with contextlib.suppress(UserError):
+        history, curves = read_history(run), dict[str, Any]()
+        for key in history.columns:
+            xs, ys = history.series(key, "tokens")
+            ys = smoothed(ys) if key == "loss" or key.startswith("grad_norm") else ys
+            step = -(-len(xs) // MOST_POINTS) or 1
+            curves[key] = {"x": xs[::-step][::-1], "y": ys[::-step][::-1]}
+        return {"unit": history.unit, "finished": history.finished, "curves": curves}
+    return None
+
+
+def pieces(tokenizer: Tokenizer | None, size: int) -> str:
+    """Return the text of every token, as `inspect` writes it."""
+    from tiedgpt.inspect.opening import piece
+
+    return json.dumps({"pieces": [piece(tokenizer, id) for id in range(size)]}, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""The page's files: as the server sends them, and all of them in one file with its data.
+
+`page/` holds HTML, CSS and ES modules, which browsers read as they are. Nothing on the page comes
+from elsewhere, and its policy forbids it: no inline script or style, no request to another host,
+no text that becomes HTML (Trusted Types).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+"""How the names of files end that are served, and their media types."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # ask every time; the ETag answers
+}
+IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*\(?\s*)(["'])(\.{1,2}/[^"']+)\2""")
+STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)" ?/?>')
+SCRIPT = re.compile(r'<script type="module" src="([^"]+)"></script>')
+
+
+@cache
+def page_files() -> dict[str, bytes]:
+    """Return the page's files by the path that each is served at; "/" is index.html."""
+    found = dict(_walk(files("tiedgpt.serve") / "page", "/page"))
+    return {"/": found.pop("/page/index.html")} | found
+
+
+def _walk(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _walk(entry, f"{path}/{entry.name}")
+        elif entry.name.rpartition(".")[2] in TYPES:
+            found.append((f"{path}/{entry.name}", entry.read_bytes()))
+    return found
+
+
+def media_type(path: str) -> str:
+    """Return the media type of what is served at a path."""
+    return TYPES[path.rpartition(".")[2] if path != "/" else "html"]
+
+
+def etag(data: bytes) -> str:
+    """Return what changes with the data, for `ETag` and `If-None-Match`."""
+    return f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+
+
+def in_one_file(answers: Mapping[str, str]) -> str:
+    """Return the page with answers inside, which opens without a server, also from a disk.
+
+    `answers`: the JSON of each by the key that page/api.js asks for. Browsers load no module from
+    a file beside a page on disk. So the modules become data: URLs, which an import map names; the
+    policy names the two inline scripts and the style by their hashes.
+    """
+    page = {path: data.decode() for path, data in page_files().items()}
+    modules = {path: text for path, text in page.items() if path.endswith(".js")}
+    imports = {path[1:]: _data_url(_bare(text, path)) for path, text in modules.items()}
+    page_map = json.dumps({"imports": imports})
+    html = page["/"]
+    (start,) = SCRIPT.findall(html)
+    begin = f'import "{start}";'
+    styles = [page[f"/{name}"] for name in STYLE.findall(html)]
+    policy = (
+        f"default-src 'none'; script-src {_hash(page_map)} {_hash(begin)} data:; "
+        f"style-src {' '.join(map(_hash, styles))}; img-src data:; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'"
+    )
+    held = ",".join(f"{json.dumps(request)}:{answer}" for request, answer in answers.items())
+    data = ("{" + held + "}").replace("<", "\\u003c")  # no "</script>" ends it
+    head = f'<meta http-equiv="content-security-policy" content="{policy}">'
+    scripts = (
+        f'<script type="application/json" id="data">{data}</script>'
+        f'<script type="importmap">{page_map}</script><script type="module">{begin}</script>'
+    )
+    remaining = iter(styles)
+    html = STYLE.sub(lambda _: f"<style>{next(remaining)}</style>", html)
+    html = SCRIPT.sub(lambda _: scripts, html)
+    return re.sub(r'(<meta charset="[^"]+" ?/?>)', lambda found: found[0] + head, html, count=1)
+
+
+def _bare(module: str, path: str) -> str:
+    """Return a module whose imports are by names of the import map, not by relative paths."""
+    folder = posixpath.dirname(path)
+
+    def named(found: re.Match[str]) -> str:
+        return f'{found[1]}"{posixpath.normpath(f"{folder}/{found[3]}").lstrip("/")}"'
+
+    return IMPORT.sub(named, module)
+
+
+def _data_url(module: str) -> str:
+    return "data:text/javascript;base64," + base64.b64encode(module.encode()).decode()
+
+
+def _hash(text: str) -> str:
+    """Return the source expression of an inline script or style in a policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

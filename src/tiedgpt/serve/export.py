@@ -1,0 +1,84 @@
+"""The page with the answers for one text inside: what its views ask for, and what is found.
+
+A file holds at most `MOST_BYTES` of answers: the first views' first, other positions last. A view
+whose answer is not there says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tiedgpt.errors import UserError
+from tiedgpt.serve.answers import MOST_TOKENS, Source, described, inspected, pieces
+from tiedgpt.serve.assets import in_one_file
+
+if TYPE_CHECKING:
+    from tiedgpt.core.model import GPT
+    from tiedgpt.text import Tokenizer
+
+MOST_BYTES = 24_000_000
+Body = dict[str, Any]
+
+
+def export(
+    model: GPT,
+    tokenizer: Tokenizer | None,
+    text: str | list[int],
+    *,
+    name: str,
+    source: Source | None = None,
+) -> str:
+    """Return the page as HTML that needs no server, with the answers for a text or its ids.
+
+    `name` is the model's, `source` where it lies. Raises `UserError` as `inspect.positions`.
+    """
+    subject: Body = {"text": text} if isinstance(text, str) else {"ids": text}
+    found = inspected("positions", model, tokenizer, None, {"text": text})
+    ids = json.loads(found)["ids"]
+    answers = {
+        "state": json.dumps(subject | {"pin": len(ids) - 1}),
+        "/inspect/model null": described(name, model, tokenizer, source),
+        "/inspect/pieces null": pieces(tokenizer, model.config.vocab_size),
+    }
+    left = MOST_BYTES
+    for function, body in _requests(subject, ids, model.config.n_layer):
+        options = dict(body)
+        if given := options.pop("ids", None) or options.get("text"):
+            options["text"] = given
+        with contextlib.suppress(UserError):  # a single token has no loss, an odd head no rows
+            answer = inspected(function, model, tokenizer, source, options)
+            left -= len(answer.encode())
+            if left < 0:
+                break
+            answers[f"/inspect/{function} {_json(body)}"] = answer
+    return in_one_file(answers)
+
+
+def _requests(subject: Body, ids: list[int], n_layer: int) -> Iterator[tuple[str, Body]]:
+    """Yield what the views ask for: a function, and its body with the keys in their order."""
+    short = subject if len(ids) <= (most := MOST_TOKENS["lens"]) else {"ids": ids[:most]}
+    last = len(ids) - 1
+    yield "positions", subject | {"top": 10}
+    yield "dot", subject | {"position": last, "top": 10}
+    yield "random_head", subject
+    yield "gradient_split", subject
+    yield "vocabulary", {}
+    yield "lens", short | {"top": 5, "position": min(last, most - 1)}
+    for layer in range(n_layer):
+        yield "attention", short | {"layer": layer}
+    yield "ablate", short
+    yield "positions", subject | {"top": 1, "poke": last, "poke_with": None}
+    for id in dict.fromkeys(ids):
+        yield "neighbours", {"token": id, "top": 10}
+    for position in reversed(range(last)):
+        if position < most - 1:
+            yield "lens", short | {"top": 5, "position": position}
+        yield "dot", subject | {"position": position, "top": 10}
+
+
+def _json(body: Body) -> str:
+    """Return a body as JavaScript writes it."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,207 @@
+"""The page without a browser: its files, its headers, what it asks for, and the exported file."""
+
+import base64
+import gzip
+import json
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+import tiedgpt
+from tests.serve.page_run import HOSTILE, make_run
+from tiedgpt import inspect
+from tiedgpt.cli.main import main
+from tiedgpt.infer import Engine
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.assets import POLICY, page_files
+from tiedgpt.tie import ledger
+
+FOLDER = Path(tiedgpt.__file__).parent / "serve" / "page"
+TEXT = "the cat sat on the mat" + HOSTILE[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "cats")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    with Engine(str(run)) as engine:
+        yield TestClient(create_app(engine, name="cats", source=run), base_url="http://127.0.0.1")
+
+
+def test_every_file_has_the_policy_and_is_sent_once(page):
+    for path, data in page_files().items():
+        response = page.get(path)
+        assert response.status_code == 200 and response.content == data
+        headers = response.headers
+        assert headers["content-security-policy"] == POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        kind = {"js": "text/javascript", "css": "text/css"}.get(path.rsplit(".")[-1], "text/html")
+        assert headers["content-type"] == f"{kind}; charset=utf-8"
+        again = page.get(path, headers={"if-none-match": headers["etag"]})
+        assert again.status_code == 304 and not again.content
+    assert page.get("/page/nothing.js").status_code == 404
+    assert page.get("/page/../app.py").status_code == 404
+    assert page.get("/", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_the_policy_is_the_strict_one():
+    assert POLICY == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+
+
+def test_the_files_are_few_and_name_only_each_other():
+    files = page_files()
+    vendored = [data for path, data in files.items() if "/vendor/" in path]
+    assert sum(map(len, vendored)) <= 150_000
+    assert sum(len(gzip.compress(data)) for data in vendored) <= 50_000
+    assert sum(map(len, files.values())) <= 160_000
+    for path, data in files.items():
+        text = data.decode()
+        for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", text):
+            assert posixpath.normpath(f"{posixpath.dirname(path)}/{name}") in files, (path, name)
+        if "/vendor/" in path:
+            continue
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text), (
+            path
+        )
+        assert not re.search(r"""(?<!xmlns=)["'(](https?:)?//""", text), path
+    for name in re.findall(r'(?:href|src)="([^"]+)"', files["/"].decode()):
+        assert name.startswith("data:") or f"/{name}" in files
+    on_disk = {path for path in FOLDER.rglob("*") if path.suffix in (".js", ".css", ".html")}
+    assert len(on_disk) == len(files)
+
+
+def test_what_lies_in_the_vendors_folder_is_what_was_published():
+    readme = (FOLDER / "vendor" / "README.md").read_text()
+    import hashlib
+
+    for path in (FOLDER / "vendor").glob("*.js"):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert digest in readme, path.name
+
+
+def test_the_page_asks_for_the_model(page, run):
+    found = page.get("/inspect/model").json()
+    model = tiedgpt.GPT.from_pretrained(run)
+    assert found["parameters"] == ledger(model).total == found["ledger"]["total"]
+    assert found["tied"] is True and found["tokenizer"] is True
+    assert (found["name"], found["source"]) == ("cats", str(run))
+    assert found["matrices"] == [{"name": "wte.weight", "does": "reads and predicts"}]
+    (stored,) = found["stored"]["matrices"]
+    assert stored["names"] == ["transformer.wte.weight"]
+    assert stored["file"] == "model.safetensors" and stored["roles"] == ["reads", "predicts"]
+    assert stored["n_bytes"] == 4 * model.wte.weight.numel() and stored["dtype"] == "float32"
+    assert found["most_tokens"] == {"lens": 48, "attention": 48, "ablate": 48}
+    curves = found["run"]["curves"]
+    assert curves["val_loss"]["x"] == [500, 1000, 1500, 2000, 2500, 3000]
+    assert curves["loss"]["x"][-1] == 3000 and len(curves["loss"]["y"]) == 30
+
+
+def test_without_a_source_there_is_no_file_and_no_run(client):
+    found = client.get("/inspect/model").json()
+    assert found["stored"] is None and found["run"] is None and found["source"] is None
+    assert found["parameters"] > 0
+
+
+def test_the_page_asks_for_the_texts_of_tokens_once(page, run):
+    response = page.get("/inspect/pieces")
+    tokenizer = tiedgpt.Tokenizer.from_pretrained(run)
+    pieces = response.json()["pieces"]
+    assert len(pieces) == tiedgpt.GPT.from_pretrained(run).config.vocab_size
+    assert list(HOSTILE) == [pieces[id] for id in range(len(tokenizer))][-4:]
+    known = {"if-none-match": response.headers["etag"]}
+    assert page.get("/inspect/pieces", headers=known).status_code == 304
+
+
+def test_tokens_are_counted_in_the_run(page, run):
+    found = page.post("/inspect/vocabulary", json={}).json()
+    ours = inspect.vocabulary(run)
+    assert found["count"] == ours.count.tolist() and sum(found["count"]) > 0
+    assert found["counted_in"] == str(run)
+    assert found["unseen"] == ours.unseen.tolist()
+
+
+@pytest.mark.parametrize("body", [{}, {"token": -1}, {"token": 1, "top": 101}, {"token": 1.5}])
+def test_neighbours_of_what_is_no_token_are_refused(page, body):
+    response = page.post("/inspect/neighbours", json=body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def data_of(html):
+    """The answers in an exported file, as a browser reads them."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    return json.loads(text)
+
+
+def test_an_exported_page_holds_all_answers_and_no_address(run, tmp_path, capfd):
+    path = tmp_path / "page.html"
+    assert main(["inspect", "--html", str(path), str(run), "--text", TEXT]) == 0
+    assert "page.html" in capfd.readouterr().out
+    html = path.read_text()
+    found = data_of(html)
+    n = len(tiedgpt.Tokenizer.from_pretrained(run).encode(TEXT))
+    assert found["state"] == {"text": TEXT, "pin": n - 1}
+    said = json.dumps(TEXT, ensure_ascii=False)
+    positions = inspect.positions(run, None, TEXT)
+    assert found[f'/inspect/positions {{"text":{said},"top":10}}'] == json.loads(
+        positions.to_json()
+    )
+    for name in ("dot", "lens", "attention", "gradient_split", "random_head", "vocabulary",
+                 "neighbours", "model null", "pieces null", "ablate"):  # fmt: skip
+        assert any(key.startswith(f"/inspect/{name}") for key in found), name
+    modules = json.loads(re.findall(r'<script type="importmap">(.*?)</script>', html)[0])["imports"]
+    assert len(modules) == sum(path.endswith(".js") for path in page_files())
+    texts = [base64.b64decode(url.partition(",")[2]).decode() for url in modules.values()]
+    for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", "\n".join(texts)):
+        assert name in modules
+    shell = html.replace(html[html.index('id="data">') : html.index("</script>")], "")
+    assert not re.search(r"""(?:src|href)=["']?(?!data:)\w""", shell)
+    assert "http" not in re.sub(r'data:[^"]*|http-equiv', "", shell)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "a", "--top", "3"], "--top is not for --html"),
+        ([], "give --text, or --ids"),
+        (["--text", ""], "text is empty"),
+        (["--text", "cat " * 99], "to 48 tokens"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_and_nothing_is_written(
+    run, tmp_path, capfd, arguments, said
+):
+    path = tmp_path / "page.html"
+    assert main(["inspect", "--html", str(path), str(run), *arguments]) == 1
+    assert said in capfd.readouterr().err and not path.exists()
+
+
+def test_html_is_of_the_page_alone(run, capfd):
+    assert main(["inspect", "dot", str(run), "--text", "a", "--html", "x.html"]) in (1, 2)
+    assert "--html" in capfd.readouterr().err
+    assert main(["inspect", "page", str(run), "--text", "a"]) == 1
+    assert "--html says where" in capfd.readouterr().err
+
+
+@pytest.mark.page
+def test_the_wheel_holds_the_page(tmp_path):
+    import zipfile
+
+    from hatchling.builders.wheel import WheelBuilder
+
+    root = FOLDER.parents[3]
+    (wheel,) = WheelBuilder(str(root)).build(directory=str(tmp_path))
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"tiedgpt/serve/page/{path.relative_to(FOLDER)}" for path in FOLDER.rglob("*.*")} <= {
+        *names
+    }

@@ -1,0 +1,406 @@
+"""The page in headless Chromium: its numbers, what it asks for, who can use it, how quick it is."""
+
+import json
+import math
+import os
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from tests.serve.conftest import Running
+from tests.serve.page_run import HOSTILE, make_run
+from tiedgpt import Tokenizer, inspect
+from tiedgpt.cli.main import main
+from tiedgpt.infer import Engine
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+
+pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+OPTIONS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+VIEWS = ("text", "write", "dot", "matrix", "vocabulary", "layers", "heads", "model")
+TEXT = "the cat sat on the mat. the dog ate the hat"
+WIDE = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if not os.path.exists(CHROMIUM):
+        pytest.fail(f"{CHROMIUM} is not there: install Chromium, or name one with CHROMIUM=...")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "cats", n_positions=1024)
+
+
+@contextmanager
+def serving(run, **options):
+    limits = Limits(queue=8, inspections=16)
+    with Engine(str(run), queue_size=8) as engine:
+        app = create_app(engine, name="cats", limits=limits, source=run, **options)
+        with Running(app, engine, limits) as running:
+            yield running.url
+
+
+@pytest.fixture(scope="module")
+def url(run):
+    with serving(run) as url:
+        yield url
+
+
+@contextmanager
+def opened(browser, address="", quiet=True, **context):
+    """Give a page; afterwards nothing was said on its console, and nobody else was asked."""
+    options = {"viewport": WIDE, "service_workers": "block"} | context
+    with browser.new_context(**options) as context:
+        page = context.new_page()
+        page.said, page.asked = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("dialog", lambda dialog: (page.said.append("dialog"), dialog.dismiss()))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.add_init_script(
+            "document.addEventListener('securitypolicyviolation', e => console.log(e.blockedURI))"
+        )
+        page.set_default_timeout(20_000)
+        yield page
+        foreign = [
+            one for one in page.asked if not one.startswith((address or "file:", "data:", "blob:"))
+        ]
+        assert not foreign
+        if quiet:
+            assert not page.said
+
+
+def fragment(view, **saved):
+    from urllib.parse import urlencode
+
+    return f"#{urlencode({'view': view, 'text': TEXT} | saved)}"
+
+
+def settled(page):
+    """Wait until the view is there and no call is under way."""
+    page.wait_for_selector("main .panel, main .panel-head")
+    page.wait_for_timeout(250)
+    page.wait_for_selector("[aria-busy=true]", state="detached")
+    page.wait_for_timeout(100)
+
+
+def go(page, url, view, **saved):
+    page.goto(f"{url}/{fragment(view, **saved)}")
+    settled(page)
+    assert page.locator(f"#tab-{view}").get_attribute("aria-selected") == "true"
+    assert page.locator(".status.error").count() == 0
+
+
+def numbers(page, where="main"):
+    """The numbers that a view shows, with all their digits."""
+    values = page.locator(f"{where} data").evaluate_all("all => all.map(one => one.value)")
+    return [float(value) for value in values]
+
+
+def flat(value):
+    """All numbers in a result, and the probabilities of those that are logarithms."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for entry in value for number in flat(entry)]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return [value, math.exp(value)] if value <= 0 else [value]
+    return []
+
+
+CALLS = {
+    "text": [("positions", {"text": TEXT, "top": 10})],
+    "dot": [("dot", {"text": TEXT, "top": 10})],
+    "matrix": [("random_head", {"text": TEXT}), ("gradient_split", {"text": TEXT})],
+    "vocabulary": [("vocabulary", {}), ("neighbours", {"top": 10})],
+    "layers": [("lens", {"text": TEXT, "top": 5})],
+    "heads": [("attention", {"text": TEXT})],
+}
+"""What each view shows the numbers of."""
+LEAST = {"text": 20, "dot": 60, "matrix": 20, "vocabulary": 30, "layers": 2, "heads": 1}
+"""How many numbers it must show."""
+
+
+@pytest.mark.parametrize("view", CALLS)
+def test_the_numbers_of_a_view_are_the_librarys(browser, url, run, view):
+    known = []
+    for name, options in CALLS[view]:
+        if name == "neighbours":
+            options = options | {"token": Tokenizer.from_pretrained(run).encode(TEXT)[-1]}
+        result = getattr(inspect, name)(run, None, **options)
+        known += flat(json.loads(result.to_json()))
+        if name == "positions":
+            edges = [0.5, 1.5, 10.5, 100.5, 1000.5, 1e9]
+            known += [math.exp(result.loss), result.next]
+            known += np.histogram(result.rank[:-1], edges)[0].tolist()
+        if name == "gradient_split":
+            known += [len(result.pieces)]
+        if name == "dot":
+            bias = result.bias_part + result.head_bias
+            known += [*bias, *(result.h_norm * result.row_norm * result.cos), *range(1, 11)]
+    known = np.sort(np.array(known, float))
+    with opened(browser, url) as page:
+        go(page, url, view)
+        shown = numbers(page)
+        assert len(shown) >= LEAST[view]
+        for number in shown:
+            at = np.searchsorted(known, number)
+            near = known[max(0, at - 1) : at + 1]
+            assert np.abs(near - number).min() <= 2e-5 * abs(number) + 1e-9, number
+
+
+def test_the_layers_grid_and_the_ledger_are_the_librarys(browser, url, run):
+    from tiedgpt import GPT
+    from tiedgpt.tie import ledger
+
+    found = inspect.lens(run, None, TEXT, top=5)
+    with opened(browser, url) as page:
+        go(page, url, "layers")
+        rows = page.locator("[role=grid] tbody tr").all()
+        assert len(rows) == len(found.layers)
+        for state, row in enumerate(reversed(rows)):
+            assert row.locator("th").text_content() == found.layers[state]
+            cells = row.locator("td").all()
+            assert len(cells) == len(found.ids)
+            for at in (0, len(cells) - 1):
+                percent = cells[at].locator("small").text_content()
+                shown = float(percent.replace("%", "").strip()) / 100
+                assert shown == pytest.approx(math.exp(found.top_logprob[state, at, 0]), rel=0.06)
+        go(page, url, "model")
+        total = ledger(GPT.from_pretrained(run)).total
+        assert f"{total:,} parameters" in page.locator("main h2").first.text_content()
+        assert (
+            sum(n for n in numbers(page, "main .panel:first-child tbody tr td:nth-child(2)"))
+            >= total
+        )
+
+
+def test_the_matrix_is_named_with_its_place(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "matrix")
+        text = page.locator("main").inner_text()
+        for part in (
+            "transformer.wte.weight",
+            "model.safetensors",
+            "reads and predicts",
+            "float32",
+        ):
+            assert part in text
+
+
+def test_hostile_tokens_are_text(browser, url, run):
+    tokenizer = Tokenizer.from_pretrained(run)
+    hostile = range(len(tokenizer) - len(HOSTILE), len(tokenizer))
+    ids = ",".join(map(str, [1, *hostile, 2, *hostile]))
+    with opened(browser, url) as page:
+        for view in VIEWS:
+            go(page, url, view, ids=ids, text="<img src=x onerror=alert(0)>", pin=1)
+            assert page.locator("main img, main script, main iframe, #app script").count() == 0
+        go(page, url, "text", ids=ids, text="x", pin=1)
+        assert HOSTILE[0].replace(" ", "·") in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 1280])
+def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    wrong = []
+    viewport = {"width": width, "height": 800}
+    with opened(browser, url, viewport=viewport, color_scheme=scheme) as page:
+        for view in VIEWS:
+            go(page, url, view, tour=1 if view == "text" else 0)
+            broad = page.evaluate("document.documentElement.scrollWidth")
+            assert broad <= width, f"{view} is {broad} pixels wide"
+            found = axe.run(page).response["violations"]
+            wrong += [
+                f"{view}: {rule['id']}: {node['html'][:200]}"
+                for rule in found
+                for node in rule["nodes"][:3]
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_all_views_are_reached_and_used_by_keyboard(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "text")
+        page.locator("#tab-text").focus()
+        for view in [*VIEWS[1:], VIEWS[0]]:
+            page.keyboard.press("ArrowRight")
+            settled(page)
+            here = page.evaluate("document.activeElement.id")
+            assert here == f"tab-{view}" and page.locator("main .panel").count()
+            stops, names = set(), []
+            for _ in range(400):
+                page.keyboard.press("Tab")
+                stop, name, ringed = page.evaluate(
+                    """() => { const at = document.activeElement, style = getComputedStyle(at);
+                    window.stops ??= new Map(); if (!stops.has(at)) stops.set(at, stops.size);
+                    return [at.closest('main') ? stops.get(at) : null,
+                      at.ariaLabel || at.innerText || at.labels?.[0]?.innerText || at.ariaValueText,
+                      style.outlineStyle !== 'none' || at.matches('summary')]; }"""
+                )
+                if stop is None:
+                    break
+                assert stop not in stops, "Tab is caught"
+                stops.add(stop)
+                names.append(name)
+                assert ringed, f"{view}: no ring on {name!r}"
+            assert stops and all(names), f"{view}: {names}"
+            page.evaluate("() => window.stops.clear()")
+            page.locator(f"#tab-{view}").focus()
+
+
+def test_grids_and_clouds_answer_to_arrows(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "layers")
+        page.locator("[role=gridcell] button[tabindex='0']").focus()
+        place = "(({ parentElement: row, cellIndex }) => [row.rowIndex, cellIndex])"
+        place += "(document.activeElement.closest('td'))"
+        row, column = page.evaluate(place)
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowLeft")
+        assert page.evaluate(place) == [row + 1, column - 1]
+        go(page, url, "vocabulary")
+        cloud = page.locator("main [role=slider]")
+        cloud.focus()
+        told = cloud.get_attribute("aria-valuetext")
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        settled(page)
+        assert cloud.get_attribute("aria-valuetext") != told
+        assert cloud.get_attribute("aria-valuenow") == "2"
+
+
+def test_an_exported_page_works_offline_from_a_file(browser, run, tmp_path):
+    path = tmp_path / "page.html"
+    assert main(["inspect", "--html", str(path), str(run), "--text", TEXT]) == 0
+    with opened(browser, offline=True) as page:
+        for view in VIEWS:
+            page.goto("about:blank")
+            page.goto(f"file://{path}#view={view}")
+            settled(page)
+            errors = page.locator("main .error").all_inner_texts()
+            assert not errors or view == "write", (view, errors)
+            assert page.locator("main data").count() >= LEAST.get(view, 0)
+        page.goto("about:blank")
+        page.goto(f"file://{path}#view=text")
+        settled(page)
+        found = inspect.positions(run, None, TEXT)
+        assert np.isclose(numbers(page), found.loss, rtol=1e-6).any()
+
+
+def test_a_key_is_asked_for(browser, run):
+    with serving(run, key="a-key") as url, opened(browser, url, quiet=False) as page:
+        page.goto(f"{url}/{fragment('text')}")
+        page.get_by_label(re.compile("key", re.I)).fill("a-key")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("main .token")
+        settled(page)
+        assert page.locator("main .error").count() == 0
+
+
+def test_a_dead_server_leaves_the_old_numbers_with_the_reason(browser, run):
+    with opened(browser, quiet=False) as page:
+        with serving(run) as url:
+            page.goto(f"{url}/{fragment('text')}")
+            settled(page)
+            before = numbers(page)
+        page.asked.clear()
+        page.locator("textarea").fill("the dog")
+        page.wait_for_selector(".error")
+        assert "server" in page.locator(".error").first.inner_text()
+        assert page.locator(".stale").count() and numbers(page) == before
+        page.asked.clear()
+
+
+def test_bad_texts_are_told_in_a_sentence(browser, url):
+    with opened(browser, url) as page:
+        for text, said in (("", "empty"), ("the cat " * 2000, "at most 1,024")):
+            page.goto("about:blank")
+            page.goto(f"{url}/{fragment('text', text=text)}")
+            page.wait_for_selector(".error")
+            assert said in page.locator(".error").first.inner_text()
+
+
+def test_without_javascript_there_is_a_sentence(browser, url):
+    with opened(browser, url, java_script_enabled=False) as page:
+        page.goto(url)
+        assert "JavaScript" in page.locator("noscript").first.inner_text()
+
+
+def test_the_first_view_takes_less_than_a_second(browser, url):
+    with opened(browser, url) as page:
+        page.goto(url)
+        settled(page)
+        seconds = []
+        for _ in range(5):
+            page.goto("about:blank")
+            page.goto(f"{url}/{fragment('text')}", wait_until="commit")
+            page.wait_for_selector("main .token")
+            seconds.append(page.evaluate("performance.now()") / 1000)
+    assert np.median(seconds) < 1
+
+
+def test_1024_tokens_are_drawn_in_50_ms(browser, url):
+    with opened(browser, url) as page:
+        page.goto(url)
+        settled(page)
+        times = page.evaluate(
+            """async () => {
+              const { h, render } = await import("/page/vendor/preact.js");
+              const { Tokens, heat } = await import("/page/parts.js");
+              const pieces = Array.from({ length: 1024 }, (_, i) => ` word${i}`), times = [];
+              for (let i = 0; i < 7; i += 1) {
+                const box = document.createElement("div");
+                document.querySelector("main").appendChild(box);
+                const began = performance.now();
+                render(h(Tokens, { pieces, pin: 0, onPin() {}, label: "x",
+                  look: (i) => ({ fill: heat((i % 10) / 10, false), bar: (i % 7) / 7 }) }), box);
+                box.offsetHeight;
+                times.push(performance.now() - began);
+                render(null, box); box.remove();
+              }
+              return times; }"""
+        )
+    assert min(times) < 50, times  # the others share the machine
+
+
+def test_50257_points_are_drawn_in_100_ms(browser, url):
+    with opened(browser, url) as page:
+        page.goto(url)
+        settled(page)
+        times = page.evaluate(
+            """async () => {
+              const { h, render } = await import("/page/vendor/preact.js");
+              const { Scatter } = await import("/page/chart.js");
+              const order = Array.from({ length: 50257 }, (_, i) => i), times = [];
+              const x = order.map((i) => Math.log(i + 1)), y = order.map((i) => 3 + Math.sin(i));
+              const box = document.createElement("div");
+              document.querySelector("main").appendChild(box);
+              for (let i = 0; i < 7; i += 1) {
+                const began = performance.now();
+                render(h(Scatter, { x, y, order, names: ["x", "y"], seen: 5, onSee() {},
+                  says: String, marks: [[5, "five"]], label: "x" }), box);
+                const canvas = box.querySelector("canvas"), before = canvas.width;
+                while (canvas.width === before) await new Promise((go) => setTimeout(go));
+                (await createImageBitmap(canvas)).close(); // the points are there
+                times.push(performance.now() - began);
+                render(null, box);
+              }
+              return times; }"""
+        )
+    assert min(times) < 100, times
