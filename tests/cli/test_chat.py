@@ -8,7 +8,9 @@ import torch
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.data import TEMPLATES, write_template
+from tiedgpt.data import TEMPLATES, read_template, write_template
+from tiedgpt.errors import CorruptInputError
+from tiedgpt.infer import Engine
 
 
 @pytest.fixture
@@ -60,6 +62,25 @@ def test_a_full_context_is_told_of_and_a_new_conversation_can_begin(saved, chat)
     assert code == 0 and first == second and {*first} == {"i"}
     assert err.count("the context is full") == 2
     assert "and the context is 64: /new begins another" in err
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])
+def test_other_texts_of_the_model_end_there_too(saved, options):
+    path = saved("<|im_end|>")
+    with Engine(path) as engine:
+        end = read_template(path).end_ids(engine.tokenizer)[-1]
+        said = engine.generate("hello", max_new_tokens=5, **options)
+        assert (said.ids, said.text, said.finish_reason) == ([end], "", "stop")
+    (path / "generation_config.json").write_text('{"eos_token_id": "no id"}')
+    with pytest.raises(CorruptInputError, match=r"generation_config.json: eos_token_id must be"):
+        Engine(path)
+
+
+def test_a_converted_model_chats(saved, chat, tmp_path, capsys):
+    dest = str(tmp_path / "converted")
+    assert main(["convert", str(saved("<|im_end|>")), dest, "--precision", "bf16"]) == 0
+    capsys.readouterr()
+    assert chat(dest, "hello\n") == (0, "\n", "")
 
 
 @pytest.mark.parametrize("template", [None, "foreign"])

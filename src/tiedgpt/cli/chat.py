@@ -57,9 +57,8 @@ def run(arguments: list[str]) -> int:
         begin = [{"role": "system", "content": given.system}] if given.system else []
         messages, context = [*begin], engine.runner.config.n_positions
         config = GenerationConfig(
-            max_new_tokens=context, temperature=given.temperature, seed=given.seed,
-            stop_ids=template.end_ids(engine.tokenizer),
-        )  # fmt: skip
+            max_new_tokens=context, temperature=given.temperature, seed=given.seed
+        )
         while (line := _line()) is not None:
             if line == "/new" or not line:
                 messages = [*begin] if line else messages

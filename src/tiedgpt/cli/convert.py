@@ -41,6 +41,8 @@ class Arguments:
     """For --to packed --precision int4: a UTF-8 text like those that the model will work on, some
     150 kB. Weights are rounded for the least error on it. That takes minutes, and int4 loses about
     half as much. samples: text that the model draws itself."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter in PEFT's format, to be merged into the model first."""
     tokenizer: str | None = None
     """Directory, file or hub name of the tokenizer, if it is not with the model."""
     n_head: int | None = None
@@ -48,7 +50,8 @@ class Arguments:
     activation_function: str | None = None
     """gelu_new or gelu, for files that do not say it (nanoGPT before June 2023)."""
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """Which to keep if the file holds two different matrices, or its head is missing (tie)."""
+    """Which to keep if the file holds two different matrices, or its head is missing (tie); or how
+    to take an adapter of one face of W."""
     duplicate_head: bool = False
     """GGUF: write W twice, for readers that do not support a tied GPT-2."""
     approximate_gelu: bool = False
@@ -95,6 +98,11 @@ def _run(given: Arguments) -> int:
             progress=progress,
             **{name: value for name, value in named.items() if value is not None},
         )
+    if given.adapter is not None:
+        from tiedgpt.tune import load_adapter, merge
+
+        load_adapter(loaded.model, given.adapter, given.resolve)
+        merge(loaded.model)
     tokenizer = open_tokenizer(given.source, given.tokenizer)
     source = _source(loaded, tokenizer)
     if given.format == "human":

@@ -43,7 +43,7 @@ VALUES = {
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "MODEL", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",
-    "topic": "TOPIC", "from_": "MODEL",
+    "topic": "TOPIC", "from_": "MODEL", "adapter": "FOLDER",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}

@@ -8,7 +8,7 @@ them go on even where as many ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +56,7 @@ def beam_search(
     early_stopping: EarlyStopping = False,
     adjust: Adjust = lambda ids, scores: scores,
     n_tokens: int | None = None,
+    ends: Collection[int | None] = (),
 ) -> Steps[list[Hypothesis]]:
     """Find at most `num_beams` continuations of the prompt's ids, the best first.
 
@@ -63,11 +64,11 @@ def beam_search(
     True ends as soon as there are `num_beams` continuations; False also when the best prefix,
     scored at its present length, is no better than the worst of them; "never" assumes the length
     that suits it best. `adjust` is given log P of the next token. `n_tokens`: ids from there on
-    stand for no token and are not considered.
+    stand for no token and are not considered. `ends` end a continuation, as the config's end does.
 
     There is a slot for each beam; prompt and new tokens, less one, fit each.
     """
-    end = slots.config.eos_token_id
+    ends = {slots.config.eos_token_id, *ends}
     (logits,) = yield from slots.read([Read(0, prompt[slots.length(0) :])])
     rows = [logits[-1]]
     beams = [_Beam([], [], 0.0, slot=0)]
@@ -90,7 +91,7 @@ def beam_search(
                 break
             ids = [*beam.ids, token]
             logprobs = [*beam.logprobs, float(log_p[row][token])]
-            if token == end or length == max_new_tokens:
+            if token in ends or length == max_new_tokens:
                 if rank < num_beams:
                     found.append(Hypothesis(ids, logprobs, total / length**length_penalty))
             elif len(growing) < num_beams:

@@ -54,10 +54,10 @@ def search(slots: Slots, sequence: Sequence, tokenizer: Tokenizer | None) -> Ste
     found = yield from beam_search(
         slots, prompt, num_beams=config.num_beams, max_new_tokens=max_new_tokens,
         length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-        adjust=sequence.adjusted, n_tokens=sequence.n_tokens,
+        adjust=sequence.adjusted, n_tokens=sequence.n_tokens, ends=sequence.ends,
     )  # fmt: skip
     best = found[0]
-    ended = best.ids[-1] == slots.config.eos_token_id
+    ended = best.ids[-1] in sequence.ends
     text = ""
     if tokenizer is not None:
         decoder = tokenizer.stream(after=prompt[-1])

@@ -75,7 +75,7 @@ class Engine:
         self.slots = require_positive("slots", slots)
         how = How(precision, backend, None if threads is None else check_threads(threads))
         opened = runner_for(model_or_source, how, tokenizer, resolve, config)
-        self.runner, self.tokenizer, self.notes = opened
+        self.runner, self.tokenizer, self.notes, self.end_ids = opened
         is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"
         queue_size = require_positive("queue_size", queue_size)
         self._worker = Worker(self.runner, self.slots, queue_size, is_fixed)
@@ -261,8 +261,9 @@ class Engine:
         _require_context(len(ids), config, model, guidance.longer if guidance else 0)
         processors = () if matcher is None else (matcher.fresh(),)
         text = Text(
-            ids, config, model=model, tokenizer=self.tokenizer, processors=processors, copies=copies
-        )
+            ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
+            processors=processors, copies=copies,
+        )  # fmt: skip
         begin = partial(_begin, text=text, guidance=guidance, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout

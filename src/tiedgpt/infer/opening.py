@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.infer.options import meant_by
+from tiedgpt.files import read_json
+from tiedgpt.infer.options import is_id, meant_by
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
@@ -83,14 +84,25 @@ class How:
         return self.kernels(pack_gpt(model, _form(model, self.precision)))
 
 
+class Opened(NamedTuple):
+    """What an engine is made of."""
+
+    runner: Runner
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+    """On how it was opened."""
+    end_ids: tuple[int, ...]
+    """What ends a text, besides the config's end-of-text token."""
+
+
 def runner_for(
     model_or_source: GPT | str | os.PathLike[str],
     how: How,
     tokenizer: Tokenizer | str | os.PathLike[str] | None,
     resolve: str | None,
     config: Mapping[str, Any],
-) -> tuple[Runner, Tokenizer | None, tuple[str, ...]]:
-    """Return what computes a model, its tokenizer, and notes on how it was opened; see `Engine`."""
+) -> Opened:
+    """Return what computes a model, its tokenizer, and how it was opened; see `Engine`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
     if not isinstance(tokenizer, (Tokenizer, NoneType)):
@@ -98,14 +110,18 @@ def runner_for(
             f"tokenizer must be a tiedgpt.Tokenizer or where one is, got {type(tokenizer).__name__}"
         )
     notes: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
-        runner, notes = _from_source(model_or_source, how, resolve=resolve, **config)
+        path = local_directory(model_or_source)
+        end_ids = _end_ids(path / "generation_config.json")
+        runner, notes = _from_source(path, how, resolve=resolve, **config)
         tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
     else:
         runner = _from_model(model_or_source, how)
-    return runner, tokenizer, notes + _compared(tokenizer, runner.config.vocab_size)
+    notes += _compared(tokenizer, runner.config.vocab_size)
+    return Opened(runner, tokenizer, notes, end_ids)
 
 
 def require_engine_options(config: Mapping[str, Any]) -> None:
@@ -143,14 +159,13 @@ def _from_model(model: GPT, how: How) -> Runner:
 
 
 def _from_source(
-    source: str | os.PathLike[str],
+    path: Path,
     how: How,
     *,
     resolve: str | None,
     **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return a runner of what is loaded, on the GPU where there is one, and notes."""
-    path = local_directory(source)
     packed = find_packed(path)
     if packed is not None and how.backend != "torch":
         if resolve is not None or config:
@@ -171,6 +186,15 @@ def _from_source(
         return how.packing(loaded.model), loaded.notes
     loaded.model.to("cuda" if gpu else "cpu")
     return how.torch(loaded.model), loaded.notes
+
+
+def _end_ids(path: Path) -> tuple[int, ...]:
+    """Return the ids that end a text by generation_config.json: a chat model has several."""
+    given = read_json(path).get("eos_token_id") if path.exists() else None
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(is_id(each) and each >= 0 for each in ids):
+        raise CorruptInputError(f"{path}: eos_token_id must be ids, got {given!r}")
+    return tuple(ids)
 
 
 def _open_packed(directory: Path, precision: str) -> PackedModel:

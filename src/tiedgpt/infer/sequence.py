@@ -83,6 +83,7 @@ class Sequence:
         *,
         model: GPTConfig,
         tokenizer: Tokenizer | None = None,
+        end_ids: Ids[int] = (),
         processors: Ids[Processor] = (),
         copies: int = 0,
     ) -> None:
@@ -104,7 +105,7 @@ class Sequence:
         self.prompt_top_logprobs: list[Likeliest] = []
         self._drafter = Drafter(config.draft_tokens) if config.speculate else None
         self._processors = (*config.processors, *processors)
-        self._ends = {model.eos_token_id, *config.stop_ids}
+        self.ends = {model.eos_token_id, *end_ids, *config.stop_ids}
         self._stops = StopWatch(config.stop)
         self._decoder = tokenizer.stream(after=prompt[-1]) if tokenizer else None
         seeds = None if config.seed is None else [config.seed, copies]
@@ -164,7 +165,7 @@ class Sequence:
         self.logprobs.append(logprob)
         if self.config.stop or self.emit is not None:
             self._decode()
-        if token in self._ends or self._stops.stopped:
+        if token in self.ends or self._stops.stopped:
             self.finish("stop")
         elif self.n_left <= 0:
             self.finish("length")
@@ -176,7 +177,7 @@ class Sequence:
     def _decode(self) -> None:
         """Decode the tokens that are not decoded yet."""
         for token in self.ids[self.n_prompt + len(self._text_ends) :]:
-            if token not in self._ends and self._decoder is not None:
+            if token not in self.ends and self._decoder is not None:
                 self._take(self._decoder.push(token))
             self._text_ends.append(len(self._decoded))
 

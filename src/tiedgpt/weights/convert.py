@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -67,6 +68,8 @@ TARGETS = {
 }  # fmt: skip
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
 """Root mean square of the logits' differences over that of the logits, by the precision written."""
+CHAT = ("chat_template.jinja", "generation_config.json")
+"""Files beside a model, with which it chats."""
 SAMPLE = "The same matrix reads and predicts: 2 + 2 = 4, naïve café, \n\tand so on."
 N_SEQUENCES, N_TOKENS = 2, 48
 """Shape of the ids on which logits are compared."""
@@ -143,6 +146,9 @@ def convert(
             write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
             if is_directory and tokenizer is not None:
                 save_tokenizer(tokenizer, model.config, made)
+            if is_directory and (loaded.path / CHAT[0]).is_file():
+                for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
+                    shutil.copy(beside, made)
             kept = tokenizer if target.holds_tokenizer or is_directory else None
             written = _compare(loaded, made, path, kept, precision)
             _move(Path(hidden), path, overwrite)
