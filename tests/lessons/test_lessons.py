@@ -125,6 +125,26 @@ def test_the_gradient_has_the_two_parts_that_inspect_finds():
     assert numbers["rows_read"] == len(set(ids[:-1].tolist())) and numbers["rows_predict"] == 97
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_the_head_alone_moves_what_reads_if_and_only_if_it_is_tied(tied):
+    model = random_model(tied=tied)
+    lesson = explain("tuning", model)
+    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
+    head = model.wte.weight if tied else model.head.weight
+    (gradient,) = torch.autograd.grad(model.loss(ids[:, :-1], ids[:, 1:]), [head])
+    assert lesson.numbers["largest_move"] == pytest.approx(0.1 * float(gradient.norm(dim=1).max()))
+    with torch.no_grad():
+        head -= 0.1 * gradient
+        after = float(model.loss(ids[:, :-1], ids[:, 1:]))
+    *_, last = lesson.numbers["losses"].values()
+    assert last == pytest.approx(after, rel=1e-5)
+    assert ("the columns are equal" in " ".join(str(lesson).split()).lower()) is tied
+    counts = lesson.numbers["moving"]
+    assert counts["--freeze wte"] == counts["everything"] - 97 * 16
+    assert counts["--lora 8 --lora-targets wte,..."] - counts["--lora 8"] == 8 * (97 + 16)
+    assert counts["--freeze body,+wte" if tied else "--freeze body"] == 97 * 16
+
+
 def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     numbers = explain("head").numbers
     losses = numbers["losses"]

@@ -17,7 +17,8 @@ ABOUT = """Answer a question about GPTs with numbers from a model.
 
 tie: is the head the embedding? head: why it is no parameter of its own. parameters: 124M, 163M and
 back. positions: N predictions or one. norms: lengths and angles. loss: what it does to the rows.
-body: other heads on it. Without a topic, the questions are listed."""
+body: other heads on it. tuning: what fine-tuning the head, freezing and LoRA move. Without a topic,
+the questions are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,8 @@ class Arguments:
     """Options of `explain`."""
 
     topic: Positional[str | None] = None
-    """tie, head, parameters, positions, norms, loss or body; default: list the questions."""
+    """tie, head, parameters, positions, norms, body, tuning or loss; default: list the
+    questions."""
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
     tiny GPT that is trained first, in seconds."""

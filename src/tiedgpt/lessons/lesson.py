@@ -68,6 +68,11 @@ TOPICS = {
         ("core/model.py: GPT.body, GPT.logits, GPT.states",),
         ("tiedgpt train --task ...", "tiedgpt inspect lens MODEL --text ..."),
     ),
+    "tuning": Topic(
+        "If I fine-tune or freeze the head, what happens to the embedding? What does LoRA move?",
+        ("tune/adapters.py: lora, LoRAEmbedding.unembed", "tune/freezing.py: freeze"),
+        ("tiedgpt tune DATA --from MODEL --lora 8", "tiedgpt tune DATA --freeze wte"),
+    ),
     "loss": Topic(
         "What is the loss, and what does it do to the rows of the matrix?",
         ("core/loss.py: linear_cross_entropy", "core/model.py: GPT.head_loss"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
 from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons.lesson import Lesson
 from tiedgpt.lessons.subject import Subject, sharing, tiny_model
 from tiedgpt.tie import ledger
 from tiedgpt.tie import tie as tie_again
+from tiedgpt.tune import freeze, lora
+from tiedgpt.tune.adapters import BLOCKS
+from tiedgpt.tune.freezing import Moving, moving
 
 RATE = 0.1
 """Of the one step of SGD."""
@@ -28,6 +33,8 @@ HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
     "SpanFinder: start and end": (SpanFinder, {}),
 }
 """Heads to put on the body, and their options."""
+RANK = 8
+"""Of adapters."""
 
 
 def tie(subject: Subject, lesson: Lesson) -> None:
@@ -458,3 +465,112 @@ def _heads(subject: Subject, lesson: Lesson, own: int) -> None:
         lesson.numbers[kind.__name__] = cost
         rows.append((name, str(tuple(out.shape)), f"{cost:,}"))
     lesson.table(("head", "its output for this text", ">parameters of its own"), rows)
+
+
+def tuning(subject: Subject, lesson: Lesson) -> None:
+    """Show what moves on either side of W: with the head alone, with adapters, with W frozen."""
+    follows = (
+        "the same ones that read: the model has no head apart from its embedding."
+        if subject.tied
+        else "and leaves those that read, {reads}, as they are."
+    )
+    lesson.say(
+        "Training only the head trains {matrix:,} of {total:,} numbers, " + follows,
+        matrix=subject.weight.numel(),
+        total=ledger(subject.module).total,
+        reads=subject.reads,
+    )
+    with lesson.optional("a step of the head alone"):
+        _step_of_the_head(subject, lesson)
+    with lesson.optional("other ways to tune"):
+        _ways_to_tune(subject, lesson)
+
+
+@torch.no_grad()
+def _step_of_the_head(subject: Subject, lesson: Lesson) -> None:
+    """Take one step of SGD with the matrix that predicts, and follow its rows on both sides."""
+    split = gradient_split(subject.gpt, None, subject.ids, arrays=True)
+    rows = subject.head_weight.float()
+    step = RATE * torch.as_tensor(split.predict).to(rows)
+    if subject.tied:
+        step += RATE * torch.as_tensor(split.read).to(rows)
+    far = step.norm(dim=1)
+    seen = torch.zeros(len(far), dtype=torch.bool, device=far.device)
+    seen[subject.ids] = True
+    shown = [
+        int(i)
+        for side in (seen, ~seen)
+        for i in far.where(side, 0).topk(min(3, int(side.sum()))).indices
+    ]
+    lesson.table(
+        ("row of", "in the text", ">moves as input", ">as output", ">of its length"),
+        [
+            (
+                subject.word(i),
+                "yes" if seen[i] else "no",
+                f"{far[i] * subject.tied:.2g}",
+                f"{far[i]:.2g}",
+                f"{far[i] / rows[i].norm():.2%}",
+            )
+            for i in shown
+        ],
+    )
+    states, reads = subject.state(), {subject.reads: subject.weight - step.to(subject.weight.dtype)}
+    losses = {"before": subject.logits(), "the new rows predict": F.linear(states, rows - step)}
+    if subject.tied:
+        losses["the new rows read and predict"] = subject.logits(changed=reads)
+    lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in losses.items()}
+    said = "; ".join(f"{name}, {x:.4f}" for name, x in lesson.numbers["losses"].items())
+    both = " The columns are equal because the rows are: no training of the head spares the input."
+    lesson.say(
+        "That was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
+        "moved: the text's by {seen_moved:.2g} on average, the others by {others_moved:.2g}."
+        + both * subject.tied
+        + f" The loss: {said}.",
+        rate=RATE,
+        n_moved=int((far > 0).sum()),
+        size=len(far),
+        seen_moved=float(far[seen].mean()),
+        others_moved=float(far[~seen].mean()),
+    )
+    lesson.numbers["largest_move"] = float(far.max())
+    squares = torch.linalg.eigvalsh((step.T @ step).double()).flip(0)
+    lesson.numbers["kept"] = float(squares[:RANK].sum() / squares.sum())
+
+
+def _ways_to_tune(subject: Subject, lesson: Lesson) -> None:
+    """Count what each way to tune trains, in a model without memory."""
+    config, (size, width) = subject.gpt.config, subject.weight.shape
+    rank, head_alone = min(RANK, width), "body,+wte" if subject.tied else "body"
+    ways: dict[str, Callable[[GPT], Moving]] = {
+        "everything": moving,
+        f"--freeze {head_alone}": lambda model: freeze(model, head_alone),
+        "--freeze wte": lambda model: freeze(model, "wte"),
+        f"--lora {rank}": lambda model: lora(model, rank),
+        f"--lora {rank} --lora-targets wte,...": lambda model: lora(model, rank, (*BLOCKS, "wte")),
+    }
+    rows, counts = [], lesson.numbers.setdefault("moving", {})
+    for name, choose in ways.items():
+        with torch.device("meta"):
+            model = GPT(config)
+            chosen = choose(model)
+        counts[name] = chosen.moving
+        faces = (model.wte, model.wte if model.head is None else model.head)
+        moves = (any(p.requires_grad for p in face.parameters()) for face in faces)
+        said = ["moves" if each else "stays" for each in moves]
+        rows.append((name, f"{chosen.moving:,}", f"{chosen.moving / chosen.total:.2%}", *said))
+    lesson.table(("tiedgpt tune", ">trains", ">of all", "W as input", "output"), rows)
+    share = "" if "kept" not in lesson.numbers else (
+        " The best {rank} directions hold {kept:.0%} of the step above."
+    )  # fmt: skip
+    lesson.say(
+        "An adapter of W is one pair P Q, {size:,} x {rank} and {rank} x {width:,}: {pair:,} "
+        "numbers in the place of {matrix:,}. Row i gets P_i Q, where it is read and where it "
+        "predicts; all rows move within the same {rank} directions." + share,
+        size=size,
+        rank=rank,
+        width=width,
+        pair=rank * (size + width),
+        matrix=size * width,
+        kept=lesson.numbers.get("kept"),
+    )
