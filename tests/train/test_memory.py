@@ -90,6 +90,13 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(rows):
         require_lasting(GPTConfig.preset("gpt3-175b"), rows(1), 2048, ONE)
 
 
+def test_frozen_parameters_take_no_gradients_and_moments(rows, free, known):
+    free(1_000 * MB)
+    with pytest.raises(NoRoomError, match=r"124,439,808 parameters need 2\.0 GB"):
+        require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE)
+    require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE, 1_000_000)
+
+
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_read(rows):
     with pytest.raises(NoRoomError, match="use a smaller --batch-size"):
         require_lasting(GPTConfig.preset("gpt2"), rows(10**12, 1), 1024, ONE)

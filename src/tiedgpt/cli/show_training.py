@@ -88,7 +88,8 @@ class Display:
             kind: f"{source}: {data}",
             "tokens": described["tokens"],
             "model": f"{options.start or options.fork or plan.size}: "
-            + _parameters(config, described),
+            + _parameters(config, described)
+            + ("" if task.trained is None else f"; {task.trained:,} are trained"),
             "chosen": plan.reason,
             "training": self._training(plan, task, world),
             "saved in": f"{self.out}; Ctrl-C saves and stops, the same command goes on",
@@ -204,7 +205,9 @@ class Display:
         out, config = console(), task.config
         if self.show.format == "json":
             where = {"run": str(self.out), "model": str(directory.model), "steps": ended.step}
-            print(json.dumps(where | {"parameters": config.parameter_count()} | ended.metrics))
+            counts = {"parameters": config.parameter_count()}
+            counts["trained"] = task.trained or config.parameter_count()
+            print(json.dumps(where | counts | ended.metrics))
             return
         here = shlex.quote(str(self.out))
         if isinstance(task, Labelled):

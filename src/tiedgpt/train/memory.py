@@ -90,18 +90,22 @@ def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) ->
     return Peak(before, int(peak - most * a_row), scale * a_row)
 
 
-def _lasting(config: GPTConfig, plan: Plan) -> int:
-    """Return the bytes of weights, gradients and the optimizer's moments."""
+def _lasting(config: GPTConfig, plan: Plan, trained: int | None) -> int:
+    """Return the bytes of weights, and of gradients and moments of those that are trained."""
     if plan.untie_at is not None:
         config = replace(config, tie_word_embeddings=False)  # as it will be
+    count = config.parameter_count()
     in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
-    return 16 * config.parameter_count() - (4 * in_matrices if plan.optimizer == "muon" else 0)
+    moments = 8 * count - (4 * in_matrices if plan.optimizer == "muon" else 0)
+    return 8 * count + moments if trained is None else 4 * count + 12 * trained
 
 
-def require_lasting(config: GPTConfig, plan: Plan, row_tokens: int, world: World) -> None:
+def require_lasting(
+    config: GPTConfig, plan: Plan, row_tokens: int, world: World, trained: int | None = None
+) -> None:
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
     room, has = _room(plan, world, held_memory(world.device))
-    lasting = _lasting(config, plan) // world.holders
+    lasting = _lasting(config, plan, trained) // world.holders
     if lasting > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
@@ -118,7 +122,12 @@ def require_lasting(config: GPTConfig, plan: Plan, row_tokens: int, world: World
 
 
 def require_memory(
-    config: GPTConfig, plan: Plan, row_tokens: int, peak: Peak, world: World
+    config: GPTConfig,
+    plan: Plan,
+    row_tokens: int,
+    peak: Peak,
+    world: World,
+    trained: int | None = None,
 ) -> None:
     """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
 
@@ -126,10 +135,10 @@ def require_memory(
     or, as DDP, all of it and the gradients twice.
     """
     room, has = _room(plan, world, peak.before)
-    lasting, need = _lasting(config, plan), peak.of(plan.micro_batch) - peak.before
+    lasting, need = _lasting(config, plan, trained), peak.of(plan.micro_batch) - peak.before
     need -= lasting - lasting // world.holders
     if world.size > world.holders:
-        need += 4 * config.parameter_count()
+        need += 4 * (config.parameter_count() if trained is None else trained)
     if plan.micro_batch < world.share(plan.batch_size):
         need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
     if need <= room:

@@ -227,7 +227,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
     )
-    require_lasting(config, draft, task.row_tokens, world)
+    require_lasting(config, draft, task.row_tokens, world, task.trained)
     if options.dtype == "auto":
         draft = replace(draft, dtype=faster_dtype(config, device))
     return fitted(draft, options, task, world)
@@ -265,7 +265,7 @@ def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan
         for size in sizes:
             plan = replace(draft, micro_batch=size, recompute=recompute)
             try:
-                require_memory(task.config, plan, task.row_tokens, peak, world)
+                require_memory(task.config, plan, task.row_tokens, peak, world, task.trained)
                 return plan
             except NoRoomError as error:
                 refused = error

@@ -47,6 +47,7 @@ from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
 from tiedgpt.train.tune_options import TuneOptions
+from tiedgpt.tune.freezing import moving
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
@@ -246,6 +247,11 @@ def prepare(
     task.frozen = options.freeze or ""
     if isinstance(task, Tuned) and isinstance(options, TuneOptions):
         task.choose(options)
+    if (options.freeze or getattr(task, "rank", None)) and not options.chooses:
+        with torch.device("meta"):
+            moves = moving(task.build())
+        task.trained = moves.moving
+        task.notes.append(str(moves))
     if forked is not None:
         there = {"run": str(forked.run.path.resolve()), "step": forked.step}
         task.counted["fork"] = there | {"context": options.context}

@@ -70,6 +70,8 @@ class Task(Loss, ABC):
         self.start = start
         self.frozen = ""
         """What stays as it is (`--freeze`)."""
+        self.trained: int | None = None
+        """How many parameters are trained; None: all."""
         self.row_tokens = self.context
         """Tokens in the longest row, by which a row's memory is judged."""
         self.counted: dict[str, dict[str, Any]] = {}

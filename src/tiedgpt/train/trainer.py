@@ -131,8 +131,6 @@ class Trainer:
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.task, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
-        if frozen := sum(p.numel() for p in self.model.parameters() if not p.requires_grad):
-            notes.append(f"{frozen:,} parameters are frozen: each stays as it is")
         self.measures = Measures(self.model, self.task, plan, world)
         if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
             done = self.growth.units_before(self.step) / self.growth.units_before(plan.steps)
