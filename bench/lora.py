@@ -1,0 +1,140 @@
+"""LoRA against full fine-tuning: the validation loss, and how many parameters are trained.
+
+    python bench/lora.py [--size little] [--minutes 3] [--epochs 3] [--rank 4] [--seeds 0 1 2]
+
+A model is trained on the language reference and the built-in modules of the documentation inside
+this Python. It is then tuned to say what a function of the standard library does: the prompt is the
+function's name and arguments, the completion its docstring's first sentence. Either way has the
+best of its `--rates`, by the validation loss of the first seed; a best at the edge is told of. All
+else is as in `tiedgpt tune`. A JSON line is added to bench/results/lora-DATE.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiedgpt.cli.main import main as tiedgpt
+from tiedgpt.data import python_documentation
+from tiedgpt.train.events import Ended
+from tiedgpt.train.plan import make_plan, training_device
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sources import open_sources, prepare
+from tiedgpt.train.trainer import Trainer
+from tiedgpt.train.tune_options import TuneOptions
+
+FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
+LIBRARY = "python module "
+"""How the names of the documents begin that the task is made of."""
+RATES = {"full": [2.5e-4, 5e-4, 1e-3, 2e-3], "lora": [2.5e-3, 5e-3, 1e-2, 2e-2]}
+
+
+def write_data(directory: Path) -> tuple[Path, Path]:
+    """Write the text for the base, and the examples of the task; return their paths."""
+    text, task = directory / "text", directory / "functions.jsonl"
+    text.mkdir()
+    found: dict[str, str] = {}
+    for number, document in enumerate(python_documentation()):
+        if document.name.startswith(LIBRARY):
+            found |= FUNCTION.findall(document.text)
+        else:
+            (text / f"{number}.txt").write_text(document.text)
+    lines = [
+        {"prompt": f"Q: what does {function} do?\nA:", "completion": f" {sentence}"}
+        for function, sentence in found.items()
+    ]
+    task.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return text, task
+
+
+def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
+    """Tune; return the loss in nats on all held out, the parameters trained, and all of them."""
+    asked = TuneOptions(examples=True, **options)
+    run = RunDirectory(path)
+    task = prepare(run, asked, open_sources(asked))
+    device = training_device()
+    (*_, ended) = Trainer(run, task, make_plan(asked, task, device), device).run()
+    assert isinstance(ended, Ended)
+    total = task.config.parameter_count()
+    trained = task.trained or total
+    say(f"{path.name}: {ended.score.nats:.4f} nats with {trained:,} of {total:,} parameters")
+    return ended.score.nats, trained, total
+
+
+def best_rate(scratch: Path, rates: list[float], **options: Any) -> float:
+    """Return the rate with the lowest validation loss."""
+    losses = {
+        lr: tuned(scratch / f"rank {options['lora']} rate {lr:g}", lr=lr, **options)[0]
+        for lr in rates
+    }
+    best = min(losses, key=losses.__getitem__)
+    if best in (rates[0], rates[-1]):
+        say(f"the best rate {best:g} is at the edge of {rates}")
+    return best
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="little")
+    parser.add_argument("--minutes", type=float, default=3, help="of the base's training")
+    parser.add_argument("--epochs", type=float, default=3, help="of tuning")
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        text, task = write_data(scratch)
+        base = scratch / "base"
+        how = ["--size", given.size, "--minutes", str(given.minutes), "--out", str(base)]
+        assert tiedgpt(["train", str(text), *how]) == 0
+        found: dict[str, dict[str, Any]] = {}
+        for name, rank in (("full", None), ("lora", given.rank)):
+            same = {"data": (str(task),), "start": str(base / "model"), "epochs": given.epochs}
+            lr = best_rate(scratch, RATES[name], **same, lora=rank)
+            runs = [
+                tuned(scratch / f"{name} seed {seed}", **same, lora=rank, lr=lr, seed=seed)
+                for seed in given.seeds
+            ]
+            losses, (_, trained, total) = [run[0] for run in runs], runs[0]
+            found[name] = {
+                "rank": rank,
+                "rate": lr,
+                "trained": trained,
+                "share": round(trained / total, 4),
+                "nats": [round(loss, 4) for loss in losses],
+                "median": round(statistics.median(losses), 4),
+            }
+        result = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "torch": torch.__version__,
+            "model": f"{given.size}, {total:,} parameters, trained for {given.minutes:g} minutes",
+            "examples": sum(1 for _ in task.open()),
+            "epochs": given.epochs,
+            **found,
+            "lora / full": round(found["lora"]["median"] / found["full"]["median"], 4),
+        }
+    print(json.dumps(result, indent=2))
+    given.results.mkdir(exist_ok=True)
+    with (given.results / f"lora-{result['date']}.jsonl").open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
