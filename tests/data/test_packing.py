@@ -89,6 +89,16 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch():
     assert np.array_equal(*(ids[ids > 0] for ids in whole)), "each epoch has every example"
 
 
+def test_without_packing_a_row_has_one_example():
+    examples = drawn(LENGTHS)
+    batches = PackedBatches(examples, batch_size=3, n_positions=24, seed=5, packing=False)
+    _, _, first = batches.rows(0, batches.n_rows())
+    assert len(first) == len(LENGTHS)
+    lengths = [int(row[-1]) or 24 for row in first]  # where the padding begins
+    assert sorted(lengths) == sorted(LENGTHS)
+    assert all((row[:n] == 0).all() for row, n in zip(first, lengths, strict=True))
+
+
 def test_examples_that_cannot_be_packed_are_refused():
     with pytest.raises(UserError, match=r"up to 24 tokens cannot be packed into 2 rows of 23"):
         PackedBatches(drawn(LENGTHS), batch_size=2, n_positions=23, seed=0)

@@ -1,26 +1,32 @@
 """Fine-tuning: exact masks, adapters alone in checkpoints, one command that goes on."""
 
+import copy
+import inspect
 import json
 import re
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.train.conftest import CPU, train
+from tests.train.test_parallel import together
+from tests.train.trials import metrics
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped
+from tiedgpt.train.parallel import joined
 from tiedgpt.train.plan import make_plan
 from tiedgpt.train.resume_check import repeatable_metrics
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import Pretrained, open_sources, prepare
 from tiedgpt.train.tune_options import TuneOptions
-from tiedgpt.tune import load_adapter
+from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
@@ -108,6 +114,28 @@ def test_the_loss_is_the_cross_entropy_of_the_replies_alone(tmp_path, options, k
     assert task.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
 
 
+def test_packing_can_be_switched_off_for_examples_and_on_for_text(tmp_path, options):
+    _, task, plan = made(tmp_path / "examples", options("completion", packing="off"))
+    assert task.epoch_rows == len(task.examples.train) and plan.batch_size > 1
+    _, task, plan = made(tmp_path / "text", replace(options("text"), packing="on", examples=True))
+    ids, _, first = task.batches(plan)(0)
+    eos = task.tokenizer.eos_token_id
+    starts = [row[row > 0] for row in first]
+    assert any(map(len, starts)) and task.template is None
+    for row, at in zip(ids, starts, strict=True):
+        assert (row[at - 1] == eos).all()
+
+
+def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["tune", str(place / "messages.jsonl"), "--from", str(place / "base"), "--steps", "1"]
+    assert main([*command, "--lora", "2", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    n = 2 * (2 * 16 * 32) + 2 * 32  # of two blocks, and two new rows
+    assert json.loads(out)["trained"] == n
+    assert f"{n:,} are trained" in " ".join(err.split()) and "W (wte) reads and predicts" in err
+
+
 @pytest.mark.parametrize("more", [{}, {"lora": 2, "lora_targets": "wte,attn.c_attn"}])
 @pytest.mark.parametrize("kind", ["messages", "text"])
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
@@ -128,6 +156,34 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
         assert (whole[0].model / file).read_bytes() == (parts[0].model / file).read_bytes()
 
 
+def tune_in_parallel(path, kind, asked, plan):
+    """Be one of several processes that tune."""
+    run = RunDirectory(path)
+    with joined(kind, CPU) as world:
+        task = world.after_first(lambda: prepare(run, asked, open_sources(asked)))
+        *_, ended = train(run, task, plan, CPU, world=world)
+    return 0 if ended.finished else 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_tune_as_one(tmp_path, options, kind):
+    asked = options(
+        "messages", batch_size=3, dropout=0.0, lora=2, lora_targets="wte,attn.c_attn", lr=1e-3
+    )
+    run, task, plan = made(tmp_path / "one", asked)
+    trained(run, task, plan)
+    assert together(tune_in_parallel, tmp_path / "two", kind, asked, plan) == [0, 0]
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) > 8
+    for here, there in zip(one, two, strict=True):
+        for name in {"loss", "val_loss", "grad_norm"} & here.keys():
+            assert there[name] == pytest.approx(here[name], abs=1e-5)
+    weights = [GPT.from_pretrained(tmp_path / name / "model") for name in ("one", "two")]
+    for a, b in zip(*(model.parameters() for model in weights), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
 def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(tmp_path, options, place):
     run, task, plan = made(tmp_path / "run", options("completion", lora=4, lr=3e-2, steps=20))
     trained(run, task, plan)
@@ -145,6 +201,52 @@ def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(tmp_path,
     torch.testing.assert_close(base.eval()(ids), tuned_logits, atol=1e-4, rtol=0)
 
 
+BAD_ADAPTERS = {
+    "another shape": ({}, {"n_embd": 16}, "for another base"),
+    "another base": ({}, {"seed": 1}, "was made for another base"),
+    "another kind": ({"peft_type": "IA3"}, {}, "peft_type='IA3' is not supported"),
+    "a variant": ({"use_dora": True}, {}, "use_dora=True is not supported"),
+}
+
+
+@pytest.fixture
+def adapter(place, tmp_path):
+    """An adapter in PEFT's format, and the base with it."""
+    model = GPT.from_pretrained(place / "base")
+    lora(model, 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    save_adapter(model, tmp_path / "adapter")
+    return model.eval()
+
+
+def test_convert_merges_an_adapter_into_its_model(place, tmp_path, adapter):
+    command = ["convert", str(place / "base"), str(tmp_path / "merged")]
+    assert main([*command, "--adapter", str(tmp_path / "adapter")]) == 0
+    ids, merged = torch.arange(40)[None], GPT.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids), adapter(ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("what", BAD_ADAPTERS)
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(
+    place, tmp_path, adapter, capsys, what
+):
+    fields, shape, problem = map(copy.copy, BAD_ADAPTERS[what])
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    base = place / "base"
+    if shape:
+        torch.manual_seed(shape.pop("seed", 0))
+        whole = replace(GPT.from_pretrained(base).config, **shape)
+        GPT(whole).save_pretrained(base := tmp_path / "other")
+    command = ["convert", str(base), str(tmp_path / "merged")]
+    assert main([*command, "--adapter", str(tmp_path / "adapter")]) == 1
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_few_epochs_teach_the_format(tmp_path, options, place):
     run, task, plan = made(tmp_path / "run", options("messages", steps=90, batch_size=4))
     before = task.build()
@@ -159,6 +261,63 @@ def test_a_few_epochs_teach_the_format(tmp_path, options, place):
     assert sum(ends) >= 9 and template.name == "chatml"
     generation = json.loads((run.model / "generation_config.json").read_text())
     assert generation["eos_token_id"] == template.end_ids(tokenizer)
+
+
+@pytest.mark.slow
+def test_a_tuned_model_chats_in_transformers_and_stops(tmp_path, options):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, task, plan = made(tmp_path / "run", options("messages", steps=90, batch_size=4))
+    trained(run, task, plan)
+    model = AutoModelForCausalLM.from_pretrained(run.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    asked = chat(3)[:1]
+    given = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    said = model.generate(**given, max_new_tokens=30, do_sample=False)[0]
+    reply = said[given["input_ids"].shape[1] :].tolist()
+    assert tokenizer.decode(reply).startswith("it is ") and len(reply) < 30
+    assert reply[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ours = Engine(run.model, backend="torch").generate(
+        given["input_ids"][0].tolist(), max_new_tokens=30, temperature=0
+    )
+    assert ours.ids == reply and ours.finish_reason == "stop"
+
+
+DOCS = [
+    (f"{kind.__name__}.{name}", inspect.getdoc(getattr(kind, name)).partition("\n")[0])
+    for kind in (str, bytes, list, dict, set, frozenset, int, float, complex, tuple, slice)
+    for name in dir(kind)
+    if (inspect.getdoc(getattr(kind, name)) or "").partition("\n")[0].endswith(".")
+]
+
+
+@pytest.mark.slow
+def test_a_model_of_the_documentation_learns_a_format_from_a_small_set(tmp_path):
+    """`make demo`'s text and recipe, shorter; then a few hundred examples."""
+    base = str(tmp_path / "base")
+    assert main(["train", "--size", "tiny", "--steps", "150", "--out", base]) == 0
+    lines = [
+        {"messages": [
+            {"role": "user", "content": f"What does {name} do?"},
+            {"role": "assistant", "content": f"Answer: {does}"},
+        ]}
+        for name, does in DOCS if len(does) < 80
+    ]  # fmt: skip
+    data = written(tmp_path / "docs.jsonl", lines)
+    asked = TuneOptions(data=(data,), start=f"{base}/model", examples=True, epochs=3)
+    run, task, plan = made(tmp_path / "run", asked)
+
+    def share(model):
+        replies = [task.reply(model, number)[0] for number in range(20)]
+        return sum(re.fullmatch(r"Answer: [^\n]+\.", reply) is not None for reply in replies) / 20
+
+    before = task.build()
+    task.begin(before)
+    assert len(lines) > 200 and share(before.eval()) == 0
+    trained(run, task, plan)
+    assert share(GPT.from_pretrained(run.model).eval()) >= 0.9
 
 
 def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, capsys):
@@ -191,6 +350,13 @@ BAD = {
     "targets": (GOOD, ["--lora-targets", "wte"], "needs the rank"),
     "both": (GOOD, ["--lora", "2", "--freeze", "wte"], "give it without --freeze"),
     "nothing": ("", [], "no line is an example"),
+    "prompt": (GOOD, ["--sample-prompt", "a"], "--sample-prompt is for text"),
+    "template": ('{"text": "a"}', ["--template", "plain"], "--template is for examples"),
+    "packed": ('{"text": "a"}\n{"text": 1}', ["--packing", "on"], "bad.jsonl:2: 'text' must be"),
+    "no text": ('{"text": ""}', ["--packing", "on"], "bad.jsonl:1: nothing in it is trained"),
+    "two kinds": ('{"text": "a", "messages": []}', [], "text and messages of the kinds"),
+    "roles": (GOOD.replace('"user"', '"robot"'), [], "bad.jsonl:1: template 'chatml' has no role"),
+    "half a pair": ('{"prompt": "a", "completion": "\\ud800"}', [], "bad.jsonl:1: not a JSON"),
 }
 
 
@@ -202,6 +368,14 @@ def test_bad_input_is_named_and_nothing_is_written(place, tmp_path, monkeypatch,
     assert main(["tune", "bad.jsonl", "--from", str(place / "base"), *more]) in (1, 3)
     assert problem in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.rglob("*")] in (["bad.jsonl"], ["bad.jsonl", "runs"])
+
+
+def test_text_may_be_in_another_field(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = written(tmp_path / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
+    command = ["tune", data, "--from", str(place / "base"), "--steps", "1"]
+    assert main(command) == 3
+    assert main([*command, "--text-field", "body"]) == 0
 
 
 def test_bad_lines_can_be_skipped(tmp_path, options):

@@ -31,7 +31,7 @@ Lines of {"text": ...} and text files are trained whole.
 The same command again goes on where the last one stopped. model/ is what it writes; with --lora
 the adapter alone is beside it, in PEFT's format."""
 GROUPS = {
-    "data": "val template too_long skip_bad text_field encoding",
+    "data": "val template too_long skip_bad packing text_field encoding",
     "model": "from_ lora lora_targets freeze context dropout",
     "time": "epochs steps minutes eval_every patience keep",
     "optimization": "lr schedule warmup cooldown batch_size optimizer weight_decay grad_clip "
@@ -103,7 +103,7 @@ class Arguments(TuneOptions):
         given = {option.name: getattr(self, option.name) for option in fields(TuneOptions)}
         if not (self.minutes or self.steps or self.epochs):
             given["epochs"] = float(DEFAULT_EPOCHS)
-        given["examples"] = _are_examples(self.data, skip_bad=self.skip_bad)
+        given["examples"] = self.packing == "on" or _are_examples(self)
         options = TuneOptions(**given | {"start": self.from_ or "the newest run"})
         start = None if self.from_ is None else source_or_newest(self.from_)
         if start is None:
@@ -130,13 +130,15 @@ def run(arguments: list[str]) -> int:
     return train_run(options, out, command, show, track=given.track, parallel=given.parallel)
 
 
-def _are_examples(data: tuple[str, ...], *, skip_bad: bool) -> bool:
+def _are_examples(given: Arguments) -> bool:
     """Whether lines of .jsonl have replies; `CorruptInputError` where the first is no example."""
+    if given.text_field != TuneOptions.text_field:
+        return False
     from tiedgpt.data import ExampleReader, documents
     from tiedgpt.text import Tokenizer
 
-    corpus = documents(data)
+    corpus = documents(given.data)
     if not any(path.lower().endswith(".jsonl") for path in corpus.paths):
         return False
-    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=skip_bad)
+    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=given.skip_bad)
     return reader.kind != "text"

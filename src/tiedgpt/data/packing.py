@@ -55,11 +55,18 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class PackedBatches:
     """Batches of packed examples by step number; the same (examples, seed, step) give the same.
 
-    Raises `UserError` where an example is longer than `n_positions`.
+    Without `packing` a row has one example. Raises `UserError` where an example is longer than
+    `n_positions`.
     """
 
     def __init__(
-        self, examples: EncodedExamples, *, batch_size: int, n_positions: int, seed: int
+        self,
+        examples: EncodedExamples,
+        *,
+        batch_size: int,
+        n_positions: int,
+        seed: int,
+        packing: bool = True,
     ) -> None:
         self.lengths = np.diff(examples.ends, prepend=0)
         if batch_size < 1 or not len(examples) or self.lengths.max() > n_positions:
@@ -69,7 +76,7 @@ class PackedBatches:
                 "context"
             )
         self.examples, self.batch_size, self.n_positions = examples, batch_size, n_positions
-        self.seed = seed
+        self.seed, self.packing = seed, packing
         self._rows = lru_cache(2)(self._pack)
         self._ends: list[int] = []  # of epochs, in rows
 
@@ -107,6 +114,8 @@ class PackedBatches:
 
     def _pack(self, epoch: int) -> list[list[int]]:
         order = permutation(len(self.examples), seed=self.seed, epoch=epoch)
-        rows = best_fit(self.lengths[order].tolist(), self.n_positions)
         numbers = order.tolist()
+        if not self.packing:
+            return [[number] for number in numbers]
+        rows = best_fit(self.lengths[order].tolist(), self.n_positions)
         return [[numbers[item] for item in row] for row in rows]

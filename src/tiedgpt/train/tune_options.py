@@ -14,6 +14,11 @@ TUNE_TOKENS = 8192
 TUNE_STEPS = 16
 LORA_RATE = 10
 """How many times the usual rate suits adapters."""
+EXAMPLES = "examples with replies"
+ONLY_FOR = {
+    "template": EXAMPLES, "too_long": EXAMPLES, "skip_bad": EXAMPLES, "text_field": "text",
+    "sample_prompt": "text",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,9 @@ class TuneOptions(TrainOptions):
     """What becomes of examples longer than the context."""
     skip_bad: bool = False
     """Pass over lines that are no examples, and count them."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """on: several examples or texts in a row, each as if alone there; off: an example in a row, and
+    text runs on from row to row; auto: on for examples, off for text."""
     lora: int | None = None
     """Train adapters of this rank (LoRA), not the matrices; 8 is usual. model/ has them merged."""
     lora_targets: str | None = None
@@ -46,9 +54,10 @@ class TuneOptions(TrainOptions):
     def __post_init__(self) -> None:
         if self.start is None:
             raise UserError("name the model to tune: --from MODEL")
-        for name in ("template", "too_long", "skip_bad"):
-            if not self.examples and getattr(self, name) != getattr(TuneOptions, name):
-                raise UserError(f"{flag(name)} is for examples with replies, and the data are text")
+        data = EXAMPLES if self.examples else "text"
+        for name, kind in ONLY_FOR.items():
+            if kind != data and getattr(self, name) != getattr(TuneOptions, name):
+                raise UserError(f"{flag(name)} is for {kind}, and the data are {data}")
         if self.lora_targets is not None and self.lora is None:
             raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
         if self.lora is not None and self.freeze is not None:

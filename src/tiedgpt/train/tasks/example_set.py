@@ -39,6 +39,8 @@ class ExampleSet:
     train: EncodedExamples
     held_out: EncodedExamples
     context: int
+    packing: bool
+    """Whether a row has several examples."""
     notes: list[str]
 
     def digest(self) -> str:
@@ -87,7 +89,8 @@ def read_example_set(
     start = start_of(options.start, len(whole))
     new_ids = tuple(range(len(tokenizer), len(whole)))
     used = of_train.template if of_train.kind == "messages" else None
-    return ExampleSet(start, whole, used, new_ids, train, held_out, context, notes)
+    packing = options.packing != "off"
+    return ExampleSet(start, whole, used, new_ids, train, held_out, context, packing, notes)
 
 
 def _split(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
@@ -55,29 +54,24 @@ class Tuned(Task):
     """How messages became text."""
 
     def choose(self, options: TuneOptions) -> None:
-        """Train what the options say, and say so in the notes."""
-        self.rank, self.frozen = options.lora, options.freeze or ""
+        """Train what the options say."""
+        self.rank = options.lora
         self.targets = (options.lora_targets or ",".join(BLOCKS)).split(",")
-        if self.rank or self.frozen:
-            with torch.device("meta"):
-                self.notes.append(str(self._choose(GPT(self.config))))
         if self.rank and not self.in_peft_format():
             self.notes.append(
                 "PEFT's format has no place for adapters of W beside whole new rows: the merged "
                 "model is written, and no adapter"
             )
 
-    def _choose(self, model: GPT) -> Any:
-        if self.rank is None:
-            return freeze(model, self.frozen)
-        return lora(model, self.rank, self.targets, tokens=self.new_ids)
-
     def build(self) -> GPT:
         """Return a GPT; under adapters with the weights that it starts from."""
         model = GPT(self.config)
         if self.rank is not None and not model.wte.weight.is_meta:
             self.start.put_into(model)
-        self._choose(model)
+        if self.rank is None:
+            freeze(model, self.frozen)
+        else:
+            lora(model, self.rank, self.targets, tokens=self.new_ids)
         return model
 
     def begin(self, model: Any) -> None:
@@ -155,7 +149,10 @@ class TunedExamples(Tuned):
         }
 
     def _packed(self, side: EncodedExamples, batch_size: int, seed: int) -> PackedBatches:
-        return PackedBatches(side, batch_size=batch_size, n_positions=self.context, seed=seed)
+        packing = self.examples.packing
+        return PackedBatches(
+            side, batch_size=batch_size, n_positions=self.context, seed=seed, packing=packing
+        )
 
     def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean loss () of the trained tokens."""
