@@ -168,7 +168,8 @@ HOSTILE = {
     "seed": [2**200, -(2**64), 1.5, "1"], "logit_bias": [{"a": 1}, {"-1": 1}, {"1": 101},
     {"1": "x"}, {"9999": 1}, [1], {str(n): 1 for n in range(301)}],
     "suffix": ["x"], "echo": [1, "yes"], "stream": ["no"], "presence_penalty": [3, "a"],
-    "frequency_penalty": [-3], "regex": ["[", 5, "a" * 70_000], "grammar": ["nonsense ::="],
+    "frequency_penalty": [-3], "regex": ["[", 5, "a" * 70_000],
+    "grammar": ["nonsense ::=", 'start: "a" start | start "b"'],
     "json_schema": ["{", '{"type": 5}'], "response_format": [{"type": "xml"}, "json", 5],
     "logprob_token_ids": [[9999], [-1], "a", [1] * 65], "model": [5], "unknown": [1],
     "stream_options": [5, {"x": 1}], "top_k": [0, -1], "min_p": [2], "repetition_penalty": [0],
@@ -179,7 +180,7 @@ HOSTILE = {
 def test_a_hostile_field_is_named(client, field):
     for value in HOSTILE[field]:
         error = refused(client, **{"prompt": "a", "max_tokens": 2} | {field: value})
-        assert field in f"{error['param']} {error['message']}", (value, error)
+        assert error["param"] == field, (value, error)
         assert len(error["message"]) < 500
 
 

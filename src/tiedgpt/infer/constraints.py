@@ -71,7 +71,7 @@ def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig
         start.compute_bitmask()
     if start.is_error():
         raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
-    return Matcher(start)
+    return Matcher(start, name)
 
 
 def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
@@ -106,13 +106,13 @@ class Matcher:
     and reads on from there, at about a microsecond a token.
     """
 
-    def __init__(self, start: llguidance.LLMatcher) -> None:
-        self._start, self._machine = start, start.deep_copy()
+    def __init__(self, start: llguidance.LLMatcher, name: str) -> None:
+        self._start, self._machine, self._name = start, start.deep_copy(), name
         self._text: list[int] = []  # what the machine has read
 
     def fresh(self) -> Matcher:
         """Return another for the same constraint, for a text of its own."""
-        return Matcher(self._start)
+        return Matcher(self._start, self._name)
 
     def __call__(self, ids: Sequence[int], n_prompt: int, logits: Array) -> Array:
         """Return logits (V,) with -inf for each token that must not follow.
@@ -122,14 +122,19 @@ class Matcher:
         self._go_to(ids[n_prompt:])
         packed = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint8)
         if self._machine.is_error():
-            reason = _reason(self._machine)
-            self._machine, self._text = self._start.deep_copy(), []
             raise UserError(
-                f"no token of the vocabulary goes on towards what was asked for ({reason}): allow "
-                "other text, or use a vocabulary with the characters that it needs"
+                "no token of the vocabulary goes on towards what was asked for "
+                f"({self._failure()}): allow other text, or use a vocabulary with the characters "
+                "that it needs"
             )
         allowed = np.unpackbits(packed, bitorder="little")[: len(logits)]
         return np.where(allowed, logits, np.float32(-np.inf))
+
+    def _failure(self) -> str:
+        """Return why the machine failed, and begin anew: it would stay like that."""
+        reason = _reason(self._machine)
+        self._machine, self._text = self._start.deep_copy(), []
+        return reason
 
     def _go_to(self, text: Sequence[int]) -> None:
         """Let the machine have read exactly this."""
@@ -137,6 +142,8 @@ class Matcher:
         same = next((n for n, (a, b) in pairs if a != b), min(len(self._text), len(text)))
         self._machine.rollback(len(self._text) - same)
         taken = self._machine.try_consume_tokens(list(text[same:]))
+        if self._machine.is_error():
+            raise UserError(f"{self._name} takes too much work: {self._failure()}")
         self._text = list(text[: same + taken])
         if len(self._text) < len(text):
             raise UserError(
@@ -146,7 +153,7 @@ class Matcher:
 
 
 def _reason(machine: llguidance.LLMatcher) -> str:
-    return " ".join(machine.get_error().split())[:400]
+    return " ".join(machine.get_error().partition("<state>")[0].split())[:400]
 
 
 def _characters(tokenizer: Tokenizer) -> list[str]:

@@ -249,9 +249,9 @@ def _invalid(error: RequestValidationError) -> APIError:
     if first["type"] == "json_invalid" or not where:
         return APIError(400, f"the body must be a JSON object: {first['msg']}", code="invalid_json")
     says = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         says = "is not supported: leave it out"
-    elif where[0] in DESCRIBED:
+    elif where[0] in DESCRIBED and len(where) > 1:
         says = f"must be {DESCRIBED[where[0]]}"
     return APIError(400, f"{where[0]}: {says}", param=where[0])
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
-from tiedgpt.infer import ClosedError, QueueFullError
+from tiedgpt.infer import ClosedError, GenerationConfig, QueueFullError
 
 RETRY_SECONDS = 1
 """What a client is told to wait for when too many requests wait."""
@@ -20,6 +21,9 @@ OPTIONS = {
     "prompt_logprobs": "logprobs",
 }
 """Options of the engine that the API calls otherwise."""
+
+
+FIELDS = {field.name for field in fields(GenerationConfig)}
 
 
 class APIError(Exception):
@@ -61,7 +65,7 @@ def api_error(error: Exception) -> APIError:
         return APIError(503, str(error), code="no_memory")
     if isinstance(error, TiedGPTError):
         named = re.match(r"\w+", str(error))
-        param = named[0] if named and "_" in named[0] else None
+        param = named[0] if named and ("_" in named[0] or named[0] in FIELDS) else None
         message = re.sub(r"^\w+", lambda m: OPTIONS.get(m[0], m[0]), str(error))
         return APIError(400, message, param=OPTIONS.get(param or "", param))
     return APIError(500, "the server failed; its log says more", code="internal_error")

@@ -62,7 +62,6 @@ Biases = Annotated[
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
 Form = Annotated[str, Field(max_length=MOST_FORM)]
 Schema = Annotated[Form | dict[str, Any], Field(description="a JSON schema, as JSON or an object")]
-Unsupported = Annotated[None, Field(description="left out: it is not supported")]
 Name = Annotated[str, Field(max_length=512)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -161,7 +160,7 @@ class CompletionRequest(Generating):
     best_of: int | None = Field(None, ge=1, le=8)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: Unsupported = None
+    suffix: None = None
     # Beyond OpenAI's:
     return_tokens_as_token_ids: bool = False
 
@@ -203,7 +202,7 @@ class EmbeddingRequest(Named):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Unsupported = None
+    dimensions: None = None
     # Beyond OpenAI's:
     pooling: Literal["mean", "last"] = "mean"
 
