@@ -264,10 +264,11 @@ class Trainer:
             )
         elif self.plan.keep == "best" and best_loss < nats and self._load_best(best):
             line["best_step"] = best
-            self.notes.append(
-                f"the best validation was after step {best:,} ({best_loss:.4f}, and {nats:.4f} "
-                f"after the last, {self.step:,}): those weights are in {self.directory.model}"
-            )
+            if f"{best_loss:.4f}" != f"{nats:.4f}":
+                self.notes.append(
+                    f"the best validation was after step {best:,} ({best_loss:.4f}, and {nats:.4f} "
+                    f"after the last, {self.step:,}): those weights are in {self.directory.model}"
+                )
             nats = best_loss
         score = self._evaluate()
         metrics = self.task.metrics(score)
