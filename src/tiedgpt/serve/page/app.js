@@ -20,7 +20,7 @@ const VIEWS = [
   ["text", "Text", Text, false],
   ["write", "Write", Write, false],
   ["dot", "Dot product", Dot, true],
-  ["matrix", "Matrix", Matrix, false],
+  ["matrix", "Matrix", Matrix, true],
   ["vocabulary", "Vocabulary", Vocabulary, false],
   ["layers", "Layers", Layers, true],
   ["heads", "Heads", Heads, false],

@@ -1,8 +1,8 @@
 // What the views draw by the width they have: lines, points, and tables of shaded cells.
 //
 //   Bar({t, kind})          0..1 as a bar; kind: a class, "reads" or "predicts"
-//   Lines({label, lines, xLabel, yLabel, xNames, show, low, high})
-//       lines: {name, xs, ys}; each has a colour, a dash and a mark of its own, by its place.
+//   Lines({label, lines, xLabel, yLabel, xNames, show, tick, low, high})
+//       lines: {name, xs, ys, look}; each has a colour, a dash and a mark of its own, 0 to 5.
 //       xNames: names of the places 0, 1, ...; low, high: of the y axis, else by the lines
 //   Scatter({x, y, names, order, seen, onSee, onPick, says, curves, marks, odd, xShow, dark, label})
 //       a point for each token on canvas, NaN: none; marks: [id, text] pairs on top of them.
@@ -59,7 +59,7 @@ const MARKS = [
 ];
 export const MOST_LINES = MARKS.length;
 
-export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, low, high }) {
+export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, tick, low, high }) {
   const [ref, width] = useWidth();
   const [at, setAt] = useState(null);
   const [x0, x1] = range(lines.flatMap((line) => line.xs));
@@ -71,7 +71,7 @@ export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, low,
   const y = (value) => EDGE.top + tall * (1 - (Math.min(y1, value) - y0) / (y1 - y0 || 1));
   const every = Math.ceil((xNames?.length ?? 0) / Math.max(2, wide / 64));
   const marks = xNames ? xNames.map((name, i) => [i, name]).filter(([i]) => i % every === 0)
-    : ticks([x0, x1], Math.max(2, wide / 110)).map((value) => [value, short(value)]);
+    : ticks([x0, x1], Math.max(2, wide / 110)).map((value) => [value, round(value)]);
   const path = (line) => line.xs.map((value, i) => line.ys[i] === null ? "" :
     `${i && line.ys[i - 1] !== null ? "L" : "M"}${x(value).toFixed(1)},${y(line.ys[i]).toFixed(1)}`).join("");
   const point = (event) => {
@@ -84,23 +84,25 @@ export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, low,
       onPointerMove=${point} onPointerLeave=${() => setAt(null)}>
       ${ticks([y0, y1], 4).map((value) => html`<g key=${value}>
         <line class="rule" x1=${EDGE.left} x2=${width - EDGE.right} y1=${y(value)} y2=${y(value)} />
-        <text class="tick" x=${EDGE.left - 8} y=${y(value) + 4} text-anchor="end">${show(value)}</text></g>`)}
+        <text class="tick" x=${EDGE.left - 8} y=${y(value) + 4} text-anchor="end">${(tick ?? round)(value)}</text></g>`)}
       ${marks.map(([value, name]) => html`<text class="tick" key=${value} x=${x(value)}
         y=${TALL - EDGE.bottom + 18} text-anchor="middle">${name}</text>`)}
       ${at !== null && html`<line class="rule now" x1=${x(at)} x2=${x(at)} y1=${EDGE.top} y2=${TALL - EDGE.bottom} />`}
-      ${lines.map((line, i) => html`<g class=${`series series-${i}`} key=${line.key ?? line.name}>
+      ${lines.map((line, i) => html`<g class=${`series series-${line.look ?? i}`} key=${line.key ?? line.name}>
         <path class="stroke" d=${path(line)} />
-        ${line.xs.length <= 40 && line.xs.map((value, j) => line.ys[j] !== null && html`<path class="mark"
-          d=${MARKS[i]} transform=${`translate(${x(value)} ${y(line.ys[j])})`} />`)}</g>`)}
+        ${line.xs.map((value, j) => j % (line.xs.length > 40 ? Math.ceil(line.xs.length / 10) : 1) === 0 && line.ys[j] !== null && html`<path class="mark"
+          d=${MARKS[line.look ?? i]} transform=${`translate(${x(value)} ${y(line.ys[j])})`} />`)}</g>`)}
       <text class="tick" x=${EDGE.left + wide / 2} y=${TALL - 4} text-anchor="middle">${xLabel}</text>
     </svg>
     <figcaption><span>${yLabel}${xNames ? ` at ${xNames[here]}` : ` at ${short(here)}`}</span>
-      <ul>${lines.map((line, i) => html`<li key=${line.key ?? line.name} class=${`series series-${i}`}>
+      <ul>${lines.map((line, i) => html`<li key=${line.key ?? line.name} class=${`series series-${line.look ?? i}`}>
         <svg width="26" height="12" aria-hidden="true"><path class="stroke" d="M0,6H26" />
-          <path class="mark" d=${MARKS[i]} transform="translate(13 6)" /></svg>
+          <path class="mark" d=${MARKS[line.look ?? i]} transform="translate(13 6)" /></svg>
         <span>${line.name}</span> <b>${show(line.ys[nearest(line.xs, here)])}</b></li>`)}</ul></figcaption>
   </figure>`;
 }
+
+const round = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
 
 function nearest(xs, x) {
   return xs.reduce((best, one, i) => (Math.abs(one - x) < Math.abs(xs[best] - x) ? i : best), 0);

@@ -86,7 +86,7 @@ function Watched({ data }) {
     lines.map((line, m) => `${plain(words[watch[m]])} ${prob(line.ys[layers.length - 1])}`).join(", ");
   const left = watch.length - lines.length;
   return html`<${Panel} title="How the answer comes about"
-    says=${`Each word that ranks first after any layer at token ${position}, ${plain(pieces[position])}${left > 0 ? `, without the ${left} earliest` : ""}.`}>
+    says=${`Each word that ranks first after any layer at token ${position}, “${plain(pieces[position])}”${left > 0 ? `, without the ${left} earliest` : ""}.`}>
     <${Lines} label=${label} lines=${lines} xNames=${layers} xLabel="state after" yLabel="probability"
-      show=${prob} low=${0} high=${1} /><//>`;
+      show=${prob} tick=${prob} low=${0} high=${1} /><//>`;
 }

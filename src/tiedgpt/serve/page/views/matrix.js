@@ -21,41 +21,46 @@ function Jobs({ state }) {
     <div class=${`jobs ${info.tied ? "" : "untied"}`}>
       <div class="job reads"><h3>reads</h3>
         ${positions && html`<p class="big"><${Piece} text=${positions.words[reads]} /></p>
-          <p>Token ${count(reads)} is row ${count(reads)}. The row goes into the ${info.config.n_layer} layers.</p>`}
+          <p>is token ${count(reads)}: row ${count(reads)} goes into the layers.</p>`}
         <p class="formula">h₀ = W[${reads ?? "id"}] + position</p></div>
       <${Drawing} info=${info} reads=${reads} predicts=${predicts} />
       <div class="job predicts"><h3>predicts</h3>
         ${positions && html`<p class="big"><${Piece} text=${positions.words[predicts]} /></p>
-          <p>Row ${count(predicts)} fits best what comes out of the layers:
-          ${" "}${prob(Math.exp(positions.top_logprob[pin][0]))}.</p>`}
+          <p>is expected next, at ${prob(Math.exp(positions.top_logprob[pin][0]))}: row ${count(predicts)} fits h best.</p>`}
         <p class="formula">logits = h Wᵀ</p></div>
     </div>
     <div class="columns">${info.matrices.map((matrix) => html`<${Facts} key=${matrix.name} info=${info} matrix=${matrix} />`)}</div>
   <//>`;
 }
 
-const SIZE = { wide: 240, tall: 250, top: 24, high: 196 };
+const TOP = 30; // of the drawn matrix, which is 200 high
+const LAYERS = 292; // the height at which the arrows meet the layers
 
+// The row that is read goes down into the layers; what comes out of them goes up to W again.
 function Drawing({ info, reads, predicts }) {
   const V = info.vocab_size;
-  const boxes = info.tied ? [{ x: 90, wide: 60, name: "W" }]
-    : [{ x: 70, wide: 40, name: "W" }, { x: 130, wide: 40, name: "head" }];
-  const y = (id) => SIZE.top + (SIZE.high * (id + 0.5)) / V;
-  const [left, right] = [boxes[0], boxes[boxes.length - 1]];
+  const boxes = info.tied ? [{ x: 155, wide: 110, name: "W" }]
+    : [{ x: 140, wide: 55, name: "wte" }, { x: 225, wide: 55, name: "head" }];
+  const y = (id) => TOP + (200 * (id + 0.5)) / V;
+  const [left, right] = [boxes[0].x, boxes[boxes.length - 1].x + boxes[boxes.length - 1].wide];
   const label = `${info.tied ? "One matrix" : "Two matrices"} of ${count(V)} rows and ${count(info.n_embd)} columns: ` +
-    "an arrow goes out to the layers, another comes in from them";
-  const row = (box, id, kind) => id !== undefined && html`<rect class=${`hit ${kind}`} x=${box.x - 3}
-    y=${y(id) - 2} width=${box.wide + 6} height="4" rx="2" />`;
-  return html`<svg class="drawing" viewBox=${`0 0 ${SIZE.wide} ${SIZE.tall}`} role="img" aria-label=${label}>
-    ${boxes.map((box) => html`<g key=${box.name}><rect class="matrix" x=${box.x} y=${SIZE.top}
-      width=${box.wide} height=${SIZE.high} rx="4" />
-      <text x=${box.x + box.wide / 2} y="16" text-anchor="middle" class="name">${box.name}</text></g>`)}
-    ${row(left, reads, "reads")}${row(right, predicts, "predicts")}
-    ${reads !== undefined && html`<path class="arrow reads" d=${`M${left.x - 8},${y(reads)}H22l8,-7m-8,7l8,7`} />`}
-    ${predicts !== undefined && html`<path class="arrow predicts"
-      d=${`M${SIZE.wide - 10},${y(predicts)}H${right.x + right.wide + 10}l8,-7m-8,7l8,7`} />`}
-    <text x=${SIZE.wide / 2} y=${SIZE.tall - 10} text-anchor="middle" class="size">${
-      `${count(V)} × ${count(info.n_embd)}`}</text>
+    "one arrow leads from the row of the token down into the layers, the other from the layers up to the row that is predicted";
+  const hit = (box, id, kind) => html`<rect class=${`hit ${kind}`} x=${box.x - 4} y=${y(id) - 2.5}
+    width=${box.wide + 8} height="5" rx="2.5" />`;
+  const lines = Array.from({ length: 24 }, (_, i) => TOP + 8 * (i + 1));
+  return html`<svg class="drawing" viewBox="0 0 420 316" role="img" aria-label=${label}>
+    ${boxes.map((box) => html`<g key=${box.name}><rect class="matrix" x=${box.x} y=${TOP} width=${box.wide} height="200" rx="5" />
+      ${lines.map((at) => html`<path class="rule" key=${at} d=${`M${box.x + 1},${at}h${box.wide - 2}`} />`)}
+      <text x=${box.x + box.wide / 2} y="20" text-anchor="middle" class="name">${box.name}</text></g>`)}
+    <text x="210" y="250" text-anchor="middle" class="size">${`${count(V)} × ${count(info.n_embd)}`}</text>
+    <rect class="matrix" x="150" y=${LAYERS - 17} width="120" height="34" rx="9" />
+    <text x="210" y=${LAYERS + 5} text-anchor="middle" class="size">${info.config.n_layer} layers</text>
+    ${reads !== undefined && html`${hit(boxes[0], reads, "reads")}
+      <path class="arrow reads" d=${`M${left - 8},${y(reads)}H70q-20,0 -20,20V${LAYERS - 20}q0,20 20,20H144m-9,-7l9,7l-9,7`} />
+      <text class="tag reads" x="40" y="165" text-anchor="end">h₀</text>`}
+    ${predicts !== undefined && html`${hit(boxes[boxes.length - 1], predicts, "predicts")}
+      <path class="arrow predicts" d=${`M272,${LAYERS}H350q20,0 20,-20V${y(predicts) + 20}q0,-20 -20,-20H${right + 9}m9,-7l-9,7l9,7`} />
+      <text class="tag predicts" x="380" y="165">h</text>`}
   </svg>`;
 }
 
@@ -144,10 +149,12 @@ function Angle({ angle, read, predict }) {
     const back = (side) => `${x - 9 * Math.cos(turn + side)},${y - 9 * Math.sin(turn + side)}`;
     return `M0,0L${x},${y}M${back(0.5)}L${x},${y}L${back(-0.5)}`;
   };
-  return html`<svg class="angle" viewBox="-110 -112 225 130" role="img"
+  return html`<svg class="angle" viewBox="-110 -118 240 146" role="img"
     aria-label=${`The two gradients as arrows, ${Math.round(angle)} degrees apart`}>
     <path class="arrow predicts" d=${arrow(Math.max(0.12, predict), 0)} />
-    <path class="arrow reads" d=${arrow(Math.max(0.12, read), turned)} /></svg>`;
+    <path class="arrow reads" d=${arrow(Math.max(0.12, read), turned)} />
+    <text class="tag predicts" x=${100 * Math.max(0.3, predict)} y="20" text-anchor="end">predicting</text>
+    <text class="tag reads" x=${100 * read * Math.cos(turned) + 8} y=${Math.min(-14, 100 * read * Math.sin(turned)) + 6}>reading</text></svg>`;
 }
 
 const SHOWN = 10;

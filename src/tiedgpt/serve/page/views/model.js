@@ -83,14 +83,14 @@ const FIGURES = [
   ["Loss", "loss, nats", [["loss", "training, smoothed"], ["val_loss", "validation"]]],
   ["Bits per byte", "bits per byte", [["val_bits_per_byte", "validation"]]],
   ["Gradient", "length of the gradient, smoothed", [
-    ["grad_norm", "all"], ["grad_norm_w_input", "W, from reading"], ["grad_norm_w_output", "W, from predicting"]]],
+    ["grad_norm", "all", 5], ["grad_norm_w_input", "W, from reading", 0], ["grad_norm_w_output", "W, from predicting", 1]]],
   ["Learning rate", "learning rate", [["lr", "learning rate"]]],
 ];
 
 function Run({ run }) {
   const { unit, finished, curves } = run;
   const figures = FIGURES.map(([title, yLabel, keys]) => [title, yLabel, keys.filter(([key]) => curves[key]?.x.length > 1)
-    .map(([key, name]) => ({ name, xs: curves[key].x, ys: curves[key].y }))]).filter(([, , lines]) => lines.length);
+    .map(([key, name, look]) => ({ name, look, xs: curves[key].x, ys: curves[key].y }))]).filter(([, , lines]) => lines.length);
   const label = (title, lines) => `${title} over ${unit}. At the end: ` +
     lines.map((line) => `${line.name} ${line.ys[line.ys.length - 1]?.toPrecision(4)}`).join(", ");
   return html`<${Panel} title="The run that made it" says=${`Over the ${unit} that it was trained on${finished ? "" : "; it is not finished"}.`}>
