@@ -23,8 +23,11 @@ from tiedgpt.infer.sequence import Sequence as Text
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.slots import Read, SlotPool, Slots, Steps, Wanted, common_prefix
 
-PREFILL_TOKENS = 512
-"""Prompt tokens that are read in a step while nobody waits for a next token."""
+PREFILL_TOKENS = 256
+"""Prompt tokens that are read in a step while nobody waits for a next token.
+
+A request can be cancelled between steps. Steps of 512 were not measurably faster.
+"""
 LEAST_CHUNK, FIRST_CHUNK = 8, 32
 """Prompt tokens that are read in a step beside sequences that decode: at least, and at first."""
 SLOWDOWN = 2.0

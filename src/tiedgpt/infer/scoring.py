@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tiedgpt.infer.slots import Read, Slots, Steps
 
-SCORED_AT_ONCE = 128
+SCORED_AT_ONCE = 64
 """Tokens that are read at once if each is scored: their (n, V) logits are held."""
 
 
