@@ -37,7 +37,7 @@ from tiedgpt.train.tune_options import TuneOptions
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
 LIBRARY = "python module "
 """How the names of the documents begin that the task is made of."""
-RATES = {"full": [2.5e-4, 5e-4, 1e-3, 2e-3], "lora": [2.5e-3, 5e-3, 1e-2, 2e-2]}
+RATES = {"full": [1e-3, 2e-3, 4e-3, 8e-3], "lora": [1e-2, 2e-2, 4e-2, 8e-2]}
 
 
 def write_data(directory: Path) -> tuple[Path, Path]:
@@ -61,6 +61,7 @@ def write_data(directory: Path) -> tuple[Path, Path]:
 def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     """Tune; return the loss in nats on all held out, the parameters trained, and all of them."""
     asked = TuneOptions(examples=True, **options)
+    path.mkdir(parents=True)
     run = RunDirectory(path)
     task = prepare(run, asked, open_sources(asked))
     device = training_device()
@@ -68,20 +69,24 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     assert isinstance(ended, Ended)
     total = task.config.parameter_count()
     trained = task.trained or total
-    say(f"{path.name}: {ended.score.nats:.4f} nats with {trained:,} of {total:,} parameters")
-    return ended.score.nats, trained, total
+    nats = ended.score.nats
+    say(f"{path.parent.name}, {path.name}: {nats:.4f} nats, {trained:,} of {total:,} trained")
+    return nats, trained, total
 
 
-def best_rate(scratch: Path, rates: list[float], **options: Any) -> float:
-    """Return the rate with the lowest validation loss."""
-    losses = {
-        lr: tuned(scratch / f"rank {options['lora']} rate {lr:g}", lr=lr, **options)[0]
-        for lr in rates
+def best(
+    place: Path, rates: list[float], seeds: list[int], **options: Any
+) -> tuple[float, list[tuple[float, int, int]]]:
+    """Return the rate that is the best of the first seed, and its runs, one for each seed."""
+    first, *others = seeds
+    tried = {
+        lr: tuned(place / f"rate {lr:g}", lr=lr, seed=first, **options) for lr in sorted(rates)
     }
-    best = min(losses, key=losses.__getitem__)
-    if best in (rates[0], rates[-1]):
-        say(f"the best rate {best:g} is at the edge of {rates}")
-    return best
+    lr = min(tried, key=tried.__getitem__)
+    if lr in (min(rates), max(rates)):
+        say(f"the best rate {lr:g} is at the edge")
+    more = [tuned(place / f"seed {seed}", lr=lr, seed=seed, **options) for seed in others]
+    return lr, [tried[lr], *more]
 
 
 def say(text: str) -> None:
@@ -105,12 +110,10 @@ def main() -> None:
         assert tiedgpt(["train", str(text), *how]) == 0
         found: dict[str, dict[str, Any]] = {}
         for name, rank in (("full", None), ("lora", given.rank)):
-            same = {"data": (str(task),), "start": str(base / "model"), "epochs": given.epochs}
-            lr = best_rate(scratch, RATES[name], **same, lora=rank)
-            runs = [
-                tuned(scratch / f"{name} seed {seed}", **same, lora=rank, lr=lr, seed=seed)
-                for seed in given.seeds
-            ]
+            lr, runs = best(
+                scratch / name, RATES[name], given.seeds, lora=rank, data=(str(task),),
+                start=str(base / "model"), epochs=given.epochs,
+            )  # fmt: skip
             losses, (_, trained, total) = [run[0] for run in runs], runs[0]
             found[name] = {
                 "rank": rank,
