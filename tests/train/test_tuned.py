@@ -1,7 +1,6 @@
 """Fine-tuning: exact masks, adapters alone in checkpoints, one command that goes on."""
 
 import copy
-import inspect
 import json
 import re
 import tomllib
@@ -283,41 +282,6 @@ def test_a_tuned_model_chats_in_transformers_and_stops(tmp_path, options):
         given["input_ids"][0].tolist(), max_new_tokens=30, temperature=0
     )
     assert ours.ids == reply and ours.finish_reason == "stop"
-
-
-DOCS = [
-    (f"{kind.__name__}.{name}", inspect.getdoc(getattr(kind, name)).partition("\n")[0])
-    for kind in (str, bytes, list, dict, set, frozenset, int, float, complex, tuple, slice)
-    for name in dir(kind)
-    if (inspect.getdoc(getattr(kind, name)) or "").partition("\n")[0].endswith(".")
-]
-
-
-@pytest.mark.slow
-def test_a_model_of_the_documentation_learns_a_format_from_a_small_set(tmp_path):
-    """`make demo`'s text and recipe, shorter; then a few hundred examples."""
-    base = str(tmp_path / "base")
-    assert main(["train", "--size", "tiny", "--steps", "150", "--out", base]) == 0
-    lines = [
-        {"messages": [
-            {"role": "user", "content": f"What does {name} do?"},
-            {"role": "assistant", "content": f"Answer: {does}"},
-        ]}
-        for name, does in DOCS if len(does) < 80
-    ]  # fmt: skip
-    data = written(tmp_path / "docs.jsonl", lines)
-    asked = TuneOptions(data=(data,), start=f"{base}/model", examples=True, epochs=3)
-    run, task, plan = made(tmp_path / "run", asked)
-
-    def share(model):
-        replies = [task.reply(model, number)[0] for number in range(20)]
-        return sum(re.fullmatch(r"Answer: [^\n]+\.", reply) is not None for reply in replies) / 20
-
-    before = task.build()
-    task.begin(before)
-    assert len(lines) > 200 and share(before.eval()) == 0
-    trained(run, task, plan)
-    assert share(GPT.from_pretrained(run.model).eval()) >= 0.9
 
 
 def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, capsys):
