@@ -14,7 +14,7 @@ DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
 PAGE := $(VENV)/.installed-page
 
-.PHONY: demo test test-page test-all lint format clean
+.PHONY: demo test test-page test-all lint format package clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -37,6 +37,11 @@ lint: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+package: $(DEV)  # wheel and sdist in dist/, and a check of what is in them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python .ci/check_package.py dist
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
