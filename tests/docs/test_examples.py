@@ -1,0 +1,91 @@
+"""The examples run as they are; the small model that they train is trained for fewer steps."""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = {
+    "own_loop.py": ["diary.txt", "4"],
+    "own_task.py": ["20"],
+    "lora.py": [],
+    "batch_generation.py": [],
+    "score_texts.py": [],
+}
+SAYS = {
+    "own_loop.py": "held out   loss",
+    "own_task.py": "saved in runs/addition/model",
+    "lora.py": "merged: logits moved by",
+    "batch_generation.py": '"ended": "stop"',
+    "score_texts.py": "Cairo: sun, 28 degrees. Ben ...",
+    "openai_client.py": "embedding:  64 numbers",
+}
+"""What each prints."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with the small model."""
+    place = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(str(EXAMPLES))
+        from small_model import small_model
+
+        small_model(steps=30)
+    return place
+
+
+@pytest.fixture
+def here(place, monkeypatch) -> Path:
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return place
+
+
+def run_script(name: str, arguments: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name, here, monkeypatch, capsys):
+    run_script(name, SCRIPTS[name], monkeypatch)
+    assert SAYS[name] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_client_of_openai_is_served(here, monkeypatch, capfd):
+    pytest.importorskip("openai")
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    run_script("openai_client.py", [], monkeypatch)
+    assert SAYS["openai_client.py"] in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.ipynb"))])
+def test_a_notebook_runs(name, here, capfd):
+    from notebooks import execute
+
+    cells = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
+    stored = json.dumps(cells)
+    execute(cells, name)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert any(cell["outputs"] for cell in code)
+    kinds = [[out["output_type"] for out in cell["outputs"]] for cell in code]
+    then = [cell for cell in json.loads(stored) if cell["cell_type"] == "code"]
+    assert kinds == [[out["output_type"] for out in cell["outputs"]] for cell in then], (
+        "run `python examples/notebooks.py`"
+    )
+
+
+def test_every_script_is_tested():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == SAYS.keys() | {"small_model.py", "notebooks.py"}
