@@ -1,0 +1,207 @@
+"""Write the pages that are made from the code: command-line.md, python.md and lessons.md.
+
+    python docs/generate.py [PAGE ...]
+
+`tests/docs/test_generated.py` holds the pages against the code. The lessons train a tiny model,
+whose numbers differ from machine to machine; the test compares their sentences only.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+SOURCE = DOCS.parent / "src" / "tiedgpt"
+MADE = "<!-- Made by docs/generate.py from the code: do not edit. -->"
+MODULES = {
+    "tiedgpt": "GPT GPTConfig Tokenizer explain",
+    "tiedgpt.core.cache": "KVCache",
+    "tiedgpt.infer": "Engine GenerationConfig Generation Completion Token Scored",
+    "tiedgpt.tie": "ledger audit fix tie untie replace_head resize_vocab add_tokens prune guard",
+    "tiedgpt.inspect": "positions lens dot vocabulary neighbours gradient_split attention ablate "
+    "random_head",
+    "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
+    "tiedgpt.train": "fast_training Trainer",
+    "tiedgpt.train.task": "Task",
+    "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
+    "FeatureExtractor pad",
+    "tiedgpt.evaluate.texts": "score_text TextScore",
+    "tiedgpt.study": "tied_vs_untied",
+    "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
+}
+"""What python.md lists: names of each module that users import from."""
+
+
+@dataclass
+class Found:
+    """A public name: where it is defined, and its definition."""
+
+    name: str
+    file: Path
+    node: ast.FunctionDef | ast.ClassDef
+
+
+def command_line() -> str:
+    """Return command-line.md: the help of every verb, as `tiedgpt VERB --help` prints it."""
+    from tiedgpt.cli.main import VERBS
+
+    parts = [
+        f"# Command line\n\n{MADE}",
+        "Every verb, as `tiedgpt VERB --help` shows it. Results go to stdout, progress and "
+        "messages to stderr.\n[Troubleshooting](troubleshooting.md) explains the exit codes.",
+        _block(_help("--help")),
+    ]
+    for verb in VERBS:
+        parts.append(f"## {verb}\n\n{_block(_help(verb, '--help'))}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _help(*arguments: str) -> str:
+    """Return what the command line prints, 90 columns wide and without colour."""
+    from tiedgpt.cli.main import main
+
+    out, before = io.StringIO(), dict(os.environ)
+    os.environ |= {"COLUMNS": "90", "NO_COLOR": "1", "TERM": "dumb"}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main(list(arguments))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return out.getvalue()
+
+
+def _block(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return f"```text\n{lines}\n```"
+
+
+def python() -> str:
+    """Return python.md: signatures and docstrings of the public names, read without importing."""
+    parts = [
+        f"# Python\n\n{MADE}",
+        "Signatures and docstrings of the public names. Shapes: B batch, T positions, D width, V\n"
+        "vocabulary, L layers.",
+    ]
+    for module, names in MODULES.items():
+        links = ", ".join(f"[{name}](#{name.lower()})" for name in names.split())
+        parts.append(f"## {module}\n\n{links}")
+        for name in names.split():
+            parts += filter(None, _described(find(module, name)))
+    return "\n\n".join(parts) + "\n"
+
+
+def find(module: str, name: str) -> Found:
+    """Return the definition of a public name, by the imports that lead to it."""
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return Found(name, file, node)
+        if isinstance(node, ast.ImportFrom) and node.module != module:
+            if any((alias.asname or alias.name) == name for alias in node.names):
+                return find(str(node.module), name)
+    raise LookupError(f"{module} has no {name}")
+
+
+def _described(found: Found) -> Iterator[str]:
+    """Yield the paragraphs on a class or a function."""
+    place, node = found.file.relative_to(DOCS.parent).as_posix(), found.node
+    yield f"### {found.name}\n\nIn [`{place}`](../{place})."
+    if isinstance(node, ast.FunctionDef):
+        yield _signature(node, node.name)
+        yield _text(node)
+        return
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+    if "__init__" in methods:
+        yield _signature(methods["__init__"], node.name)
+    yield _text(node)
+    yield "\n".join(_fields(node))
+    for name, method in methods.items():
+        if not name.startswith("_") and ast.get_docstring(method):
+            kinds = {ast.unparse(each) for each in method.decorator_list}
+            yield f"#### {node.name}.{name}"
+            if not kinds & {"property", "cached_property"}:
+                yield _signature(method, name)
+            yield _text(method)
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """Yield a line for each documented attribute of a class."""
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                default = "" if field.value is None else f" = {ast.unparse(field.value)}"
+                about = " ".join(text.value.value.split())
+                shown = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}{default}"
+                yield f"- `{shown}`: {about}"
+
+
+def _signature(node: ast.FunctionDef, name: str) -> str:
+    """Return `name(arguments) -> type` as a block, with an argument a line where it is long."""
+    listed = _parts(ast.unparse(node.args))
+    listed = listed[1:] if listed and listed[0] in ("self", "cls") else listed
+    is_init = node.returns is None or node.name == "__init__"
+    returned = "" if is_init else f" -> {ast.unparse(node.returns)}"
+    line = f"{name}({', '.join(listed)}){returned}"
+    if len(line) > 90:
+        inside = "".join(f"    {part},\n" for part in listed)
+        line = f"{name}(\n{inside}){returned}"
+    return f"```python\n{line}\n```"
+
+
+def _parts(arguments: str) -> list[str]:
+    """Split a list of arguments at the commas that are in no brackets or quotes."""
+    parts, depth, quoted = [""], 0, ""
+    for character in arguments:
+        if quoted:
+            quoted = "" if character == quoted else quoted
+        elif character in "'\"":
+            quoted = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _text(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """Return a docstring in Markdown: blocks that are indented are code."""
+    return textwrap.dedent(ast.get_docstring(node) or "").strip()
+
+
+def lessons() -> str:
+    """Return lessons.md: what every lesson says of the tiny model that it trains."""
+    from tiedgpt.lessons import TOPICS, explain
+
+    parts = [
+        f"# Lessons\n\n{MADE}",
+        "What `tiedgpt explain TOPIC` prints, here of the tiny model that it trains where there is "
+        "no\nother. `tiedgpt explain TOPIC MODEL` measures the same on your model, and\n"
+        '`tiedgpt.explain("tie", model).numbers` has every number by name.',
+        "\n".join(f"- [{topic}](#{topic}): {about.question}" for topic, about in TOPICS.items()),
+    ]
+    for topic in TOPICS:
+        title, _, answer = str(explain(topic)).partition("\n\n")
+        question = " ".join(title.split()).removeprefix(f"{topic}: ")
+        parts.append(f"## {topic}\n\n**{question}**\n\n{_block(answer)}")
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {"command-line.md": command_line, "python.md": python, "lessons.md": lessons}
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:] or PAGES:
+        (DOCS / page).write_text(PAGES[page](), encoding="utf-8")
+        print(f"written  {page}")

@@ -1,0 +1,38 @@
+"""The pages that docs/generate.py makes say what the code says today."""
+
+import re
+import runpy
+
+import pytest
+
+from tests.docs.conftest import ROOT
+from tiedgpt.lessons import TOPICS, explain
+from tiedgpt.lessons.lesson import Lesson
+
+HOW = "run `python docs/generate.py`"
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return runpy.run_path(str(ROOT / "docs" / "generate.py"))
+
+
+@pytest.mark.parametrize("page", ["command-line.md", "python.md"])
+def test_a_reference_is_up_to_date(page, generate):
+    stored = (ROOT / "docs" / page).read_text()
+    assert stored == generate["PAGES"][page](), HOW
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_lesson_on_the_page_has_the_sentences_that_it_has_today(topic, monkeypatch):
+    """Numbers and words of the tiny model differ from machine to machine; sentences do not."""
+    said, say = [], Lesson.say
+    monkeypatch.setattr(
+        Lesson, "say", lambda self, text, **values: (said.append(text), say(self, text, **values))
+    )
+    explain(topic)
+    page = (ROOT / "docs" / "lessons.md").read_text()
+    section = " ".join(page.partition(f"\n## {topic}\n")[2].partition("\n## ")[0].split())
+    assert TOPICS[topic].question in section
+    sentences = [re.sub(r"\\{.*?\\}", ".+?", re.escape(" ".join(text.split()))) for text in said]
+    assert re.search(".*?".join(sentences), section), HOW

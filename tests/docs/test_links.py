@@ -1,0 +1,97 @@
+"""Every link of README and docs leads somewhere, and every name of an extra or a target is one."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docs.conftest import PAGES, ROOT
+from tiedgpt.cli.main import EXIT_CODES
+
+ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+AWAITED = {"docs/images/page-text.png"}
+"""Pictures that are still to be taken."""
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {title.strip().replace(" ", "-") for title in plain}
+
+
+def links(path: Path) -> list[str]:
+    return [a or b for a, b in LINK.findall(BLOCK.sub("", path.read_text()))]
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_resolves(page):
+    broken = []
+    for link in links(page):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        awaited = target.is_relative_to(ROOT) and target.relative_to(ROOT).as_posix() in AWAITED
+        if not target.exists() and not awaited:
+            broken.append(link)
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_linked():
+    reached = {
+        (page.parent / link.partition("#")[0]).resolve() for page in ALL for link in links(page)
+    }
+    alone = [p for p in (ROOT / "docs").rglob("*.md") if p not in reached]
+    alone += [p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".ipynb")
+              and p not in reached]  # fmt: skip
+    assert not alone
+
+
+def test_extras_and_targets_that_are_named_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in ALL:
+        text = page.read_text()
+        named = {
+            name for names in re.findall(r"tiedgpt\[([\w,]+)\]", text) for name in names.split(",")
+        }
+        assert named <= extras.keys(), page
+        commands = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        commands += "\n".join(re.findall(r"`([^`\n]+)`", text))
+        assert set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE)) <= set(targets), page
+
+
+def test_every_error_class_and_exit_code_is_explained():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    classes = set(re.findall(r"^class ([A-Z]\w*(?:Error|Warning))\(", source, re.MULTILINE))
+    assert not [name for name in classes - {"TiedGPTError", "APIError"} if name not in page]
+    assert not [code for code in EXIT_CODES if f"\n| {code} |" not in page]
+
+
+def test_guides_are_short_and_the_readme_too():
+    for guide in (ROOT / "docs" / "guides").glob("*.md"):
+        assert len(guide.read_text().splitlines()) <= 120, guide
+    text = BLOCK.sub("", (ROOT / "README.md").read_text())
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "<"))]
+    assert len(" ".join(prose).split()) <= 1200
+    paragraphs = re.split(r"\n\s*\n|\n(?=- )", "\n".join(prose))
+    longest = max(paragraphs, key=lambda paragraph: paragraph.count("\n"))
+    assert longest.count("\n") < 5, longest
+
+
+def test_notebooks_are_notebooks():
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        notebook = json.loads(path.read_text())
+        assert notebook["nbformat"] == 4
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        assert any(cell["outputs"] for cell in code), f"{path}: outputs are not stored"
