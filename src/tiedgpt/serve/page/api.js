@@ -71,6 +71,11 @@ async function send(path, body, signal) {
     throw failure("the server does not answer: is `tiedgpt serve` still running?", 0);
   }
   if (response.ok) return response;
+  if (response.status === 429) { // others are before us: come again
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+    signal?.throwIfAborted();
+    return send(path, body, signal);
+  }
   const said = await response.json().catch(() => null);
   throw failure(said?.error?.message ?? `the server answered ${response.status}`, response.status);
 }

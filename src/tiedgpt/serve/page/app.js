@@ -154,11 +154,10 @@ function App() {
       <${Tabs} view=${saved.view} update=${update} />
     </header>
     ${saved.tour > 0 && html`<${Tour} state=${state} update=${update} />`}
-    <main id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
+    <main><div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
       ${(showsPin || reason) && saved.view !== "text" && html`<${Strip} state=${state} update=${update} />`}
-      <${View} key=${saved.view} state=${state} update=${update} />
-    </main>
-    <div id="live" class="hidden" aria-live="polite"></div>`;
+      <${View} key=${saved.view} state=${state} update=${update} /></div>
+      <div id="live" class="hidden" aria-live="polite"></div></main>`;
 }
 
 function Summary({ info }) {

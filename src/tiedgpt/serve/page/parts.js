@@ -27,13 +27,10 @@
 //   Tokens({pieces, pin, onPin, label, look, after})   buttons with arrow keys; look(i) is
 //                         {fill, bar, grey, mark, says}: shade and height 0..1, a class, a sentence
 //   Table({caption, columns, rows, start, mark})       columns: {key, label, says, show, text}
-//   grid(n, columns, at, move)   props of an element that arrow keys walk through like a grid
 // Numbers and colours:
 //   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
 //   count(n) prob(p) fixed(x, digits) short(x) bytes(n) as strings
 //   heat(t, dark)         0..1 -> {background, color}: cividis, from the page to its far end
-//   cividis(t)            0..1 -> [r, g, b];  css(rgb), ink(rgb): black or white, >= 4.58:1
-//   GROUPS                Okabe and Ito's colours by meaning, as CSS variables: reads, predicts ...
 
 import { h } from "./vendor/preact.js";
 import { useEffect, useId, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
@@ -217,10 +214,14 @@ const MOST_TALL = 44; // pixels of the highest bar
 export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, small }) {
   const keyed = (event) => {
     const at = Math.min(pin ?? 0, pieces.length - 1);
-    const to = walk(event, at, pieces.length, () => lines(event.currentTarget, at));
-    if (to === null) return;
+    const box = event.currentTarget;
+    const steps = { ArrowLeft: () => at - 1, ArrowRight: () => at + 1, Home: () => 0, End: () => pieces.length - 1,
+      ArrowUp: () => line(box, at, -1), ArrowDown: () => line(box, at, 1) };
+    const to = steps[event.key]?.();
+    if (to === undefined || !pieces[to] || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
     onPin(to);
-    event.currentTarget.querySelectorAll(".token")[to].focus();
+    box.querySelectorAll(".token")[to].focus();
   };
   const one = (piece, i) => {
     const { fill, bar, grey, mark, says } = look(i);
@@ -236,38 +237,16 @@ export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, sm
     ${pieces.map(one)}${after}</div>`;
 }
 
-// The token above or below the one at `at`, as the text is wrapped: {ArrowUp, ArrowDown}.
-function lines(box, at) {
-  const places = [...box.querySelectorAll(".token")].map((token) => token.getBoundingClientRect());
-  const here = places[at];
-  const nearest = (below) => {
-    const there = places.map((place, i) => [place, i])
-      .filter(([place]) => (below ? place.top >= here.bottom - 2 : place.bottom <= here.top + 2));
-    if (!there.length) return at;
-    const edge = below ? Math.min(...there.map(([p]) => p.top)) : Math.max(...there.map(([p]) => p.top));
-    const line = there.filter(([place]) => Math.abs(place.top - edge) < 8);
-    return line.sort(([a], [b]) => Math.abs(a.left - here.left) - Math.abs(b.left - here.left))[0][1];
-  };
-  return { ArrowUp: nearest(false), ArrowDown: nearest(true) };
-}
-
-function walk(event, at, n, upAndDown) {
-  const named = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: n - 1 };
-  const to = named[event.key] ?? (/^Arrow(Up|Down)$/.test(event.key) ? upAndDown()[event.key] : null);
-  if (to === null || event.altKey || event.ctrlKey || event.metaKey) return null;
-  event.preventDefault();
-  return Math.min(n - 1, Math.max(0, to));
-}
-
-export function grid(n, columns, at, move) {
-  return {
-    tabindex: 0,
-    onKeyDown: (event) => {
-      const upAndDown = () => ({ ArrowUp: at - columns, ArrowDown: at + columns });
-      const to = walk(event, at, n, upAndDown);
-      if (to !== null) move(to);
-    },
-  };
+// The token below (step 1) or above (-1) the one at `at`, as the text is wrapped.
+function line(box, at, step) {
+  const tokens = box.querySelectorAll(".token");
+  const here = tokens[at].getBoundingClientRect();
+  for (let i = at + step; tokens[i]; i += step) {
+    const place = tokens[i].getBoundingClientRect();
+    const isThere = step > 0 ? place.right > here.left : place.left <= here.left;
+    if (isThere && Math.abs(place.bottom - here.bottom) > 8) return i;
+  }
+  return at;
 }
 
 export function Table({ caption, columns, rows, start, mark }) {
@@ -331,16 +310,17 @@ const CIVIDIS = [
 ];
 const PAGE = { light: [251, 250, 247], dark: [21, 22, 27] };
 
-export function cividis(t) {
+function cividis(t) {
   const at = Math.min(1, Math.max(0, t)) * (CIVIDIS.length - 1);
   const low = Math.min(CIVIDIS.length - 2, Math.floor(at));
   return mix(CIVIDIS[low], CIVIDIS[low + 1], at - low);
 }
 
 const mix = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
-export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
+const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 
-export function ink(rgb) {
+// Black or white, whichever has the higher contrast: at least 4.58 : 1.
+function ink(rgb) {
   const [r, g, b] = rgb.map((x) => (x <= 10 ? x / 3294.6 : ((x / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
 }
@@ -351,8 +331,3 @@ export function heat(t, dark) {
   const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * Math.max(0, t)));
   return { background: css(rgb), color: ink(rgb) };
 }
-
-export const GROUPS = {
-  reads: "var(--reads)", predicts: "var(--predicts)", truth: "var(--truth)",
-  other: "var(--other)", third: "var(--third)",
-};
