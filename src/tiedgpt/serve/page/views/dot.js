@@ -36,7 +36,7 @@ export default function Dot({ state, update }) {
           label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
         <${Winners} data=${data} every=${every} named=${named} />`}
     <//>
-    ${data && html`<${Numbers} data=${data} centred=${centred} found=${found} positions=${positions} />`}`;
+    ${data && html`<${Numbers} data=${data} centred=${centred} found=${found} positions=${positions} ask=${body && ["/inspect/dot", body]} />`}`;
 }
 
 // Of all V rows: length, cosine, and the ids from the highest logit down.
@@ -82,7 +82,7 @@ function Winners({ data, every, named }) {
     ${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
 }
 
-function Numbers({ data, centred, found, positions }) {
+function Numbers({ data, centred, found, positions, ask }) {
   const target = positions.target[data.position];
   const rows = data.ids.map((id, k) => ({
     id, piece: data.pieces[k], rank: k + 1, prob: data.prob[k], logit: data.logit[k],
@@ -102,7 +102,7 @@ function Numbers({ data, centred, found, positions }) {
     { key: "rank_cos", label: "# by cos", says: "of h and e, among all tokens",
       show: (r) => html`<${Num} x=${r.rank_cos} show=${count} />${r.rank_cos !== r.rank && html` <span aria-label="differs">≠</span>`}` },
   ];
-  return html`<${Panel} title="The ten likeliest, in numbers" found=${{ ...found, busy: false, error: null }}
+  return html`<${Panel} title="The ten likeliest, in numbers" ask=${ask} found=${{ ...found, busy: false, error: null }}
       says="The bias part writes a token's frequency whatever the text; ≠ marks tokens that the cosine alone would rank otherwise.">
     <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />
   <//>`;

@@ -29,7 +29,7 @@ export default function Heads({ state, update }) {
       ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />
         <${Maps} data=${data} head=${head} pin=${pin} dark=${state.dark} update=${update} />`}
     <//>
-    ${data && html`<${Kinds} data=${data} at=${[layer, head]} state=${state} update=${update} found=${found} />`}
+    ${data && html`<${Kinds} data=${data} at=${[layer, head]} state=${state} update=${update} found=${found} ask=${body && ["/inspect/attention", body]} />`}
     <${Worth} short=${short} at=${[layer, head]} state=${state} update=${update} />`;
 }
 
@@ -94,10 +94,10 @@ const KINDS = {
   entropy: ["entropy, bits", (x) => fixed(x, 1)],
 };
 
-function Kinds({ data, at, state, update, found }) {
+function Kinds({ data, at, state, update, found, ask }) {
   const [kind, setKind] = useState("previous_share");
   const [, show] = KINDS[kind];
-  return html`<${Panel} title="All heads of all layers" found=${{ ...found, busy: false, error: null }}
+  return html`<${Panel} title="All heads of all layers" ask=${ask} found=${{ ...found, busy: false, error: null }}
       says="Means over the text: heads that look at the token before, heads that rest on the first, heads that look everywhere.">
     <${Choice} label="Number" value=${kind} onChange=${setKind} options=${Object.entries(KINDS).map(([key, [text]]) => [key, text])} />
     <${HeatGrid} label=${`Attention ${KINDS[kind][0]}`} corner="layer" rows=${data[kind].map((_, l) => String(l))}

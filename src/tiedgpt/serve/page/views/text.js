@@ -20,7 +20,7 @@ export default function Text({ state, update }) {
     <//>
     ${positions && html`<div class="two">
       <${Pinned} state=${state} update=${update} ask=${ask} />
-      <div><${Totals} state=${state} /><${Poke} state=${state} /></div></div>`}`;
+      <div><${Totals} state=${state} ask=${ask} /><${Poke} state=${state} /></div></div>`}`;
 }
 
 // The first panel alone tells what the call is doing; the others turn grey with it.
@@ -100,12 +100,12 @@ function Pinned({ state, update, ask }) {
   <//>`;
 }
 
-function Totals({ state }) {
+function Totals({ state, ask }) {
   const { positions, found } = state;
   const { loss, bits_per_byte: perByte, next, rank } = positions;
   const counts = RANKS.map(([most], k) => rank.slice(0, next)
     .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
-  return html`<${Panel} title="The whole text" found=${quiet(found)}
+  return html`<${Panel} title="The whole text" found=${quiet(found)} ask=${ask}
     says="The loss is the mean surprisal; below is how often the true token had which rank.">
     <dl class="facts">
       <div><dt>mean loss, nats</dt><dd><${Num} x=${loss} digits=${3} /></dd></div>
@@ -137,9 +137,10 @@ function Poke({ state }) {
     }
   };
   const isAsked = asked?.of === JSON.stringify(subject);
-  const body = isAsked ? { ...subject, top: 1, poke: asked.poke, poke_with: asked.poke_with } : null;
+  const bodyOf = (poke, id) => ({ ...subject, top: 1, poke, poke_with: id });
+  const body = isAsked ? bodyOf(asked.poke, asked.poke_with) : null;
   const found = useCall("/inspect/positions", body);
-  return html`<${Panel} title="Change one token" found=${found} ask=${body && ["/inspect/positions", body]}
+  return html`<${Panel} title="Change one token" found=${found} ask=${subject && ["/inspect/positions", body ?? bodyOf(pin, null)]}
     says="A later token cannot change an earlier prediction: attention looks back only.">
     <form class="row" onSubmit=${change}>
       <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by
