@@ -83,10 +83,8 @@ export function first(state, n) {
 export function Panel({ title, says, found, ask, children }) {
   const id = useId();
   return html`<section class="panel" aria-labelledby=${id} aria-busy=${Boolean(found?.busy)}>
-    <div class="panel-head">
-      <div><h2 id=${id}>${title}</h2>${says && html`<p class="says">${says}</p>`}</div>
-      ${ask?.[1] && html`<${Copy} path=${ask[0]} body=${ask[1]} />`}
-    </div>
+    <div class="panel-head"><h2 id=${id}>${title}</h2>${ask?.[1] && html`<${Copy} path=${ask[0]} body=${ask[1]} />`}</div>
+    ${says && html`<p class="says">${says}</p>`}
     ${found && html`<${Status} found=${found} />`}
     <div class=${found && (found.stale || found.error) ? "stale" : ""}>${children}</div>
   </section>`;
@@ -122,10 +120,9 @@ function Copy({ path, body }) {
   };
   useEffect(() => setShown(null), [path, JSON.stringify(body)]);
   return html`<div class="copy">
-    <button type="button" onClick=${() => copy("Python", python(path, body))}>copy as Python</button>
-    <button type="button" onClick=${() => copy("curl", curl(path, body))}>copy as curl</button>
-    ${shown && html`<pre tabindex="0" aria-label=${`The ${shown.kind} that was copied`}>${shown.text}</pre>`}
-  </div>`;
+      <button type="button" onClick=${() => copy("Python", python(path, body))}>copy as Python</button>
+      <button type="button" onClick=${() => copy("curl", curl(path, body))}>copy as curl</button></div>
+    ${shown && html`<pre tabindex="0" role="region" aria-label=${`${shown.kind}, as copied`}>${shown.text}</pre>`}`;
 }
 
 let modelName = "MODEL";
@@ -206,12 +203,14 @@ function spell(piece) {
 export const plain = (piece) => spell(piece).map(([text]) => text).join("");
 
 export function Piece({ text }) {
-  return html`<bdi class="piece">${spell(text).map(([part, kind]) => kind ? html`<span class=${kind}>${part}</span>` : part)}</bdi>`;
+  return html`<bdi>${spell(text).map(([part, kind]) => kind ? html`<span class=${kind}>${part}</span>` : part)}</bdi>`;
 }
 
-const MOST_TALL = 44; // pixels of the highest bar
+const TALL = 46; // pixels of the highest bar
 
 export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, small }) {
+  const drawn = useRef([]); // what did not change is given again, and Preact skips it
+  const tall = small ? TALL / 2 : TALL;
   const keyed = (event) => {
     const at = Math.min(pin ?? 0, pieces.length - 1);
     const box = event.currentTarget;
@@ -223,18 +222,25 @@ export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, sm
     onPin(to);
     box.querySelectorAll(".token")[to].focus();
   };
-  const one = (piece, i) => {
-    const { fill, bar, grey, mark, says } = look(i);
-    const tall = bar === undefined ? null : { height: `${Math.max(1, bar * MOST_TALL)}px` };
-    return html`<button type="button" key=${i} tabindex=${i === (pin ?? 0) ? 0 : -1}
-      class=${`token ${grey ? "grey" : ""} ${mark ?? ""}`} aria-pressed=${i === pin}
-      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)} onClick=${() => onPin(i)}>
-      ${tall && html`<span class="bar"><span style=${tall}></span></span>`}
-      <span class="word" style=${fill ?? {}}><${Piece} text=${piece} /></span></button>${
-      /\n$/.test(piece) && html`<br />`}`;
+  const pressed = (event) => {
+    const token = event.target.closest(".token");
+    if (token) onPin(Number(token.dataset.at));
   };
-  return html`<div class=${`tokens ${small ? "small" : ""}`} role="toolbar" aria-label=${label} onKeyDown=${keyed}>
-    ${pieces.map(one)}${after}</div>`;
+  const one = (piece, i) => {
+    const { fill, bar, grey, mark = "", says } = look(i);
+    const isNext = i === (pin ?? 0);
+    const key = [piece, fill?.background, bar, grey, mark, says, isNext, i === pin].join("\n");
+    if (drawn.current[i]?.key === key) return drawn.current[i].node;
+    const style = bar === undefined ? fill ?? {} : { ...fill, paddingTop: `${bar * tall}px`, marginTop: `${(1 - bar) * tall}px` };
+    const node = html`<button type="button" key=${i} data-at=${i} tabindex=${isNext ? 0 : -1} style=${style}
+      class=${`token ${grey ? "grey" : ""} ${mark}`} aria-pressed=${i === pin}
+      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)}><${Piece} text=${piece} /></button>`;
+    drawn.current[i] = { key, node };
+    return node;
+  };
+  const cells = pieces.flatMap((piece, i) => (/\n$/.test(piece) ? [one(piece, i), html`<br key=${`after ${i}`} />`] : [one(piece, i)]));
+  return html`<div class=${`tokens ${small ? "small" : ""}`} role="toolbar" aria-label=${label}
+    onKeyDown=${keyed} onClick=${pressed}>${cells}${after}</div>`;
 }
 
 // The token below (step 1) or above (-1) the one at `at`, as the text is wrapped.
@@ -277,8 +283,10 @@ function compare(a, b) {
 
 // ---- numbers and colours -----------------------------------------------------------------------
 
-export const fixed = (x, digits) => (x === null || x === undefined ? "–" : x.toFixed(digits));
-export const count = (n) => (n === null || n === undefined ? "–" : n.toLocaleString("en"));
+export const fixed = (x, digits) => (x === null || x === undefined ? "–" : minus(x.toFixed(digits)));
+const minus = (text) => text.replace("-", "−");
+const grouped = new Intl.NumberFormat("en"); // toLocaleString makes one at each call
+export const count = (n) => (n === null || n === undefined ? "–" : minus(grouped.format(n)));
 export const bytes = (n) => {
   const power = n < 1000 ? 0 : Math.min(3, Math.floor(Math.log10(n) / 3));
   return `${(n / 1000 ** power).toFixed(power ? 1 : 0)} ${["bytes", "kB", "MB", "GB"][power]}`;
@@ -295,8 +303,8 @@ export function short(x) {
   if (x === null || x === undefined) return "–";
   if (Number.isInteger(x)) return count(x);
   const size = Math.abs(x);
-  if (size < 0.0005) return x.toExponential(0);
-  return size >= 1000 ? count(Math.round(x)) : x.toFixed(size < 10 ? 3 : size < 100 ? 2 : 1);
+  if (size < 0.0005) return minus(x.toExponential(0));
+  return size >= 1000 ? count(Math.round(x)) : fixed(x, size < 10 ? 3 : size < 100 ? 2 : 1);
 }
 
 export function Num({ x, digits, show }) {

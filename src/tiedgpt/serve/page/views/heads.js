@@ -35,10 +35,10 @@ export default function Heads({ state, update }) {
 
 function Look({ data, head, pin, state, update }) {
   const weights = data.patterns[head][pin];
-  const look = (j) => (j > pin
-    ? { bar: 0, grey: true, says: "later: it cannot be seen" }
-    : { bar: weights[j], fill: heat(weights[j], state.dark), says: `weight ${prob(weights[j])}` });
   const best = weights.indexOf(Math.max(...weights.slice(0, pin + 1)));
+  const look = (j) => (j > pin
+    ? { grey: true, says: "later: it cannot be seen" }
+    : { bar: weights[j] / weights[best], fill: heat(Math.sqrt(weights[j]), state.dark), says: `weight ${prob(weights[j])}` });
   return html`<p class="verdict">Head ${head} of layer ${data.layer}, from <b><${Piece} text=${data.pieces[pin]} /></b> (token ${pin}):
       ${" "}<${Num} x=${weights[best]} show=${prob} /> on <b><${Piece} text=${data.pieces[best]} /></b>${best === pin ? ", itself" : ` (token ${best})`}.</p>
     <${Tokens} pieces=${data.pieces} pin=${pin} onPin=${(at) => update({ pin: at })} look=${look}
@@ -77,7 +77,7 @@ function Triangle({ pattern, row, dark }) {
   useEffect(() => {
     Object.assign(canvas.current, { width: n, height: n });
     const pen = canvas.current.getContext("2d");
-    const colors = Array.from({ length: 256 }, (_, k) => heat(k / 255, dark).background.match(/\d+/g).map(Number));
+    const colors = Array.from({ length: 256 }, (_, k) => heat(Math.sqrt(k / 255), dark).background.match(/\d+/g).map(Number));
     const image = pen.createImageData(n, n);
     pattern.forEach((weights, i) => {
       for (let j = 0; j <= i; j += 1) image.data.set([...colors[Math.round(255 * weights[j])], 255], 4 * (i * n + j));
@@ -85,7 +85,7 @@ function Triangle({ pattern, row, dark }) {
     pen.putImageData(image, 0, 0);
   }, [pattern, dark]);
   return html`<span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
-    <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%` }}></span></span>`;
+    <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%`, width: `${(100 * (row + 1)) / n}%` }}></span></span>`;
 }
 
 const KINDS = {

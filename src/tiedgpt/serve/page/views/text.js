@@ -8,14 +8,16 @@ import {
   announce, Choice, count, fixed, heat, html, Num, Panel, Piece, plain, prob, Tokens, useCall, useState,
 } from "../parts.js";
 
-const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above"]];
+const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above 1,000"]];
 
 export default function Text({ state, update }) {
   const { positions, found, subject } = state;
   const ask = subject && ["/inspect/positions", { ...subject, top: 10 }];
+  const isTraining = state.mode === "training";
   return html`
-    <${Panel} title="What did each token cost?" found=${found} ask=${ask}
-      says="Each token is coloured by its surprisal, −log₂ of the probability that the model gave it.">
+    <${Panel} found=${found} ask=${ask} title=${isTraining ? "What did each token cost?" : "Which prediction is used?"}
+      says=${isTraining ? "Each token is coloured by its surprisal, −log₂ of the probability that the model gave it."
+        : "Every column predicts. Generation uses the last one alone: it chooses the token that follows."}>
       ${positions && html`<${Columns} state=${state} update=${update} />`}
     <//>
     ${positions && html`<div class="two">
@@ -36,23 +38,21 @@ function Columns({ state, update }) {
   const scale = scaleOf(state);
   const look = (i) => {
     const mark = isTraining && i === pin + 1 ? "next" : "";
-    if (!isTraining) return { bar: 0, grey: i < next, mark };
+    if (!isTraining) return { grey: i < next };
     if (i === 0) return { bar: 0, mark, says: "nothing predicts the first token" };
     const t = Math.min(1, bits[i - 1] / scale);
     return { bar: t, fill: heat(t, dark), mark, says: `${fixed(bits[i - 1], 1)} bits, rank ${count(rank[i - 1])}` };
   };
   const likeliest = Math.exp(top_logprob[next][0]);
-  const after = !isTraining && html`<span class="ghost"><span class="bar">
-    <span style=${{ height: `${likeliest * 44}px` }}></span></span>
-    <span class="word">→ <${Piece} text=${words[top_ids[next][0]]} /> ${prob(likeliest)}</span></span>`;
+  const after = !isTraining && html`<span class="ghost">→ <${Piece} text=${words[top_ids[next][0]]} /> ${prob(likeliest)}</span>`;
   const choose = (chosen) => update(chosen === "training" ? { mode: chosen } : { mode: chosen, pin: -1 });
   return html`
     <div class="row">
       <${Choice} label="What the predictions are for" value=${mode} onChange=${choose}
         options=${[["training", "Training"], ["generation", "Generation"]]} />
-      <p class="says">${isTraining
-        ? `${count(next + 1)} tokens, read at once, give ${count(next)} predictions whose answer is known: training learns from all.`
-        : `Generation uses the last column alone: its prediction chooses the token that follows.`}</p>
+      <p class="says">${count(next + 1)} tokens are read at once. ${isTraining
+        ? `${count(next)} predictions have a known answer: training learns from all of them.`
+        : `${count(next)} predictions are left unused.`}</p>
     </div>
     <div class="hero"><${Tokens} pieces=${pieces} pin=${pin} onPin=${(at) => update({ pin: at })} look=${look}
       label="Tokens: pin one to see what the model expected after it" after=${after} /></div>
