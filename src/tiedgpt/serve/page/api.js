@@ -2,6 +2,7 @@
 // answers in <script id="data" type="application/json">, needs no server.
 //
 //   call(path, body, signal)    the answer as an object. `body` undefined: GET, otherwise POST
+//   textOf(ids, info)           the text of tokens
 //   stream(path, body, signal)  an async iterator over the events of a streamed completion
 //   exported                    null, or the export's own {key: answer}; `exported.state` is what
 //                               the page shows first, such as {"text": "...", "pin": 3}
@@ -35,6 +36,11 @@ export async function call(path, body, signal) {
   answers.set(key, answer);
   if (answers.size > KEPT) answers.delete(answers.keys().next().value);
   return answer;
+}
+
+// The text of tokens; their ids where the model has no tokenizer.
+export async function textOf(ids, info) {
+  return info.tokenizer === false ? ids.join(" ") : (await call("/detokenize", { tokens: ids })).prompt;
 }
 
 export async function* stream(path, body, signal) {

@@ -122,9 +122,12 @@ function App() {
   const [dark, turn] = useTheme();
   const asked = useCall("/inspect/model", undefined);
   const info = asked.data ?? {};
-  const [subject, reason] = useSubject(saved, info);
+  const isKnown = asked.data || asked.error; // whether there is a tokenizer
+  const [given, reason] = useSubject(saved, info);
+  const subject = isKnown ? given : null;
   const found = useCall("/inspect/positions", subject && { ...subject, top: 10 });
-  if (reason) Object.assign(found, { error: reason, busy: false, stale: true });
+  if (!isKnown) Object.assign(found, { busy: asked.busy, stop: asked.stop });
+  if (isKnown && reason) Object.assign(found, { error: reason, busy: false, stale: true, again: null });
   const positions = found.data;
   const last = positions ? positions.ids.length - 1 : 0;
   const pin = saved.pin < 0 ? last : Math.min(saved.pin, last);
@@ -137,7 +140,7 @@ function App() {
   }, [title, name]);
   const again = () => {
     asked.again();
-    found.again();
+    found.again?.();
   };
   return html`
     <a class="skip" href="#view" onClick=${(event) => {

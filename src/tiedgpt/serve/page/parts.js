@@ -105,7 +105,7 @@ export function Status({ found }) {
   if (found.error)
     return html`<p class="status error" role="status"><span>${sentence(found.error)}</span>
       ${found.data && html` <span>The numbers below are from before.</span>`}
-      <button type="button" onClick=${found.again}>Try again</button></p>`;
+      ${found.again && html`<button type="button" onClick=${found.again}>Try again</button>`}</p>`;
   return null;
 }
 
@@ -169,7 +169,7 @@ export function Choice({ label, value, options, onChange }) {
 }
 
 export function Slider({ label, value, min, max, step, show, onChange }) {
-  return html`<label class="slider"><span>${label} <output>${show ? show(value) : value}</output></span>
+  return html`<label class="slider"><span>${label} <b>${show ? show(value) : value}</b></span>
     <input type="range" min=${min} max=${max} step=${step} value=${value}
       aria-valuetext=${show ? show(value) : String(value)}
       onInput=${(event) => onChange(Number(event.target.value))} /></label>`;

@@ -3,7 +3,7 @@
 // Position i predicts token i + 1. So token i is coloured by the surprisal at position i - 1, and
 // pinning token i shows the prediction that is made after it.
 
-import { call, exported } from "../api.js";
+import { call, exported, textOf } from "../api.js";
 import {
   announce, Choice, count, fixed, heat, html, Num, Panel, Piece, plain, prob, Tokens, useCall, useState,
 } from "../parts.js";
@@ -76,8 +76,7 @@ function Pinned({ state, update, ask }) {
   const most = Math.exp(tops[0][1]);
   const go = async (id) => {
     const all = [...ids.slice(0, pin + 1), id];
-    const text = await call("/detokenize", { tokens: all }).then((answer) => answer.prompt, () => all.join(" "));
-    update({ ids: all, text, pin: -1 });
+    update({ ids: all, text: await textOf(all, info), pin: -1 });
     announce(`Continued with ${plain(words[id])}.`);
   };
   return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`}

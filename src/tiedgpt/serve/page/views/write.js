@@ -3,7 +3,7 @@
 // All logits of a position come from /inspect/dot, as |h| |e| cos of every row. So the sliders need
 // no server, and the kept mass is exact. The filters are those of tiedgpt.infer.filters, in order.
 
-import { call, exported, stream } from "../api.js";
+import { exported, stream, textOf } from "../api.js";
 import {
   announce, count, fixed, heat, html, Num, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
   useMemo, useRef, useState,
@@ -59,7 +59,7 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
       for await (const event of stream("/v1/completions", { ...body, seed: made.seed, logprobs: 1 }, signal)) {
         const [{ logprobs, finish_reason: end }] = event.choices;
         logprobs?.tokens.forEach((piece, i) => made.tokens.push({
-          piece, id: logprobs.token_ids[i], logprob: logprobs.token_logprobs[i] }));
+          piece: info.tokenizer === false ? `id:${logprobs.token_ids[i]}` : piece, id: logprobs.token_ids[i], logprob: logprobs.token_logprobs[i] }));
         made.end = end ?? made.end;
         put({ ...made });
       }
@@ -72,8 +72,7 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
   };
   const take = async () => {
     const ids = [...positions.ids, ...text.tokens.map(({ id }) => id)];
-    const whole = await call("/detokenize", { tokens: ids }).then((answer) => answer.prompt, () => ids.join(" "));
-    update({ ids, text: whole, view: "text", pin: positions.next });
+    update({ ids, text: await textOf(ids, info), view: "text", pin: positions.next });
   };
   const scale = info.vocab_size ? Math.log2(info.vocab_size) : 16;
   const look = (i) => {
