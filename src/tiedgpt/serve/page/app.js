@@ -5,7 +5,7 @@ import { exported, setKey } from "./api.js";
 import {
   count, html, plain, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
 } from "./parts.js";
-import Tour from "./tour.js";
+import Tour, { toQuestion } from "./tour.js";
 import Text from "./views/text.js";
 import Write from "./views/write.js";
 import Dot from "./views/dot.js";
@@ -149,7 +149,7 @@ function App() {
     }}>Skip to the view</a>
     <header>
       <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
-        <button type="button" onClick=${() => update({ tour: saved.tour ? 0 : 1 })}
+        <button type="button" onClick=${() => update(toQuestion(saved.tour ? 0 : 1))}
           aria-expanded=${saved.tour > 0}>Six questions</button>
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
       <${Box} saved=${saved} info=${info} update=${update} />

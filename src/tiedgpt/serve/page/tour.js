@@ -47,28 +47,28 @@ const STEPS = [
   },
 ];
 
+// What opens a question: its number, and the view that shows it. 0 ends the tour.
+export const toQuestion = (n) => ({ tour: n, ...STEPS[n - 1]?.set });
+
 export default function Tour({ state, update }) {
   const at = Math.min(STEPS.length, Math.max(1, state.tour));
-  const { question, set, ask, Answer, command } = STEPS[at - 1];
+  const { question, ask, Answer, command } = STEPS[at - 1];
   const [path, body] = (ask && !state.found.stale && ask(state)) || ["", null];
   const found = useCall(path, body);
   const heading = useRef(null);
-  useEffect(() => {
-    update(set);
-    heading.current.focus();
-  }, [at]);
+  useEffect(() => heading.current.focus(), [at]);
   const name = state.info.source ?? state.info.name ?? "MODEL";
   return html`<aside class="tour" aria-label="The six questions">
     <div class="row"><ol>${STEPS.map((step, i) => html`<li><button type="button" aria-label=${`Question ${i + 1}: ${step.question}`}
-        aria-current=${i + 1 === at ? "step" : null} onClick=${() => update({ tour: i + 1 })}>${i + 1}</button></li>`)}</ol>
+        aria-current=${i + 1 === at ? "step" : null} onClick=${() => update(toQuestion(i + 1))}>${i + 1}</button></li>`)}</ol>
       <button type="button" onClick=${() => update({ tour: 0 })}>Close</button></div>
     <h2 tabindex="-1" ref=${heading}>${question}</h2>
     <${Status} found=${found} />
     <div class="answer"><${Answer} state=${state} data=${found.stale ? null : found.data} info=${state.info} /></div>
     <p class="says">In a terminal: <code>${command(/^[\w./:-]+$/.test(name) ? name : "MODEL")}</code></p>
     <div class="row">
-      <button type="button" disabled=${at === 1} onClick=${() => update({ tour: at - 1 })}>Back</button>
-      <button type="button" class="main" onClick=${() => update({ tour: at === STEPS.length ? 0 : at + 1 })}>
+      <button type="button" disabled=${at === 1} onClick=${() => update(toQuestion(at - 1))}>Back</button>
+      <button type="button" class="main" onClick=${() => update(toQuestion(at === STEPS.length ? 0 : at + 1))}>
         ${at === STEPS.length ? "Done" : "Next question"}</button></div>
   </aside>`;
 }
