@@ -1,12 +1,13 @@
 """LoRA against full fine-tuning: the validation loss, and how many parameters are trained.
 
     python bench/lora.py [--size little] [--minutes 3] [--epochs 3] [--rank 4] [--seeds 0 1 2]
+    python bench/lora.py --base MODEL
 
 A model is trained on the language reference and the built-in modules of the documentation inside
-this Python. It is then tuned to say what a function of the standard library does: the prompt is the
-function's name and arguments, the completion its docstring's first sentence. Either way has the
-best of its `--rates`, by the validation loss of the first seed; a best at the edge is told of. All
-else is as in `tiedgpt tune`. A JSON line is added to bench/results/lora-DATE.jsonl.
+this Python; or --base names one, for example that of `make demo`. It is then tuned to say what a
+function of the standard library does: the prompt is the function's name and arguments, the
+completion its docstring's first sentence. Either way has the best of the `RATES`, by the validation
+loss of the first seed; a best at the edge is told of. All else is as in `tiedgpt tune`. A JSON line is added to bench/results/lora-DATE.jsonl.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="little")
     parser.add_argument("--minutes", type=float, default=3, help="of the base's training")
+    parser.add_argument("--base", help="a model that is trained already")
     parser.add_argument("--epochs", type=float, default=3, help="of tuning")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -105,14 +107,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         text, task = write_data(scratch)
-        base = scratch / "base"
-        how = ["--size", given.size, "--minutes", str(given.minutes), "--out", str(base)]
-        assert tiedgpt(["train", str(text), *how]) == 0
+        base = given.base or str(scratch / "base" / "model")
+        if given.base is None:
+            how = ["--size", given.size, "--minutes", str(given.minutes)]
+            assert tiedgpt(["train", str(text), *how, "--out", str(scratch / "base")]) == 0
         found: dict[str, dict[str, Any]] = {}
         for name, rank in (("full", None), ("lora", given.rank)):
             lr, runs = best(
                 scratch / name, RATES[name], given.seeds, lora=rank, data=(str(task),),
-                start=str(base / "model"), epochs=given.epochs,
+                start=base, epochs=given.epochs,
             )  # fmt: skip
             losses, (_, trained, total) = [run[0] for run in runs], runs[0]
             found[name] = {
@@ -127,7 +130,8 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "torch": torch.__version__,
-            "model": f"{given.size}, {total:,} parameters, trained for {given.minutes:g} minutes",
+            "model": given.base or f"{given.size}, trained for {given.minutes:g} minutes",
+            "parameters": total,
             "examples": sum(1 for _ in task.open()),
             "epochs": given.epochs,
             **found,
