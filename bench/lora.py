@@ -7,7 +7,8 @@ A model is trained on the language reference and the built-in modules of the doc
 this Python; or --base names one, for example that of `make demo`. It is then tuned to say what a
 function of the standard library does: the prompt is the function's name and arguments, the
 completion its docstring's first sentence. Either way has the best of the `RATES`, by the validation
-loss of the first seed; a best at the edge is told of. All else is as in `tiedgpt tune`. A JSON line is added to bench/results/lora-DATE.jsonl.
+loss of the first seed; a best at the edge is told of. All else is as in `tiedgpt tune`. A JSON line
+is added to bench/results/lora-DATE.jsonl.
 """
 
 from __future__ import annotations
