@@ -3,7 +3,7 @@
 import { h, render } from "./vendor/preact.js";
 import { exported, setKey } from "./api.js";
 import {
-  count, html, plain, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
+  count, html, plain, round, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
 } from "./parts.js";
 import Tour, { toQuestion } from "./tour.js";
 import Text from "./views/text.js";
@@ -84,18 +84,13 @@ function useSaved() {
 }
 
 function useTheme() {
+  const page = document.documentElement;
   const query = matchMedia("(prefers-color-scheme: dark)");
-  const [system, setSystem] = useState(query.matches);
-  const [chosen, setChosen] = useState(document.documentElement.dataset.theme ?? null);
-  useEffect(() => {
-    const follow = () => setSystem(query.matches);
-    query.addEventListener("change", follow);
-    return () => query.removeEventListener("change", follow);
-  }, []);
-  const dark = chosen ? chosen === "dark" : system;
+  const [dark, setDark] = useState(query.matches);
+  useEffect(() => query.addEventListener("change", () => page.dataset.theme || setDark(query.matches)), []);
   const turn = () => {
-    document.documentElement.dataset.theme = dark ? "light" : "dark"; // before anything is drawn
-    setChosen(dark ? "light" : "dark");
+    page.dataset.theme = dark ? "light" : "dark"; // before anything is drawn
+    setDark(!dark);
   };
   return [dark, turn];
 }
@@ -143,10 +138,6 @@ function App() {
     found.again?.();
   };
   return html`
-    <a class="skip" href="#view" onClick=${(event) => {
-      event.preventDefault();
-      document.getElementById("view").focus();
-    }}>Skip to the view</a>
     <header>
       <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
         <button type="button" onClick=${() => update(toQuestion(saved.tour ? 0 : 1))}
@@ -201,20 +192,13 @@ function Key({ again }) {
 
 function Tabs({ view, update }) {
   const at = VIEWS.findIndex(([name]) => name === view);
-  const keyed = (event) => {
-    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: VIEWS.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    const next = (to + VIEWS.length) % VIEWS.length;
-    update({ view: VIEWS[next][0] });
-    event.currentTarget.children[next].focus();
-  };
   const list = useRef(null);
   useEffect(() => {
     const tab = list.current.children[at];
     list.current.scrollLeft = tab.offsetLeft - list.current.clientWidth / 2 + tab.clientWidth / 2;
   }, [at]);
-  return html`<div class="tabs" role="tablist" aria-label="Views" ref=${list} onKeyDown=${keyed}>
+  return html`<div class="tabs" role="tablist" aria-label="Views" ref=${list}
+    onKeyDown=${round(VIEWS.length, at, (next) => update({ view: VIEWS[next][0] }))}>
     ${VIEWS.map(([name, label]) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`}
       aria-selected=${name === view} aria-controls=${name === view ? "view" : null}
       tabindex=${name === view ? 0 : -1}

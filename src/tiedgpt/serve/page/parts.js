@@ -16,8 +16,10 @@
 //   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
 // Around:
 //   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
-//                         what `found` is doing, and "copy" buttons for `ask` = [path, body]
+//                         what `found` is doing, unless `quiet`, and "copy" buttons for `ask` =
+//                         [path, body]
 //   Choice({label, value, options, onChange})    one of few: options are [value, text] pairs
+//   round(n, at, choose)  onKeyDown of any other row of n buttons of which one is chosen
 //   Slider({label, value, min, max, step, show, onChange})
 //   Status({found})       what a call is doing, or why it failed; Panel shows it
 //   announce(sentence)    to screen readers, at most once a second
@@ -80,12 +82,12 @@ export function first(state, n) {
 
 // ---- around ------------------------------------------------------------------------------------
 
-export function Panel({ title, says, found, ask, children }) {
+export function Panel({ title, says, found, ask, quiet, children }) {
   const id = useId();
-  return html`<section class="panel" aria-labelledby=${id} aria-busy=${Boolean(found?.busy)}>
+  return html`<section class="panel" aria-labelledby=${id} aria-busy=${Boolean(found?.busy && !quiet)}>
     <div class="panel-head"><h2 id=${id}>${title}</h2>${ask?.[1] && html`<${Copy} path=${ask[0]} body=${ask[1]} />`}</div>
     ${says && html`<p class="says">${says}</p>`}
-    ${found && html`<${Status} found=${found} />`}
+    ${found && !quiet && html`<${Status} found=${found} />`}
     <div class=${found && (found.stale || found.error) ? "stale" : ""}>${children}</div>
   </section>`;
 }
@@ -150,21 +152,23 @@ function curl(path, body) {
   return `curl ${url}${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
 }
 
-export function Choice({ label, value, options, onChange }) {
-  const keys = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
-  const onKeyDown = (event) => {
-    const step = keys[event.key];
-    if (!step) return;
+// For a row of buttons of which one, number `at`, is chosen: the arrow keys go round.
+export function round(n, at, choose) {
+  return (event) => {
+    const to = { ArrowLeft: at - 1, ArrowUp: at - 1, ArrowRight: at + 1, ArrowDown: at + 1, Home: 0, End: n - 1 }[event.key];
+    if (to === undefined) return;
     event.preventDefault();
-    const at = options.findIndex(([one]) => one === value);
-    const next = (at + step + options.length) % options.length;
-    onChange(options[next][0]);
-    event.currentTarget.children[next].focus();
+    choose((to + n) % n);
+    event.currentTarget.children[(to + n) % n].focus();
   };
-  return html`<div class="choice" role="radiogroup" aria-label=${label} onKeyDown=${onKeyDown}>
-    ${options.map(([one, text]) => html`<button type="button" role="radio" key=${one}
-      aria-checked=${one === value} tabindex=${one === value ? 0 : -1}
-      onClick=${() => onChange(one)}>${text}</button>`)}
+}
+
+export function Choice({ label, value, options, onChange }) {
+  const at = options.findIndex(([one]) => one === value);
+  return html`<div class="choice" role="radiogroup" aria-label=${label}
+    onKeyDown=${round(options.length, at, (next) => onChange(options[next][0]))}>
+    ${options.map(([one, text], i) => html`<button type="button" role="radio" key=${one} aria-checked=${i === at}
+      tabindex=${i === at ? 0 : -1} onClick=${() => onChange(one)}>${text}</button>`)}
   </div>`;
 }
 
@@ -294,9 +298,9 @@ export const bytes = (n) => {
 
 export function prob(p) {
   if (p === null || p === undefined) return "–";
-  if (p >= 0.0995) return `${(100 * p).toFixed(0)} %`;
-  if (p >= 0.00095) return `${(100 * p).toPrecision(2)} %`;
-  return p === 0 ? "0 %" : `${(100 * p).toExponential(0)} %`;
+  const percent = 100 * p;
+  if (p >= 0.0995 || p === 0) return `${percent.toFixed(0)} %`;
+  return `${p >= 1e-8 ? percent.toPrecision(p >= 0.00095 ? 2 : 1) : percent.toExponential(0)} %`;
 }
 
 export function short(x) {

@@ -102,7 +102,7 @@ function Numbers({ data, centred, found, positions, ask }) {
     { key: "rank_cos", label: "# by cos", says: "of h and e, among all tokens",
       show: (r) => html`<${Num} x=${r.rank_cos} show=${count} />${r.rank_cos !== r.rank && html` <span aria-label="differs">≠</span>`}` },
   ];
-  return html`<${Panel} title="The ten likeliest, in numbers" ask=${ask} found=${{ ...found, busy: false, error: null }}
+  return html`<${Panel} title="The ten likeliest, in numbers" ask=${ask} found=${found} quiet
       says="The bias part writes a token's frequency whatever the text; ≠ marks tokens that the cosine alone would rank otherwise.">
     <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />
   <//>`;

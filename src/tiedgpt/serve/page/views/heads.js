@@ -2,7 +2,7 @@
 
 import { exported } from "../api.js";
 import {
-  Choice, count, first, fixed, heat, html, Num, Panel, Piece, plain, prob, Slider, Tokens, useCall,
+  Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Slider, Tokens, useCall,
   useEffect, useRef, useState,
 } from "../parts.js";
 import { HeatGrid } from "../chart.js";
@@ -47,16 +47,8 @@ function Look({ data, head, pin, state, update }) {
 
 // Small maps of all heads: the row of the pinned token is framed.
 function Maps({ data, head, pin, dark, update }) {
-  const box = useRef(null);
-  const keyed = (event) => {
-    const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const to = (head + step + data.patterns.length) % data.patterns.length;
-    update({ head: to });
-    box.current.children[to].focus();
-  };
-  return html`<div class="maps" role="radiogroup" aria-label="Head" ref=${box} onKeyDown=${keyed}>
+  return html`<div class="maps" role="radiogroup" aria-label="Head"
+    onKeyDown=${round(data.patterns.length, head, (to) => update({ head: to }))}>
     ${data.patterns.map((pattern, h) => html`<button type="button" role="radio" key=${h} aria-checked=${h === head}
       tabindex=${h === head ? 0 : -1} onClick=${() => update({ head: h })}>
       <${Triangle} pattern=${pattern} row=${pin} dark=${dark} />
@@ -97,7 +89,7 @@ const KINDS = {
 function Kinds({ data, at, state, update, found, ask }) {
   const [kind, setKind] = useState("previous_share");
   const [, show] = KINDS[kind];
-  return html`<${Panel} title="All heads of all layers" ask=${ask} found=${{ ...found, busy: false, error: null }}
+  return html`<${Panel} title="All heads of all layers" ask=${ask} found=${found} quiet
       says="Means over the text: heads that look at the token before, heads that rest on the first, heads that look everywhere.">
     <${Choice} label="Number" value=${kind} onChange=${setKind} options=${Object.entries(KINDS).map(([key, [text]]) => [key, text])} />
     <${HeatGrid} label=${`Attention ${KINDS[kind][0]}`} corner="layer" rows=${data[kind].map((_, l) => String(l))}

@@ -25,9 +25,6 @@ export default function Text({ state, update }) {
       <div><${Totals} state=${state} ask=${ask} /><${Poke} state=${state} /></div></div>`}`;
 }
 
-// The first panel alone tells what the call is doing; the others turn grey with it.
-const quiet = (found) => ({ ...found, busy: false, error: null });
-
 const scaleOf = ({ info, positions }) =>
   info.vocab_size ? Math.log2(info.vocab_size) : Math.max(8, ...positions.surprisal_bits);
 
@@ -80,7 +77,7 @@ function Pinned({ state, update, ask }) {
     announce(`Continued with ${plain(words[id])}.`);
   };
   return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`}
-    found=${quiet(found)}
+    found=${found} quiet
     ask=${ask} says=${`The ten likeliest tokens here.${exported ? "" : " Click one to continue with it."}`}>
     ${hasNext
       ? html`<dl class="facts">
@@ -104,7 +101,7 @@ function Totals({ state, ask }) {
   const { loss, bits_per_byte: perByte, next, rank } = positions;
   const counts = RANKS.map(([most], k) => rank.slice(0, next)
     .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
-  return html`<${Panel} title="The whole text" found=${quiet(found)} ask=${ask}
+  return html`<${Panel} title="The whole text" found=${found} quiet ask=${ask}
     says="The loss is the mean surprisal; below is how often the true token had which rank.">
     <dl class="facts">
       <div><dt>mean loss, nats</dt><dd><${Num} x=${loss} digits=${3} /></dd></div>

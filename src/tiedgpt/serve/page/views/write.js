@@ -111,7 +111,7 @@ function Distribution({ state, body, options, set, drawn }) {
   const off = (none) => (value) => (value === none ? "off" : String(value));
   const where = drawn ? html`Before <q><${Piece} text=${drawn.piece} /></q>` : "The next token";
   return html`<${Panel} title=${where} found=${found} ask=${body && ["/inspect/dot", body]}
-      says="Light bars: the model's own distribution. Solid bars: what is drawn from, after temperature, top-k, top-p and min-p, in this order.">
+      says="Grey: the model's own distribution. In colour: what is drawn from, after temperature, top-k, top-p and min-p, in this order.">
     <div class="row sliders">
       ${slider("temperature", "temperature", 0, 2, 0.05, (t) => (t === 0 ? "0: the likeliest" : fixed(t, 2)))}
       ${slider("top_k", "top-k", 0, 100, 1, off(0))}${slider("top_p", "top-p", 0.05, 1, 0.05, off(1))}
