@@ -94,7 +94,7 @@ def settled(page):
     """Wait until the view is there and no call is under way."""
     page.wait_for_selector("main .panel, main .panel-head")
     page.wait_for_timeout(250)
-    page.wait_for_selector("[aria-busy=true]", state="detached")
+    page.wait_for_selector(".spinner, [aria-busy=true]", state="detached")
     page.wait_for_timeout(100)
 
 

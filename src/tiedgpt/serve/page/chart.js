@@ -183,7 +183,7 @@ export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says,
     <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
     <svg width=${width} height=${height} aria-hidden="true">
       ${ticks(xs, width / 110).map((t) => html`<text x=${px(t)} y=${height - 22} text-anchor="middle">${xShow(t)}</text>`)}
-      ${ticks(ys, height / 60).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
+      ${ticks(ys, height / 60).filter((t) => py(t) > 26).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
       <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
       <text class="axis" x="4" y="12">${names[1]} ↑</text>
       <path class="frame" d=${`M${EDGE.left},${EDGE.top}V${height - EDGE.bottom}H${width - EDGE.right}`} />

@@ -19,7 +19,7 @@ export default function Vocabulary({ state }) {
   const [chosen, choose] = useState(null);
   const [which, setWhich] = useState(0);
   const [up, setUp] = useState("norm");
-  const id = chosen ?? positions?.ids[pin] ?? 0;
+  const id = chosen ?? positions?.ids[pin] ?? (state.found.busy ? null : 0); // null: not known yet
   const matrix = found.data?.matrices[Math.min(which, found.data.matrices.length - 1)];
   const kinds = matrix ? Object.keys(UP).filter((name) => matrix[name]) : [];
   const kind = kinds.includes(up) ? up : "norm";
@@ -35,11 +35,11 @@ export default function Vocabulary({ state }) {
           <${Choice} label="Height of a point" value=${kind} onChange=${setUp}
             options=${kinds.map((name) => [name, UP[name][0]])} /></div>
         <${Trend} matrix=${matrix} kind=${kind} data=${found.data} />
-        <${Cloud} data=${found.data} heights=${matrix[kind]} label=${UP[kind][1]} pieces=${pieces} id=${id}
+        <${Cloud} data=${found.data} heights=${matrix[kind]} label=${UP[kind][1]} pieces=${pieces} id=${id ?? 0}
           text=${positions?.ids ?? NONE} choose=${choose} dark=${state.dark} />
         <${Search} pieces=${pieces} choose=${choose} id=${id} />`}
     <//>
-    <${Neighbours} id=${id} pieces=${pieces} choose=${choose} />
+    ${id !== null && html`<${Neighbours} id=${id} pieces=${pieces} choose=${choose} />`}
     ${found.data && html`<${Lists} data=${found.data} pieces=${pieces} choose=${choose} />`}`;
 }
 
@@ -123,7 +123,7 @@ function Neighbours({ id, pieces, choose }) {
   const body = { token: id, top: 10 };
   const found = useCall("/inspect/neighbours", body);
   const data = found.data;
-  const name = data?.piece ?? pieces?.[id] ?? `id:${id}`;
+  const name = pieces?.[id] ?? data?.piece ?? `id:${id}`;
   const list = (matrix, [key, title, says]) => html`<div key=${key}><h3>${title}</h3><p class="says">${says}</p>
     <ol class="near">${matrix[`${key}_ids`].map((one, i) => html`<li key=${one}><button type="button" onClick=${() => choose(one)}>
       <${Piece} text=${data.words[one]} /></button> <${Num} x=${matrix[key][i]} /></li>`)}</ol></div>`;
