@@ -355,52 +355,61 @@ def test_the_first_view_takes_less_than_a_second(browser, url):
     assert np.median(seconds) < 1
 
 
+EMPTY = """async () => {
+    const { render } = await import("/page/vendor/preact.js");
+    window.box ??= document.createElement("div");
+    document.querySelector("main").appendChild(box);
+    render(null, box); }"""
+
+
+def milliseconds(page, script):
+    """The least CPU time of the page's own thread for a script, which draws into `box`.
+
+    Neither other programs nor a core that they slow down count for the page.
+    """
+    cdp = page.context.new_cdp_session(page)
+    cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def spent():
+        metrics = cdp.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
+    times = []
+    for _ in range(15):
+        page.evaluate(EMPTY)
+        page.wait_for_timeout(50)
+        before = spent()
+        page.evaluate(script)
+        times.append(1000 * (spent() - before))
+    return min(times)
+
+
 def test_1024_tokens_are_drawn_in_50_ms(browser, url):
     with opened(browser, url) as page:
         page.goto(url)
         settled(page)
-        times = page.evaluate(
-            """async () => {
-              const { h, render } = await import("/page/vendor/preact.js");
-              const { Tokens, heat } = await import("/page/parts.js");
-              const pieces = Array.from({ length: 1024 }, (_, i) => ` word${i}`), times = [];
-              for (let i = 0; i < 7; i += 1) {
-                const box = document.createElement("div");
-                document.querySelector("main").appendChild(box);
-                const began = performance.now();
-                render(h(Tokens, { pieces, pin: 0, onPin() {}, label: "x",
-                  look: (i) => ({ fill: heat((i % 10) / 10, false), bar: (i % 7) / 7 }) }), box);
-                box.offsetHeight;
-                times.push(performance.now() - began);
-                render(null, box); box.remove();
-              }
-              return times; }"""
-        )
-    assert min(times) < 50, times  # the others share the machine
+        script = """async () => {
+            const { h, render } = await import("/page/vendor/preact.js");
+            const { Tokens, heat } = await import("/page/parts.js");
+            const pieces = Array.from({ length: 1024 }, (_, i) => ` word${i}`);
+            render(h(Tokens, { pieces, pin: 0, onPin() {}, label: "x",
+              look: (i) => ({ fill: heat((i % 10) / 10, false), bar: (i % 7) / 7 }) }), box);
+            box.offsetHeight; }"""
+        assert milliseconds(page, script) < 50
 
 
 def test_50257_points_are_drawn_in_100_ms(browser, url):
     with opened(browser, url) as page:
         page.goto(url)
         settled(page)
-        times = page.evaluate(
-            """async () => {
-              const { h, render } = await import("/page/vendor/preact.js");
-              const { Scatter } = await import("/page/chart.js");
-              const order = Array.from({ length: 50257 }, (_, i) => i), times = [];
-              const x = order.map((i) => Math.log(i + 1)), y = order.map((i) => 3 + Math.sin(i));
-              const box = document.createElement("div");
-              document.querySelector("main").appendChild(box);
-              for (let i = 0; i < 7; i += 1) {
-                const began = performance.now();
-                render(h(Scatter, { x, y, order, names: ["x", "y"], seen: 5, onSee() {},
-                  says: String, marks: [[5, "five"]], label: "x" }), box);
-                const canvas = box.querySelector("canvas"), before = canvas.width;
-                while (canvas.width === before) await new Promise((go) => setTimeout(go));
-                (await createImageBitmap(canvas)).close(); // the points are there
-                times.push(performance.now() - began);
-                render(null, box);
-              }
-              return times; }"""
-        )
-    assert min(times) < 100, times
+        script = """async () => {
+            const { h, render } = await import("/page/vendor/preact.js");
+            const { Scatter } = await import("/page/chart.js");
+            const order = Array.from({ length: 50257 }, (_, i) => i);
+            const x = order.map((i) => Math.log(i + 1)), y = order.map((i) => 3 + Math.sin(i));
+            render(h(Scatter, { x, y, order, names: ["x", "y"], seen: 5, onSee() {},
+              says: String, marks: [[5, "five"]], label: "x" }), box);
+            const canvas = box.querySelector("canvas"), before = canvas.width;
+            while (canvas.width === before) await new Promise((go) => setTimeout(go));
+            (await createImageBitmap(canvas)).close(); }"""
+        assert milliseconds(page, script) < 100

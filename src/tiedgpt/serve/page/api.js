@@ -16,6 +16,7 @@ export const exported = data && JSON.parse(data.textContent);
 
 const KEPT = 24;
 const answers = new Map(); // the newest answers, so that going back to a view costs nothing
+let lastAsked = Promise.resolve(); // one at a time: what is given up before its turn is never sent
 let apiKey = "";
 
 export function setKey(key) {
@@ -31,8 +32,12 @@ export async function call(path, body, signal) {
     throw failure("this file does not hold these numbers: open the page of `tiedgpt serve`", 0);
   }
   if (answers.has(key)) return answers.get(key);
-  const response = await send(path, body, signal);
-  const answer = await response.json();
+  const asked = lastAsked.then(() => {
+    signal?.throwIfAborted();
+    return send(path, body, signal);
+  });
+  lastAsked = asked.catch(() => {});
+  const answer = await (await asked).json();
   answers.set(key, answer);
   if (answers.size > KEPT) answers.delete(answers.keys().next().value);
   return answer;

@@ -196,6 +196,8 @@ const SIGNS = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
 const UNSEEN = /([\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Zs}])/u;
 
 function spell(piece) {
+  if (/^ ?[!-~]+$/.test(piece) && !piece.startsWith("bytes:"))
+    return piece[0] === " " ? [["·", "blank"], [piece.slice(1), ""]] : [[piece, ""]];
   const partial = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(piece);
   if (partial) return [[partial[1].slice(2).replaceAll("\\x", " "), "raw"]];
   return piece.split(UNSEEN).filter(Boolean).map((part) => {
@@ -206,9 +208,9 @@ function spell(piece) {
 
 export const plain = (piece) => spell(piece).map(([text]) => text).join("");
 
-export function Piece({ text }) {
-  return html`<bdi>${spell(text).map(([part, kind]) => kind ? html`<span class=${kind}>${part}</span>` : part)}</bdi>`;
-}
+const parts = (text) => spell(text).map(([part, kind]) => (kind ? h("span", { class: kind }, part) : part));
+
+export const Piece = ({ text }) => html`<bdi>${parts(text)}</bdi>`;
 
 const TALL = 46; // pixels of the highest bar
 
@@ -238,7 +240,7 @@ export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, sm
     const style = bar === undefined ? fill ?? {} : { ...fill, paddingTop: `${bar * tall}px`, marginTop: `${(1 - bar) * tall}px` };
     const node = html`<button type="button" key=${i} data-at=${i} tabindex=${isNext ? 0 : -1} style=${style}
       class=${`token ${grey ? "grey" : ""} ${mark}`} aria-pressed=${i === pin}
-      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)}><${Piece} text=${piece} /></button>`;
+      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)}>${parts(piece)}</button>`;
     drawn.current[i] = { key, node };
     return node;
   };
