@@ -1,14 +1,17 @@
-"""Every link of README and docs leads somewhere, and every name of an extra or a target is one."""
+"""Links of README and docs lead somewhere; names of extras, targets, Python and options exist."""
 
 import json
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.docs.conftest import PAGES, ROOT
-from tiedgpt.cli.main import EXIT_CODES
+from tiedgpt.cli.main import EXIT_CODES, VERBS
+from tiedgpt.cli.options import describe
+from tiedgpt.errors import TiedGPTError
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -68,6 +71,34 @@ def test_extras_and_targets_that_are_named_exist():
         commands = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
         commands += "\n".join(re.findall(r"`([^`\n]+)`", text))
         assert set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE)) <= set(targets), page
+
+
+def found(name: str) -> bool:
+    """Whether a dotted name of the package can be imported."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            place = import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        except TiedGPTError:  # a module whose extra is not installed
+            return True
+        for part in parts[n:]:
+            place = getattr(place, part, None)
+        return place is not None
+    return False
+
+
+def test_names_and_options_in_the_text_exist():
+    verbs = (import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS)
+    options = {flag for verb in verbs for option in describe(verb) for flag in option.flags}
+    options |= {"--help", "--nproc-per-node", "--grep"}
+    for page in ALL:
+        text = page.read_text()
+        names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))
+        assert not [name for name in names if not found(name)], page
+        if page.name not in ("coming-from.md", "command-line.md", "python.md"):
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= options, page
 
 
 def test_every_error_class_and_exit_code_is_explained():
