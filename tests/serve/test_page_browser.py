@@ -202,6 +202,25 @@ def test_the_matrix_is_named_with_its_place(browser, url):
             assert part in text
 
 
+def test_an_untied_model_shows_both_matrices(browser, run, tmp_path):
+    from tiedgpt import GPT
+    from tiedgpt.tie import untie
+
+    model = GPT.from_pretrained(run)
+    untie(model)
+    model.save_pretrained(tmp_path)
+    Tokenizer.from_pretrained(run).save_pretrained(tmp_path)
+    with serving(tmp_path) as url, opened(browser, url) as page:
+        go(page, url, "matrix")
+        text = page.locator("main").inner_text()
+        assert "Two matrices" in text and "transformer.wte.weight" in text
+        assert "lm_head.weight" in text and page.locator(".drawing .matrix").count() == 3
+        go(page, url, "vocabulary")
+        assert page.get_by_role("radio", name="predicts").count() == 1
+        go(page, url, "model")
+        assert "head: predicts" in page.locator("main").inner_text()
+
+
 def test_hostile_tokens_are_text(browser, url, run):
     tokenizer = Tokenizer.from_pretrained(run)
     hostile = range(len(tokenizer) - len(HOSTILE), len(tokenizer))

@@ -27,7 +27,7 @@ function Jobs({ state }) {
       <div class="job predicts"><h3>predicts</h3>
         ${positions && html`<p class="big"><${Piece} text=${positions.words[predicts]} /></p>
           <p>is expected next, at ${prob(Math.exp(positions.top_logprob[pin][0]))}: row ${count(predicts)} fits h best.</p>`}
-        <p class="formula">logits = h Wᵀ</p></div>
+        <p class="formula">logits = h ${info.tied ? "W" : "head"}ᵀ</p></div>
     </div>
     <div class="columns">${info.matrices.map((matrix) => html`<${Facts} key=${matrix.name} info=${info} matrix=${matrix} />`)}</div>
   <//>`;
@@ -97,7 +97,7 @@ function RandomHead({ state }) {
         options=${[["own", `predict with ${own}`], ["random", "with a random head"]]} />
       <div class="numbers" aria-live="polite">
         <div><span class="huge"><${Num} x=${random ? data.random_loss : data.loss} digits=${3} /></span>
-          <span>nats of loss; a guess among ${count(info.vocab_size)} costs <${Num} x=${data.uniform_loss} digits=${3} /></span>
+          <span>nats of loss${random && html`, <${Num} x=${data.random_loss - data.loss} digits=${3} /> more`}; a guess among ${count(info.vocab_size)} costs <${Num} x=${data.uniform_loss} digits=${3} /></span>
           <${Bar} t=${(random ? data.random_loss : data.loss) / Math.max(data.random_loss, data.uniform_loss, data.loss)}
             kind=${random ? "other" : "predicts"} /></div>
         <div><span class="huge"><${Num} x=${random ? data.random_parameters : data.parameters} show=${count} /></span>
