@@ -217,6 +217,7 @@ const TALL = 46; // pixels of the highest bar
 export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, small }) {
   const drawn = useRef([]); // what did not change is given again, and Preact skips it
   const tall = small ? TALL / 2 : TALL;
+  const isLong = pieces.length > 256; // then blanks are not faint: a second element takes as long as the first
   const keyed = (event) => {
     const at = Math.min(pin ?? 0, pieces.length - 1);
     const box = event.currentTarget;
@@ -240,7 +241,7 @@ export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, sm
     const style = bar === undefined ? fill ?? {} : { ...fill, paddingTop: `${bar * tall}px`, marginTop: `${(1 - bar) * tall}px` };
     const node = html`<button type="button" key=${i} data-at=${i} tabindex=${isNext ? 0 : -1} style=${style}
       class=${`token ${grey ? "grey" : ""} ${mark}`} aria-pressed=${i === pin}
-      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)}>${parts(piece)}</button>`;
+      aria-label=${says ? `${plain(piece)}, ${says}` : plain(piece)}>${(isLong ? plain : parts)(piece)}</button>`;
     drawn.current[i] = { key, node };
     return node;
   };
