@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.cli.source import source_or_newest
+from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.infer.options import GenerationConfig
 
@@ -22,7 +22,7 @@ a reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(EngineOptions):
     """Options of `chat`."""
 
     source: Positional[str | None] = None
@@ -33,8 +33,6 @@ class Arguments:
     """How much chance there is in a reply; 0: none."""
     seed: int = 0
     """Decides what is drawn."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """auto: the model's own; int8 and int4 on CPUs."""
 
 
 def run(arguments: list[str]) -> int:
@@ -43,16 +41,15 @@ def run(arguments: list[str]) -> int:
     source = source_or_newest(given.source, task="lm")
     from tiedgpt.data import read_template
     from tiedgpt.data.templates import encode_pieces
-    from tiedgpt.infer import Engine
     from tiedgpt.weights.hub import local_directory
 
-    template = read_template(local_directory(source))
+    template = read_template(local_directory(given.tokenizer or source))
     if template is None:
         raise UserError(
             f"{source} has no chat template: tune it on messages (`tiedgpt tune`), or let it go on "
             "with a text (`tiedgpt generate`)"
         )
-    with Engine(source, given.precision, slots=1) as engine:
+    with given.engine(source, slots=1) as engine:
         assert engine.tokenizer is not None  # a directory with a template has one
         begin = [{"role": "system", "content": given.system}] if given.system else []
         messages, context = [*begin], engine.runner.config.n_positions

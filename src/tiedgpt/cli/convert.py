@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.cli.source import source_or_newest
+from tiedgpt.cli.source import ModelOptions, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.files import reading
 
@@ -23,7 +23,7 @@ CALIBRATION_CHARACTERS = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(ModelOptions):
     """Write a GPT in another format."""
 
     source: Positional[str]
@@ -42,16 +42,8 @@ class Arguments:
     150 kB. Weights are rounded for the least error on it. That takes minutes, and int4 loses about
     half as much. samples: text that the model draws itself."""
     adapter: str | None = None
-    """Directory of a LoRA adapter in PEFT's format, to be merged into the model first."""
-    tokenizer: str | None = None
-    """Directory, file or hub name of the tokenizer, if it is not with the model."""
-    n_head: int | None = None
-    """The number of attention heads, for files that do not say it (minGPT, bare weights)."""
-    activation_function: str | None = None
-    """gelu_new or gelu, for files that do not say it (nanoGPT before June 2023)."""
-    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """Which to keep if the file holds two different matrices, or its head is missing (tie); or how
-    to take an adapter of one face of W."""
+    """Directory of a LoRA adapter in PEFT's format, to be merged into the model first. --resolve
+    says, too, how one of one face of W is taken."""
     duplicate_head: bool = False
     """GGUF: write W twice, for readers that do not support a tied GPT-2."""
     approximate_gelu: bool = False
@@ -86,17 +78,15 @@ def _run(given: Arguments) -> int:
     require_place(path, to, overwrite=given.overwrite)
     if given.calibrate is not None and (to, given.precision) != ("packed", "int4"):
         raise UserError("--calibrate needs --to packed --precision int4")
-    named = {name: getattr(given, name) for name in ("n_head", "activation_function")}
     # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
     from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
     from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
     with bar("reading") as progress:
         loaded = load(
             source_or_newest(given.source),
-            resolve=given.resolve,
             dtype=torch.float32 if from_fp32 else None,
             progress=progress,
-            **{name: value for name, value in named.items() if value is not None},
+            **given.loading,
         )
     if given.adapter is not None:
         from tiedgpt.tune import load_adapter, merge

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, UsageError, parse
-from tiedgpt.cli.source import TEXTS, source_or_newest
+from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ document is scored by itself. Or it is .jsonl with a text in each line ("text"),
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(EngineOptions):
     """Measure how well a model predicts."""
 
     source: Positional[str]
@@ -52,12 +52,6 @@ class Arguments:
     """Put the beginning-of-text token before each text, so that its first token is scored, too."""
     limit: int | None = None
     """Take only the first lines of a .jsonl file, or of each task."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """What the model is computed in; auto: its own."""
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    threads: int | None = None
-    """CPU threads that compute; default: the cores that this process may use, at most 16."""
     save: Path | None = None
     """Keep each result in this file; a run that was interrupted goes on from there."""
     format: Literal["human", "json"] = "human"
@@ -93,7 +87,6 @@ def _evaluate(given: Arguments) -> int:
         score_examples,
     )
     from tiedgpt.evaluate.texts import TextScore, Windows, WindowScore, score_windows
-    from tiedgpt.infer import Engine
 
     data: list[Any] = []
     if given.data is not None and given.data.endswith(".jsonl"):
@@ -107,9 +100,7 @@ def _evaluate(given: Arguments) -> int:
         data = [document.text for document in corpus]
         for text in corpus.notes():
             note(text)
-    source = source_or_newest(given.source)
-    tokenizer, threads = given.tokenizer, given.threads
-    with Engine(source, given.precision, tokenizer=tokenizer, threads=threads) as engine:
+    with given.engine(source_or_newest(given.source)) as engine:
         if not data:
             return _harness(engine, given)
         result: ExamplesScore | TextScore
@@ -177,6 +168,7 @@ def _facts(given: Arguments, data: list[Any]) -> dict[str, Any]:
         "context": given.context,
         "stride": given.stride,
         "bos": given.bos,
+        **given.loading,
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Hidden, Positional, Repeated, UsageError, parse, prompt_hint
-from tiedgpt.cli.source import read_text, source_or_newest
+from tiedgpt.cli.source import EngineOptions, read_text, source_or_newest
 from tiedgpt.errors import EXIT_OK
 from tiedgpt.infer.options import GenerationConfig
 
@@ -41,28 +41,13 @@ MOST_SLOTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(GenerationConfig):
+class Arguments(EngineOptions, GenerationConfig):
     """Continue a text."""
 
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     prompt: str = ""
     """The text to continue; - reads standard input; empty: begin a text."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """auto: the model's own; int8 and int4 on CPUs."""
-    backend: Literal["auto", "torch", "kernels"] = "auto"
-    """What computes: torch, or our own kernels for CPUs; auto: kernels for what is packed, int8,
-    int4, and on a CPU for 5 million parameters or more."""
-    threads: int | None = None
-    """CPU threads that compute; default: the cores that this process may use, at most 16."""
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    n_head: int | None = None
-    """The number of heads, where the file does not say it (minGPT, bare weights)."""
-    activation_function: str | None = None
-    """gelu_new or gelu, where the file does not say it (some of nanoGPT's)."""
-    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do where the file holds two different matrices."""
     format: Literal["human", "json"] = "human"
     """json: one object with ids, text, finish_reason and logprobs; with --n, a list of them."""
 
@@ -116,21 +101,7 @@ def _generate(given: Arguments, config: GenerationConfig) -> int:
     prompt = read_text("-", "--prompt") if given.prompt == "-" else given.prompt
     if given.prompt == "-" and not prompt:
         note("standard input is empty: beginning a text")
-    from tiedgpt.infer import Engine
-
-    named = {name: getattr(given, name) for name in ("n_head", "activation_function")}
-    engine = Engine(
-        source,
-        given.precision,
-        slots=config.n_slots * min(config.n_samples, MOST_SLOTS),
-        backend=given.backend,
-        tokenizer=given.tokenizer,
-        resolve=given.resolve,
-        threads=given.threads,
-        **{name: value for name, value in named.items() if value is not None},
-    )
-    for text in engine.notes:
-        note(text)
+    engine = given.engine(source, slots=config.n_slots * min(config.n_samples, MOST_SLOTS))
     human = given.format == "human"
     with engine, _telling_of_compilation(engine):
         if config.num_beams > 1 or config.n_samples > 1:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tiedgpt.cli.console import fact, note
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.cli.source import read_text, source_or_newest
+from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.files import replacing
 from tiedgpt.plots.table import aligned, visible
@@ -47,7 +47,7 @@ Name = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(ModelOptions):
     """Options of `inspect`; some are of one NAME alone."""
 
     name: Positional[Name]
@@ -58,12 +58,6 @@ class Arguments:
     """The text to read; - reads standard input. All but vocabulary need it, or --ids."""
     ids: tuple[int, ...] = ()
     """Token ids in place of the text, such as --ids 464 3280 318."""
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do where the file holds two different matrices."""
-    n_head: int | None = None
-    """The number of heads, where the file does not say it (minGPT, bare weights)."""
     format: Literal["human", "json"] = "human"
     """json: one object, columns as lists."""
     html: Path | None = None
@@ -162,13 +156,10 @@ def _model(given: Arguments, source: str) -> tuple[Any, Any]:
     """Return the model and its tokenizer as the functions of `inspect` take them."""
     from tiedgpt.core.model import GPT
 
-    model: Any = source
-    tokenizer: Any = given.tokenizer
-    if given.resolve is not None or given.n_head is not None:
-        heads: dict[str, Any] = {} if given.n_head is None else {"n_head": given.n_head}
-        tokenizer = tokenizer or (None if given.ids else model)
-        model = GPT.from_pretrained(model, resolve=given.resolve, **heads)
-    return model, tokenizer
+    if not given.loading:
+        return source, given.tokenizer
+    tokenizer = given.tokenizer or (None if given.ids else source)
+    return GPT.from_pretrained(source, **given.loading), tokenizer
 
 
 def _page(given: Arguments) -> int:

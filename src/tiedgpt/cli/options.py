@@ -174,13 +174,14 @@ def _positional(options: Sequence[Option], rest: list[str], verb: str) -> dict[s
 
 
 def describe(options: type) -> list[Option]:
-    """Return what help, errors and the parser need of the options of a dataclass, in its order."""
+    """Return what help, errors and the parser need of a dataclass's options, its own first."""
     abouts: dict[str, str] = {}
     for each in reversed(options.__mro__[:-1]):
         abouts |= _docstrings(each)
     hints = get_type_hints(options, include_extras=True)
     found = []
-    for one in dataclasses.fields(options):
+    own = options.__annotations__  # a verb's own options come before those that many have
+    for one in sorted(dataclasses.fields(options), key=lambda field: field.name not in own):
         hint, mark = hints[one.name], None
         if get_origin(hint) is Annotated:
             hint, mark = get_args(hint)

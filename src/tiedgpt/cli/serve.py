@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.options import Positional, Repeated, parse
-from tiedgpt.cli.source import source_or_newest
+from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
 from tiedgpt.infer.options import require_positive
 
@@ -34,7 +34,7 @@ KEY = "TIEDGPT_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(EngineOptions):
     """Serve a model with OpenAI's API."""
 
     source: Positional[str | None] = None
@@ -57,23 +57,6 @@ class Arguments:
     """Texts that may wait; beyond that clients are told to try again."""
     drain: float = 30.0
     """Seconds in which running texts may end after SIGTERM."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """auto: the model's own; int8 and int4 on CPUs."""
-    backend: Literal["auto", "torch", "kernels"] = "auto"
-    """What computes: torch, or our own kernels for CPUs."""
-    threads: int | None = None
-    """CPU threads that compute; default: the cores that this process may use, at most 16."""
-    tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
-    n_head: int | None = None
-    """The number of heads, where the file does not say it (minGPT, bare weights)."""
-    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do where the file holds two different matrices."""
-
-    @property
-    def heads(self) -> dict[str, Any]:
-        """What the file does not say."""
-        return {} if self.n_head is None else {"n_head": self.n_head}
 
 
 def run(arguments: list[str]) -> int:
@@ -104,6 +87,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _serve(given: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
+    from tiedgpt.core.model import GPT
     from tiedgpt.serve.app import create_app
     from tiedgpt.serve.guards import Hosts, Limits, access_log
     from tiedgpt.serve.server import Server
@@ -117,7 +101,7 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
         key=key,
         limits=limits,
         hosts=Hosts.of(given.host, given.allow_host),
-        load=lambda: _model(source, given),
+        load=lambda: GPT.from_pretrained(source, **given.loading),
         source=source,
         template=_template(given.tokenizer or source),
     )
@@ -155,26 +139,12 @@ def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: in
 
 def _engine(source: str, given: Arguments) -> Engine:
     """Return the engine, which has computed once: kernels are compiled before clients come."""
-    from tiedgpt.cli.console import note
     from tiedgpt.cli.generate import _telling_of_compilation
-    from tiedgpt.infer import Engine
 
-    engine = Engine(
-        source, given.precision, slots=given.slots, backend=given.backend, threads=given.threads,
-        tokenizer=given.tokenizer, resolve=given.resolve, queue_size=given.queue, **given.heads,
-    )  # fmt: skip
-    for text in engine.notes:
-        note(text)
+    engine = given.engine(source, slots=given.slots, queue_size=given.queue)
     with _telling_of_compilation(engine):
         engine.generate([0], max_new_tokens=2)
     return engine
-
-
-def _model(source: str, given: Arguments) -> Any:
-    """Return the model in torch, for embeddings and inspection."""
-    from tiedgpt.core.model import GPT
-
-    return GPT.from_pretrained(source, resolve=given.resolve, **given.heads)
 
 
 def _template(source: str) -> Template | None:

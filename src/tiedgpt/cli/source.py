@@ -1,18 +1,67 @@
-"""What a user names on the command line: a run, or else the newest, and this program itself."""
+"""What a user names on the command line: a model and how it is opened, and this program itself."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
 
+if TYPE_CHECKING:
+    from tiedgpt.infer import Engine
+
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """How names of texts end, which are no models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model's file is understood: options of all verbs that open one."""
+
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    n_head: int | None = None
+    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    activation_function: str | None = None
+    """gelu_new or gelu, where the file does not say it (some of nanoGPT's)."""
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
+    """What to do where the file holds two different matrices, or its head is missing (tie)."""
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What was given of it, as `GPT.from_pretrained` and `Engine` take it."""
+        given = {name: getattr(self, name) for name in ("n_head", "activation_function", "resolve")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ModelOptions):
+    """How a model is opened to compute with it."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """auto: the model's own; int8 and int4 on CPUs."""
+    backend: Literal["auto", "torch", "kernels"] = "auto"
+    """What computes: torch, or our own kernels for CPUs; auto: kernels for what is packed, int8,
+    int4, and on a CPU for 5 million parameters or more."""
+    threads: int | None = None
+    """CPU threads that compute; default: the cores that this process may use, at most 16."""
+
+    def engine(self, source: str, **options: Any) -> Engine:
+        """Return the engine of the model; what there is to know of it is noted on stderr."""
+        from tiedgpt.infer import Engine
+
+        engine = Engine(
+            source, self.precision, backend=self.backend, threads=self.threads,
+            tokenizer=self.tokenizer, **self.loading, **options,
+        )  # fmt: skip
+        for text in engine.notes:
+            note(text)
+        return engine
 
 
 def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:

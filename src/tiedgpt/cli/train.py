@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import TrainOptions, flag
 from tiedgpt.train.runs import RUNS, make_longer, run_for, run_name, times_longer
 from tiedgpt.train.tracking import TrackerName
 
@@ -55,22 +55,15 @@ GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TrainOptions):
-    """Train a GPT. The same command again goes on where the last one stopped."""
+class RunArguments:
+    """Options of `train` and `tune` that do not decide the weights."""
 
-    data: Positional[tuple[str, ...]] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
     out: str | None = None
     """The run's directory; default: runs/NAME-1, then -2 for other options, and so on."""
     track: TrackerName | None = None
     """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
-    compare: Repeated[tuple[str, ...]] = ()
-    """Train once for each --compare, with these options beside the others, and draw both curves."""
-    find_lr: bool = False
-    """Only look for a learning rate, in a short sweep over rising ones; nothing is left behind."""
     verify_resume: bool = False
     """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
-
     verbose: bool = False
     """Show the schedule and the optimizer's groups as well."""
     format: Literal["human", "json"] = "human"
@@ -80,6 +73,39 @@ class Arguments(TrainOptions):
 
     def __post_init__(self) -> None:
         """Leave the checks to `TrainOptions`, whose errors are one line."""
+
+    def require_processes(self) -> None:
+        """Raise `UserError` for what does not go with how many processes were started."""
+        if PROCESSES not in os.environ and self.parallel is None:
+            return
+        from tiedgpt.train.parallel import launched, require_launch
+
+        require_launch(self.parallel)
+        for name in ("verify_resume", "find_lr", "compare"):
+            if launched() and getattr(self, name, False):
+                raise UserError(f"{flag(name)} is for one process: leave out torchrun")
+
+    def run(self, options: TrainOptions, command: str) -> int:
+        """Train, or prove that a run resumes; return the exit code."""
+        out = Path(self.out) if self.out else None
+        if self.verify_resume:
+            return verify_resume(options, out or RUNS / run_name(options))
+        from tiedgpt.cli.show_training import Show
+
+        show = Show(verbose=self.verbose, format=self.format)
+        return train_run(options, out, command, show, track=self.track, parallel=self.parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunArguments, TrainOptions):
+    """Train a GPT. The same command again goes on where the last one stopped."""
+
+    data: Positional[tuple[str, ...]] = ()
+    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    compare: Repeated[tuple[str, ...]] = ()
+    """Train once for each --compare, with these options beside the others, and draw both curves."""
+    find_lr: bool = False
+    """Only look for a learning rate, in a short sweep over rising ones; nothing is left behind."""
 
     def options(self) -> TrainOptions:
         """Return what decides the run, checked."""
@@ -92,12 +118,8 @@ def run(arguments: list[str]) -> int:
     with once_for_all():
         given = parse(Arguments, "train", with_recipes(arguments), ABOUT, groups=GROUPS)
         options = given.options()
-        if PROCESSES in os.environ or given.parallel is not None:
-            require_processes(given)
-    out = Path(given.out) if given.out else None
+        given.require_processes()
     command = f"{program()} train {shlex.join(arguments)}".rstrip()
-    if given.verify_resume:
-        return verify_resume(options, out or RUNS / run_name(options))
     if given.find_lr:
         from tiedgpt.cli.find_rate import find_rate
 
@@ -106,10 +128,7 @@ def run(arguments: list[str]) -> int:
         from tiedgpt.cli.compare import compare
 
         return compare(given, command)
-    from tiedgpt.cli.show_training import Show
-
-    show = Show(verbose=given.verbose, format=given.format)
-    return train_run(options, out, command, show, track=given.track, parallel=given.parallel)
+    return given.run(options, command)
 
 
 def verify_resume(options: TrainOptions, out: Path) -> int:
@@ -276,16 +295,6 @@ def once_for_all() -> Iterator[None]:
                 yield
             except TiedGPTError as error:
                 raise SystemExit(error.exit_code) from None
-
-
-def require_processes(given: Arguments) -> None:
-    """Raise `UserError` for what does not go with how many processes were started."""
-    from tiedgpt.train.parallel import launched, require_launch
-
-    require_launch(given.parallel)
-    for name in ("verify_resume", "find_lr", "compare"):
-        if launched() and getattr(given, name):
-            raise UserError(f"--{name.replace('_', '-')} is for one process: leave out torchrun")
 
 
 def with_recipes(arguments: list[str]) -> list[str]:

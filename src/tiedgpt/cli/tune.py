@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,16 +9,10 @@ from typing import Literal
 
 from tiedgpt.cli.options import Hidden, Positional, parse
 from tiedgpt.cli.source import program, source_or_newest
-from tiedgpt.cli.train import PROCESSES, once_for_all, train_run, verify_resume
+from tiedgpt.cli.train import RunArguments, once_for_all
 from tiedgpt.errors import UserError
-from tiedgpt.train.options import (
-    AUTO,
-    DEFAULT_COOLDOWN,
-    DEFAULT_EPOCHS,
-    TaskName,
-)
-from tiedgpt.train.runs import RUNS, run_name, tuned_from
-from tiedgpt.train.tracking import TrackerName
+from tiedgpt.train.options import AUTO, DEFAULT_COOLDOWN, DEFAULT_EPOCHS, TaskName
+from tiedgpt.train.runs import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
 
 ABOUT = """Fine-tune a GPT on your text, or on examples with replies, lines of .jsonl:
@@ -42,7 +35,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TuneOptions):
+class Arguments(RunArguments, TuneOptions):
     """Fine-tune a GPT. The same command again goes on where the last one stopped."""
 
     data: Positional[tuple[str, ...]]
@@ -67,16 +60,6 @@ class Arguments(TuneOptions):
     """Validate on this; default: a tenth of the text, or one in twenty examples."""
     out: str | None = None
     """The run's directory; default: runs/NAME-tuned-1, then -2 for other options, and so on."""
-    track: TrackerName | None = None
-    """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
-    verify_resume: bool = False
-    """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
-    verbose: bool = False
-    """Show the schedule and the optimizer's groups as well."""
-    format: Literal["human", "json"] = "human"
-    """json: one object with the result, on stdout."""
-    parallel: Literal["ddp", "fsdp"] | None = None
-    """Under torchrun: ddp, the default, has the model in each process; fsdp shares it out."""
     start: Hidden[str | None] = None
     examples: Hidden[bool] = False
     task: Hidden[TaskName] = "lm"
@@ -92,9 +75,6 @@ class Arguments(TuneOptions):
     length_warmup: Hidden[float] = 0.0
     cooldown: float = DEFAULT_COOLDOWN
     """Share of the steps in which the rate of --schedule wsd falls."""
-
-    def __post_init__(self) -> None:
-        """Leave the checks to `TuneOptions`, whose errors are one line."""
 
     def options(self) -> TuneOptions:
         """Return what decides the run, checked."""
@@ -116,18 +96,8 @@ def run(arguments: list[str]) -> int:
     with once_for_all():
         given = parse(Arguments, "tune", arguments, ABOUT, groups=GROUPS)
         options = given.options()
-        if PROCESSES in os.environ or given.parallel is not None:
-            from tiedgpt.train.parallel import require_launch
-
-            require_launch(given.parallel)
-    out = Path(given.out) if given.out else None
-    if given.verify_resume:
-        return verify_resume(options, out or RUNS / run_name(options))
-    from tiedgpt.cli.show_training import Show
-
-    command = f"{program()} tune {shlex.join(arguments)}".rstrip()
-    show = Show(verbose=given.verbose, format=given.format)
-    return train_run(options, out, command, show, track=given.track, parallel=given.parallel)
+        given.require_processes()
+    return given.run(options, f"{program()} tune {shlex.join(arguments)}")
 
 
 def _are_examples(given: Arguments) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
+from tiedgpt.tie.heads import inference
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,12 @@ def totals(
     mode if it was in it.
     """
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
     total = np.zeros(1)
-    try:
+    with inference(model):
         for arrays in batches:
             batch = tuple(torch.from_numpy(array).to(device) for array in arrays)
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 total = total + np.array(measure(batch), np.float64)
-    finally:
-        model.train(training)
     return [float(value) for value in total]
 
 
