@@ -28,7 +28,9 @@
 //   plain(piece)          the same as a string, for labels
 //   Tokens({pieces, pin, onPin, label, look, after})   buttons with arrow keys; look(i) is
 //                         {fill, bar, grey, mark, says}: shade and height 0..1, a class, a sentence
-//   Table({caption, columns, rows, start, mark})       columns: {key, label, says, show, text}
+//   Odds({rows, onPick})  likely tokens with bars; rows: {id, piece, place, p, mark}, and `after`,
+//                         another probability, null if the token is cut
+//   Table({caption, columns, rows})   sortable; columns: {key, label, says, show, text}
 // Numbers and colours:
 //   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
 //   count(n) prob(p) fixed(x, digits) short(x) bytes(n) as strings
@@ -131,7 +133,7 @@ let modelName = "MODEL";
 export const setModelName = (name) => { modelName = name; };
 
 function python(path, { text, ids, prompt, ...options }) {
-  const literal = (value) => ({ null: "None", true: "True", false: "False" })[value] ?? JSON.stringify(value);
+  const literal = (value) => (value === null ? "None" : typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value));
   const arguments_ = (given) => Object.entries(given).map(([k, v]) => `, ${k}=${literal(v)}`).join("");
   if (prompt !== undefined) {
     const { max_tokens, logprobs, ...rest } = options;
@@ -262,8 +264,21 @@ function line(box, at, step) {
   return at;
 }
 
-export function Table({ caption, columns, rows, start, mark }) {
-  const [by, setBy] = useState(start ?? null); // [key, 1 or -1]
+export function Odds({ rows, onPick }) {
+  const most = Math.max(...rows.flatMap(({ p, after }) => [p, after ?? 0]));
+  const wide = (p) => ({ width: `${(100 * (p ?? 0)) / most}%` });
+  const tag = onPick ? "button" : "div";
+  return html`<ol class="odds">${rows.map(({ id, piece, place, p, after, mark }, k) => html`<li key=${id}
+      class=${`${k && place > rows[k - 1].place + 1 ? "apart" : ""} ${mark ? "true" : ""} ${after === null ? "cut" : ""}`}>
+    <${tag} class="odd" onClick=${onPick && (() => onPick(id))}><span class="place">${count(place)}</span>
+      <span class="what"><${Piece} text=${piece} />${mark && html`<small> ● ${mark}</small>`}</span>
+      <span class="line"><span style=${wide(p)}></span>${after !== undefined && html`<span class="after" style=${wide(after)}></span>`}</span>
+      <span class="share"><${Num} x=${p} show=${prob} />${after !== undefined && html` → ${after === null ? "cut"
+        : html`<${Num} x=${after} show=${prob} />`}`}</span><//></li>`)}</ol>`;
+}
+
+export function Table({ caption, columns, rows }) {
+  const [by, setBy] = useState(null); // [key, 1 or -1]
   const [key, sign] = by ?? [];
   const sorted = useMemo(() => (by ? [...rows].sort((a, b) => sign * compare(a[key], b[key])) : rows), [rows, by]);
   const turn = (column) => setBy([column.key, key === column.key ? -sign : column.text ? 1 : -1]);
@@ -279,8 +294,7 @@ export function Table({ caption, columns, rows, start, mark }) {
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}><table>
     <caption class="hidden">${caption}</caption>
     <thead><tr>${columns.map(head)}</tr></thead>
-    <tbody>${sorted.map((row) => html`<tr class=${mark?.(row) ?? ""}>
-      ${columns.map((column, i) => cell(row, column, i))}</tr>`)}</tbody></table></div>`;
+    <tbody>${sorted.map((row) => html`<tr>${columns.map((column, i) => cell(row, column, i))}</tr>`)}</tbody></table></div>`;
 }
 
 function compare(a, b) {

@@ -2,7 +2,7 @@
 
 import { exported } from "../api.js";
 import {
-  Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Slider, Tokens, useCall,
+  count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Slider, Tokens, useCall,
   useEffect, useRef, useState,
 } from "../parts.js";
 import { HeatGrid } from "../chart.js";
@@ -29,7 +29,6 @@ export default function Heads({ state, update }) {
       ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />
         <${Maps} data=${data} head=${head} pin=${pin} dark=${state.dark} update=${update} />`}
     <//>
-    ${data && html`<${Kinds} data=${data} at=${[layer, head]} state=${state} update=${update} found=${found} ask=${body && ["/inspect/attention", body]} />`}
     <${Worth} short=${short} at=${[layer, head]} state=${state} update=${update} />`;
 }
 
@@ -80,49 +79,28 @@ function Triangle({ pattern, row, dark }) {
     <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%`, width: `${(100 * (row + 1)) / n}%` }}></span></span>`;
 }
 
-const KINDS = {
-  previous_share: ["on the previous token", prob],
-  first_share: ["on the first token", prob],
-  entropy: ["entropy, bits", (x) => fixed(x, 1)],
-};
-
-function Kinds({ data, at, state, update, found, ask }) {
-  const [kind, setKind] = useState("previous_share");
-  const [, show] = KINDS[kind];
-  return html`<${Panel} title="All heads of all layers" ask=${ask} found=${found} quiet
-      says="Means over the text: heads that look at the token before, heads that rest on the first, heads that look everywhere.">
-    <${Choice} label="Number" value=${kind} onChange=${setKind} options=${Object.entries(KINDS).map(([key, [text]]) => [key, text])} />
-    <${HeatGrid} label=${`Attention ${KINDS[kind][0]}`} corner="layer" rows=${data[kind].map((_, l) => String(l))}
-      columns=${data[kind][0].map((_, h) => `head ${h}`)} cell=${cellOf((l, h) => data[kind][l][h], data[kind], show)} dark=${state.dark}
-      at=${at} onMove=${(layer, head) => update({ layer, head })} />
-  <//>`;
-}
-
-// A cell is shaded by its size among all of them.
-function cellOf(value, all, show) {
-  const most = Math.max(1e-12, ...all.flat().map(Math.abs));
-  return (r, c) => ({ t: value(r, c) === null ? null : Math.abs(value(r, c)) / most, text: show(value(r, c)) });
-}
+const signed = (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`;
 
 function Worth({ short, at, state, update }) {
-  const [asked, ask] = useState(exported ? JSON.stringify(short) : null);
-  const body = short && asked === JSON.stringify(short) ? short : null;
+  const [asked, ask] = useState(null);
+  const body = exported || asked === JSON.stringify(short) ? short : null;
   const found = useCall("/inspect/ablate", body);
   const data = found.data;
-  const heads = data ? data.heads[0].length : 0;
-  const value = (l, c) => (c < heads ? data.heads[l][c] : c === heads ? data.attention[l] : data.mlp[l]);
-  const signed = (x) => (x === null ? "–" : `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`);
   const [column, setColumn] = useState(null);
-  const names = data && [...data.heads[0].map((_, h) => `head ${h}`), "attention", "MLP"];
+  const heads = data ? data.heads[0].length : 0;
+  const parts = data && [...data.heads[0].map((_, h) => `head ${h}`), "attention", "MLP"];
+  const losses = data && data.heads.map((values, l) => [...values, data.attention[l], data.mlp[l]]);
+  const most = data && Math.max(1e-12, ...losses.flat().map(Math.abs));
   const here = [at[0], column ?? at[1]];
   return html`<${Panel} title="What is each head worth?" found=${found} ask=${short && ["/inspect/ablate", short]}
       says="The loss of this text without a part, less the loss with it, in nats: + means that the part helps.">
     ${!body && html`<button type="button" onClick=${() => ask(JSON.stringify(short))} disabled=${!short}>
       Measure: leave out one part at a time</button>`}
     ${data && html`<p class="verdict">With all parts the loss is <b><${Num} x=${data.loss} digits=${3} /></b>. Without
-      ${" "}${names[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${value(...here)} show=${signed} /></b>.</p>
-      <${HeatGrid} label="Change of the loss without each part" corner="layer" rows=${data.heads.map((_, l) => String(l))} columns=${names}
-        cell=${cellOf(value, [...data.heads, data.attention, data.mlp], signed)} dark=${state.dark} at=${here} onMove=${(layer, c) => {
+      ${" "}${parts[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${losses[here[0]][here[1]]} show=${signed} /></b>.</p>
+      <${HeatGrid} label="Change of the loss without each part" corner="layer" rows=${losses.map((_, l) => String(l))} columns=${parts}
+        cell=${(l, c) => ({ t: Math.abs(losses[l][c]) / most, text: signed(losses[l][c]) })} dark=${state.dark} at=${here}
+        onMove=${(layer, c) => {
           setColumn(c);
           update(c < heads ? { layer, head: c } : { layer });
         }} />`}

@@ -5,7 +5,7 @@
 
 import { call, exported, textOf } from "../api.js";
 import {
-  announce, Choice, count, fixed, heat, html, Num, Panel, Piece, plain, prob, Tokens, useCall, useState,
+  announce, Choice, count, fixed, heat, html, Num, Odds, Panel, Piece, plain, prob, Tokens, useCall, useState,
 } from "../parts.js";
 
 const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above 1,000"]];
@@ -67,34 +67,31 @@ function Pinned({ state, update, ask }) {
   const { positions, pin, found, info } = state;
   const { ids, pieces, words, target, logprob, rank, surprisal_bits: bits, entropy_bits: entropy } = positions;
   const hasNext = target[pin] >= 0;
-  const tops = positions.top_ids[pin].map((id, k) => [id, positions.top_logprob[pin][k], k + 1]);
-  const isListed = !hasNext || tops.some(([id]) => id === target[pin]);
-  if (!isListed) tops.push([target[pin], logprob[pin], rank[pin]]);
-  const most = Math.exp(tops[0][1]);
+  const row = (id, lp, place) => ({ id, place, piece: words[id], p: Math.exp(lp), mark: id === target[pin] && "true next" });
+  const rows = positions.top_ids[pin].map((id, k) => row(id, positions.top_logprob[pin][k], k + 1));
+  if (hasNext && !rows.some(({ mark }) => mark)) rows.push(row(target[pin], logprob[pin], rank[pin]));
   const go = async (id) => {
     const all = [...ids.slice(0, pin + 1), id];
     update({ ids: all, text: await textOf(all, info), pin: -1 });
     announce(`Continued with ${plain(words[id])}.`);
   };
-  return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`}
-    found=${found} quiet
-    ask=${ask} says=${`The ten likeliest tokens here.${exported ? "" : " Click one to continue with it."}`}>
+  return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`} found=${found} quiet ask=${ask}
+    says=${`The ten likeliest tokens here.${exported ? "" : " Click one to continue with it."}`}>
     ${hasNext
-      ? html`<dl class="facts">
-          <div class="wide"><dt>the text goes on with</dt><dd class="truth"><${Piece} text=${words[target[pin]]} /></dd></div>
-          <div><dt>probability</dt><dd><${Num} x=${Math.exp(logprob[pin])} show=${prob} /></dd></div>
-          <div><dt>rank${info.vocab_size ? ` of ${count(info.vocab_size)}` : ""}</dt><dd><${Num} x=${rank[pin]} /></dd></div>
-          <div><dt>bits</dt><dd><${Num} x=${bits[pin]} digits=${2} /></dd></div>
-          <div><dt>entropy, bits</dt><dd><${Num} x=${entropy[pin]} digits=${2} /></dd></div></dl>`
-      : html`<p>The text ends here: no answer is known. The prediction's entropy is <${Num} x=${entropy[pin]} digits=${2} /> bits.</p>`}
-    <ol class="odds">${tops.map(([id, lp, place]) => html`<li key=${id} class=${!isListed && id === target[pin] ? "apart" : ""}>
-      <button type="button" disabled=${Boolean(exported)} onClick=${() => go(id)} class=${id === target[pin] ? "true" : ""}>
-        <span class="place">${count(place)}</span>
-        <span class="what"><${Piece} text=${words[id]} />${id === target[pin] && html`<small> ● true next</small>`}</span>
-        <span class="line"><span style=${{ width: `${(100 * Math.exp(lp)) / most}%` }}></span></span>
-        <${Num} x=${Math.exp(lp)} show=${prob} /></button></li>`)}</ol>
+      ? html`<p>The text goes on with <b class="truth"><${Piece} text=${words[target[pin]]} /></b>.</p>
+        <${Facts} of=${[["probability", Math.exp(logprob[pin]), prob], [`rank of ${count(info.vocab_size)}`, rank[pin]],
+          ["bits", bits[pin], two], ["entropy, bits", entropy[pin], two]]} />`
+      : html`<p>The text ends here: no answer is known.</p><${Facts} of=${[["entropy, bits", entropy[pin], two]]} />`}
+    <${Odds} rows=${rows} onPick=${exported ? null : go} />
   <//>`;
 }
+
+const two = (x) => fixed(x, 2);
+const three = (x) => fixed(x, 3);
+
+// Numbers with their names: [name, number, how it is shown].
+const Facts = ({ of }) => html`<dl class="facts">${of.map(([name, x, show]) => html`<div key=${name}>
+  <dt>${name}</dt><dd><${Num} x=${x} show=${show} /></dd></div>`)}</dl>`;
 
 function Totals({ state, ask }) {
   const { positions, found } = state;
@@ -103,13 +100,9 @@ function Totals({ state, ask }) {
     .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
   return html`<${Panel} title="The whole text" found=${found} quiet ask=${ask}
     says="The loss is the mean surprisal; below is how often the true token had which rank.">
-    <dl class="facts">
-      <div><dt>mean loss, nats</dt><dd><${Num} x=${loss} digits=${3} /></dd></div>
-      <div><dt>bits per byte</dt><dd><${Num} x=${perByte} digits=${3} /></dd></div>
-      <div><dt>perplexity</dt><dd><${Num} x=${loss === null ? null : Math.exp(loss)} /></dd></div>
-      <div><dt>predictions</dt><dd><${Num} x=${next} /></dd></div></dl>
+    <${Facts} of=${[["mean loss, nats", loss, three], ["bits per byte", perByte, three],
+      ["perplexity", loss === null ? null : Math.exp(loss)], ["predictions", next]]} />
     <table class="ranks"><caption class="hidden">How often the true token had which rank</caption>
-      <thead class="hidden"><tr><th scope="col">rank</th><th scope="col">tokens</th><th scope="col">share</th></tr></thead>
       <tbody>${RANKS.map(([, name], k) => html`<tr><th scope="row">rank ${name}</th>
         <td class="line"><span style=${{ width: `${(100 * counts[k]) / Math.max(1, ...counts)}%` }}></span></td>
         <td class="number"><${Num} x=${counts[k]} /></td></tr>`)}</tbody></table>

@@ -5,7 +5,7 @@
 
 import { exported, stream, textOf } from "../api.js";
 import {
-  announce, count, fixed, heat, html, Num, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
+  announce, count, fixed, heat, html, Num, Odds, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
   useMemo, useRef, useState,
 } from "../parts.js";
 
@@ -106,6 +106,14 @@ function Distribution({ state, body, options, set, drawn }) {
   const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
   const logits = useMemo(() => found.data && sorted(found.data), [found.data]);
   const result = useMemo(() => logits && filtered(logits, options), [logits, options]);
+  const shown = logits ? [...logits.ids.slice(0, SHOWN).keys()] : [];
+  const place = drawn && logits ? logits.ids.indexOf(drawn.id) : -1;
+  if (place >= SHOWN) shown.push(place);
+  const row = (k) => {
+    const id = logits.ids[k];
+    const piece = pieces?.[id] ?? found.data.pieces[found.data.ids.indexOf(id)] ?? `id:${id}`;
+    return { id, piece, place: k + 1, p: result.before[k], after: k < result.n ? result.after[k] : null, mark: k === place && "drawn" };
+  };
   const slider = (name, label, min, max, step, show) => html`<${Slider} label=${label} value=${options[name]}
     min=${min} max=${max} step=${step} show=${show} onChange=${(value) => set({ [name]: value })} />`;
   const off = (none) => (value) => (value === none ? "off" : String(value));
@@ -118,25 +126,8 @@ function Distribution({ state, body, options, set, drawn }) {
       ${slider("min_p", "min-p", 0, 0.5, 0.01, off(0))}${slider("max_tokens", "tokens to write", 1, 200, 1)}</div>
     ${result && html`<p class="verdict">Drawn among <b><${Num} x=${result.n} show=${count} /></b> of ${count(logits.ids.length)} tokens, which
       keep <b><${Num} x=${result.mass} show=${prob} /></b> of the probability${options.temperature !== 1 && options.temperature > 0 && " at this temperature"}.</p>
-      <${Odds} logits=${logits} result=${result} pieces=${pieces} data=${found.data} drawn=${drawn} />`}
+      <${Odds} rows=${shown.map(row)} />`}
   <//>`;
-}
-
-function Odds({ logits, result, pieces, data, drawn }) {
-  const shown = [...logits.ids.slice(0, SHOWN).keys()];
-  const place = drawn ? logits.ids.indexOf(drawn.id) : -1;
-  if (place >= SHOWN) shown.push(place);
-  const most = Math.max(result.before[0], result.after[0]);
-  const name = (id) => pieces?.[id] ?? data.pieces[data.ids.indexOf(id)] ?? `id:${id}`;
-  const wide = (p) => ({ width: `${(100 * p) / most}%` });
-  return html`<table class="odds-table"><caption class="hidden">The likeliest tokens before and after the options</caption>
-    <thead><tr><th scope="col">token</th><th scope="col"><span class="hidden">bars</span></th>
-      <th scope="col" class="number">before</th><th scope="col" class="number">after</th></tr></thead>
-    <tbody>${shown.map((k) => html`<tr key=${k} class=${`${k < result.n ? "" : "cut"} ${k === place ? "true" : ""}`}>
-      <th scope="row"><${Piece} text=${name(logits.ids[k])} />${k === place && html`<small> ● drawn</small>`}</th>
-      <td class="double"><span class="before" style=${wide(result.before[k])}></span><span class="after" style=${wide(result.after[k])}></span></td>
-      <td class="number"><${Num} x=${result.before[k]} show=${prob} /></td>
-      <td class="number">${k < result.n ? html`<${Num} x=${result.after[k]} show=${prob} />` : "cut"}</td></tr>`)}</tbody></table>`;
 }
 
 // All logits from the highest down, and the ids in this order.
