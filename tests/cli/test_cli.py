@@ -151,7 +151,7 @@ def test_doctor_tells_of_this_machine(capfd):
     [
         (["fly"], 2, "no verb 'fly'"),
         (["train", "--fly"], 2, "fly"),
-        (["inspect", "vocab"], 2, "NAME must be one of positions, .*ablate, got 'vocab'"),
+        (["inspect", "vocab"], 2, "NAME must be one of positions, .*ablate, page, got 'vocab'"),
         (["generate", "--speculate", "yes"], 2, "--speculate must be ngram, got 'yes'"),
         (["eval", "letters"], 2, "needs DATA or --tasks"),
         (["train", "missing.txt"], 1, "missing.txt"),
