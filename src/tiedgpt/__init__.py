@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiedgpt.core.cache import KVCache
     from tiedgpt.core.config import GPTConfig
     from tiedgpt.core.model import GPT
     from tiedgpt.lessons import explain
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["GPT", "GPTConfig", "Tokenizer", "__version__", "explain"]
+__all__ = ["GPT", "GPTConfig", "KVCache", "Tokenizer", "__version__", "explain"]
 
 _HOMES = {
     "GPT": "tiedgpt.core.model",
     "GPTConfig": "tiedgpt.core.config",
+    "KVCache": "tiedgpt.core.cache",
     "Tokenizer": "tiedgpt.text",
     "explain": "tiedgpt.lessons",
 }

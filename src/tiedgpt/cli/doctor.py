@@ -26,6 +26,8 @@ FEATURES = {
     "OpenAI's files": (("google_crc32c",), "pip install 'tiedgpt[formats]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
     "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),
+    "serve": (("fastapi",), "pip install 'tiedgpt[serve]'"),
+    "eval --tasks": (("lm_eval",), "pip install 'tiedgpt[eval]'"),
     "train --track": (("trackio", "wandb", "tensorboard"), "pip install 'tiedgpt[track]'"),
     "transformers, in Python": (("transformers",), "pip install transformers"),
     "LoRA by PEFT, in Python": (("peft",), "pip install peft"),

@@ -24,7 +24,9 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    raise UserError(f"lm-evaluation-harness: pip install 'tiedgpt[eval]' ({error})") from None
+    raise UserError(
+        f"eval --tasks needs lm-evaluation-harness: pip install 'tiedgpt[eval]' ({error})"
+    ) from None
 
 __all__ = ["HarnessModel", "simple_evaluate"]
 

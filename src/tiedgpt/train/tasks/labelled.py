@@ -283,8 +283,8 @@ def _label_names(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
         for name in example.labels:
             if name not in seen:
                 raise UserError(
-                    f"{example.place}: the label {name!r} is held out and never trained on: give "
-                    "more examples of it, or --val"
+                    f"{example.place}: no example to train on has the label {name!r}: give "
+                    "more of it, or --val"
                 )
     if seen and not 2 <= len(seen) <= MAX_LABELS:
         raise UserError(
