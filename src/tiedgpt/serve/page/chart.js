@@ -17,7 +17,10 @@ function useWidth() {
   const ref = useRef(null);
   const [width, setWidth] = useState(600);
   useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.round(entry.contentRect.width)));
+    const watcher = new ResizeObserver(([entry]) => {
+      const now = Math.round(entry.contentRect.width);
+      if (now > 0) setWidth(now); // 0 while the page is hidden
+    });
     watcher.observe(ref.current);
     return () => watcher.disconnect();
   }, []);

@@ -5,8 +5,6 @@ import {
 } from "../parts.js";
 import { Scatter } from "../chart.js";
 
-const MOST_NAMED = 6; // tokens that the plot names
-
 export default function Dot({ state, update }) {
   const { subject, pin, positions, centred, found: read } = state;
   const last = positions ? positions.ids.length - 1 : 0;
@@ -32,7 +30,7 @@ export default function Dot({ state, update }) {
           : "The further right and the higher, the larger the logit; along a curve it is the same."}</p>
         <${Scatter} x=${every.cos} y=${every.norm} order=${every.order} seen=${seen} onSee=${see} dark=${state.dark}
           names=${[`cosine of h and ${every.row}`, `length of ${every.row}`]} curves=${levels(data, every, seen)}
-          marks=${data.ids.map((id, k) => [id, k < MOST_NAMED ? plain(named(id)) : ""])}
+          marks=${data.ids.map((id) => [id, every.labelled.includes(id) ? plain(named(id)) : ""])}
           label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
         <${Winners} data=${data} every=${every} named=${named} />`}
     <//>
@@ -44,7 +42,15 @@ function columns(data, centred) {
   const logits = data.all_norm.map((norm, id) => data.h_norm * norm * data.all_cos[id]);
   const [norm, cos] = centred ? [data.all_centred_norm, data.all_centred_cos] : [data.all_norm, data.all_cos];
   const order = logits.map((_, id) => id).sort((a, b) => logits[b] - logits[a]);
-  return { logits, norm, cos, order, row: centred ? "c" : "e" };
+  return { logits, norm, cos, order, labelled: apart(data.ids, cos, norm), row: centred ? "c" : "e" };
+}
+
+// The ids whose names have room in the plot, the likeliest first.
+function apart(ids, cos, norm) {
+  const size = (values) => values.reduce((a, b) => Math.max(a, b)) - values.reduce((a, b) => Math.min(a, b)) || 1;
+  const [wide, high] = [size(cos) / 8, size(norm) / 16];
+  const isNear = (a) => (b) => Math.abs(cos[a] - cos[b]) < wide && Math.abs(norm[a] - norm[b]) < high;
+  return ids.reduce((found, id) => (found.some(isNear(id)) ? found : [...found, id]), []);
 }
 
 // The curves along which |h| |e| cos is what it is for the likeliest, and for the token seen.
