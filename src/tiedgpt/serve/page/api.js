@@ -1,5 +1,4 @@
-// The server's answers. `call` is the only way to them, so that an exported file, which holds its
-// answers in <script id="data" type="application/json">, needs no server.
+// The server's answers; an exported file holds its own in <script id="data">, and needs no server.
 //
 //   call(path, body, signal)    the answer as an object. `body` undefined: GET, otherwise POST
 //   textOf(ids, info)           the text of tokens

@@ -52,7 +52,7 @@ export const Bar = ({ t, kind }) => html`<svg class=${`meter ${kind ?? ""}`} vie
   preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * Math.min(1, Math.max(0, t))}
   height="10" /></svg>`;
 
-// ---- lines -------------------------------------------------------------------------------------
+// ---- lines ----
 
 const TALL = 260;
 const EDGE = { left: 52, right: 14, top: 12, bottom: 40 };
@@ -111,7 +111,7 @@ function nearest(xs, x) {
   return xs.reduce((best, one, i) => (Math.abs(one - x) < Math.abs(xs[best] - x) ? i : best), 0);
 }
 
-// ---- points ------------------------------------------------------------------------------------
+// ---- points ----
 
 // The points are mixed into pixels here: 50,000 calls of fillRect take ten times as long.
 function drawPoints(canvas, xs, ys, odd, [width, height]) {
@@ -210,7 +210,7 @@ function drawn(curve, xs, px, py, height) {
   return path;
 }
 
-// ---- cells -------------------------------------------------------------------------------------
+// ---- cells ----
 
 export function HeatGrid({ label, rows, columns, cell, dark, at, onMove, onPick, corner = "", mark }) {
   const table = useRef(null);

@@ -44,7 +44,7 @@ import { call, hasKey } from "./api.js";
 export { useEffect, useId, useMemo, useRef, useState };
 export const html = htm.bind(h);
 
-// ---- asking ------------------------------------------------------------------------------------
+// ---- asking ----
 
 export function useCall(path, body) {
   const key = body === null ? null : `${path} ${JSON.stringify(body)}`;
@@ -82,7 +82,7 @@ export function first(state, n) {
   return !state.subject || !ids || ids.length <= n ? state.subject : { ids: ids.slice(0, n) };
 }
 
-// ---- around ------------------------------------------------------------------------------------
+// ---- around ----
 
 export function Panel({ title, says, found, ask, quiet, children }) {
   const id = useId();
@@ -192,7 +192,7 @@ export function announce(text) {
   }, Math.max(100, spoken + 1000 - Date.now()));
 }
 
-// ---- tokens and tables -------------------------------------------------------------------------
+// ---- tokens and tables ----
 
 const SIGNS = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
 const UNSEEN = /([\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Zs}])/u;
@@ -302,7 +302,7 @@ function compare(a, b) {
   return (a ?? -Infinity) - (b ?? -Infinity);
 }
 
-// ---- numbers and colours -----------------------------------------------------------------------
+// ---- numbers and colours ----
 
 export const fixed = (x, digits) => (x === null || x === undefined ? "–" : minus(x.toFixed(digits)));
 const minus = (text) => text.replace("-", "−");

@@ -7,7 +7,7 @@ export default function Matrix({ state }) {
   return html`<${Jobs} state=${state} /><${RandomHead} state=${state} /><${Gradients} state=${state} />`;
 }
 
-// ---- one matrix, two jobs ----------------------------------------------------------------------
+// ---- one matrix, two jobs ----
 
 function Jobs({ state }) {
   const { info, positions, pin } = state;
@@ -81,7 +81,7 @@ function Facts({ info, matrix }) {
     <dl class="list">${lines.slice(1).map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl></div>`;
 }
 
-// ---- a random head -----------------------------------------------------------------------------
+// ---- a random head ----
 
 function RandomHead({ state }) {
   const { info, subject } = state;
@@ -111,7 +111,7 @@ function RandomHead({ state }) {
   <//>`;
 }
 
-// ---- the gradient, split -----------------------------------------------------------------------
+// ---- the gradient, split ----
 
 function Gradients({ state }) {
   const { subject, info } = state;

@@ -14,7 +14,7 @@ export default function Model({ state }) {
     ${info?.run && html`<${Run} run=${info.run} />`}`;
 }
 
-// ---- the ledger --------------------------------------------------------------------------------
+// ---- the ledger ----
 
 const PARTS = [
   ["reads-and-predicts", "W: reads and predicts", (row, info) => info.tied && has(row, info.matrices[0].name)],
@@ -77,7 +77,7 @@ function Shape({ info }) {
     <p class="says">tiedgpt ${info.version}</p><//>`;
 }
 
-// ---- the run -----------------------------------------------------------------------------------
+// ---- the run ----
 
 const FIGURES = [
   ["Loss", "loss, nats", [["loss", "training, smoothed"], ["val_loss", "validation"]]],

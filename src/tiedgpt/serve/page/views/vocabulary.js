@@ -85,7 +85,7 @@ function Cloud({ data, heights, label, pieces, id, text, choose, dark }) {
 const unreached = ({ reachable, fragment }) => reachable === null ? NONE :
   reachable.map((_, id) => id).filter((id) => !reachable[id] && !fragment[id]);
 
-// ---- search, neighbours, lists -----------------------------------------------------------------
+// ---- search, neighbours, lists ----
 
 const MOST_HITS = 24;
 
