@@ -6,17 +6,22 @@ each message in one line, and whole names in tables.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from tiedgpt.plots.table import aligned
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 LABEL_WIDTH = 10
 """Of the labels of facts; a longer label pushes its own fact to the right."""
@@ -117,6 +122,21 @@ def table(
     to.print(Text(f"{head}\n{rule}"))
     for number, line in enumerate(lines):
         to.print(Text(line, "bold" if number in bold else ""))
+
+
+@contextlib.contextmanager
+def bar(
+    what: str, *columns: ProgressColumn, to: Console | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr, or `to`, in a terminal; yields what moves it."""
+    from rich.progress import BarColumn, Progress
+
+    to = to or console(stderr=True)
+    with Progress(
+        what, BarColumn(), *columns, console=to, transient=True, disable=not to.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def shortened(name: str, width: int) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tiedgpt.cli.console import console, fact, note
+from tiedgpt.cli.console import bar, fact, note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
@@ -68,20 +66,22 @@ def run(arguments: list[str]) -> int:
 
 def _run(given: Arguments) -> int:
     import torch
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    from tiedgpt.inspect.opening import open_tokenizer
     from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
+    from tiedgpt.weights.tokenizer_files import tokenizer_for
 
     path = Path(given.dest)
     to = format_of(path) if given.to == "auto" else given.to
     require_place(path, to, overwrite=given.overwrite)
     if given.calibrate is not None and (to, given.precision) != ("packed", "int4"):
         raise UserError("--calibrate needs --to packed --precision int4")
+    moved = DownloadColumn(), TransferSpeedColumn()
     # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
     from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
     from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
-    with bar("reading") as progress:
+    with bar("reading", *moved) as progress:
         loaded = load(
             source_or_newest(given.source),
             dtype=torch.float32 if from_fp32 else None,
@@ -93,13 +93,13 @@ def _run(given: Arguments) -> int:
 
         load_adapter(loaded.model, given.adapter, given.resolve)
         merge(loaded.model)
-    tokenizer = open_tokenizer(given.source, given.tokenizer)
+    tokenizer = tokenizer_for(given.source, given.tokenizer)
     source = _source(loaded, tokenizer)
     if given.format == "human":
         _show_source(loaded, source)
     flags = ("duplicate_head", "approximate_gelu")
     options: dict[str, Any] = {name: True for name in flags if getattr(given, name)}
-    with bar("writing") as progress:
+    with bar("writing", *moved) as progress:
         if given.calibrate is not None:
             options["calibration"] = _calibration_ids(given.calibrate, loaded.model, tokenizer)
         written = convert(
@@ -118,18 +118,6 @@ def _run(given: Arguments) -> int:
         facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}
         print(json.dumps(facts, indent=2))
     return EXIT_OK
-
-
-@contextlib.contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, in a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    to = console(stderr=True)
-    columns = what, BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:

@@ -20,7 +20,7 @@ def find_rate(options: TrainOptions) -> int:
         raise UserError(
             "--find-lr looks for the rate of a run from its beginning: leave out --fork"
         )
-    from tiedgpt.cli.show_training import Display, Show
+    from tiedgpt.cli.console import bar
     from tiedgpt.train.plan import make_plan, training_device
     from tiedgpt.train.rates import sweep
     from tiedgpt.train.run_directory import RunDirectory
@@ -29,11 +29,10 @@ def find_rate(options: TrainOptions) -> int:
     device = training_device(options.device)
     with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:
         run = RunDirectory(Path(scratch))
-        display = Display(run.path, Show())
-        with display.bar("reading text") as update:
+        with bar("reading text") as update:
             task = prepare(run, options, open_sources(options), None, update)
         plan = make_plan(options, task, device)  # of the size that the run would have
-        with display.bar("trying rates") as update:
+        with bar("trying rates") as update:
             found = sweep(task, plan, device, progress=update)
     show(found, plan, task.config.n_embd, given=options.lr is not None)
     return EXIT_OK

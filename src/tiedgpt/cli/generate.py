@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tiedgpt.cli.console import note
-from tiedgpt.cli.options import Hidden, Positional, Repeated, UsageError, parse, prompt_hint
+from tiedgpt.cli.options import Positional, Repeated, UsageError, parse, prompt_hint
 from tiedgpt.cli.source import EngineOptions, read_text, source_or_newest
 from tiedgpt.errors import EXIT_OK
 from tiedgpt.infer.options import GenerationConfig
@@ -66,11 +66,7 @@ class Arguments(EngineOptions, GenerationConfig):
     grammar: Path | None = None  # type: ignore[assignment]
     """The text follows the grammar in this file, written in Lark's syntax."""
 
-    logit_bias: Hidden[Any] = None
-    processors: Hidden[Any] = None
-    stop_ids: Hidden[Any] = None
-    top_logprobs: Hidden[Any] = None
-    prompt_logprobs: Hidden[Any] = None
+    HIDDEN: ClassVar = "logit_bias", "processors", "stop_ids", "top_logprobs", "prompt_logprobs"
 
     def __post_init__(self) -> None:
         """Leave the checks to `GenerationConfig`, whose errors are one line."""

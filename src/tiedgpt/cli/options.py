@@ -31,8 +31,6 @@ Positional = Annotated[T, "positional"]
 """An argument that has no flag; a tuple takes all that are left."""
 Repeated = Annotated[T, "repeated"]
 """An option that may be given several times; its type is a tuple."""
-Hidden = Annotated[T, "hidden"]
-"""A field that is not asked for on the command line."""
 SHORT = {
     "batch_size": "b", "format": "f", "max_new_tokens": "n", "minutes": "m", "out": "o",
     "prompt": "p", "size": "s", "temperature": "t", "verbose": "v",
@@ -174,7 +172,10 @@ def _positional(options: Sequence[Option], rest: list[str], verb: str) -> dict[s
 
 
 def describe(options: type) -> list[Option]:
-    """Return what help, errors and the parser need of a dataclass's options, its own first."""
+    """Return what help, errors and the parser need of a dataclass's options, its own first.
+
+    The fields that a class names in `HIDDEN` are not asked for on the command line.
+    """
     abouts: dict[str, str] = {}
     for each in reversed(options.__mro__[:-1]):
         abouts |= _docstrings(each)
@@ -182,11 +183,11 @@ def describe(options: type) -> list[Option]:
     found = []
     own = options.__annotations__  # a verb's own options come before those that many have
     for one in sorted(dataclasses.fields(options), key=lambda field: field.name not in own):
+        if one.name in getattr(options, "HIDDEN", ()):
+            continue
         hint, mark = hints[one.name], None
         if get_origin(hint) is Annotated:
             hint, mark = get_args(hint)
-        if mark == "hidden":
-            continue
         kind, value, expected, choices = _value(one.name, hint)
         no = "no-" if one.default is True else ""
         flags = [f"--{no}{one.name.rstrip('_').replace('_', '-')}"]  # from_: no word of Python

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +62,6 @@ class Display:
     def say(self, text: str) -> None:
         """Show a note."""
         note(text, to=self.err)
-
-    @contextlib.contextmanager
-    def bar(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show a bar while text is encoded, or rates are tried."""
-        with Progress(what, BarColumn(), console=self.err, transient=True) as progress:
-            task = progress.add_task("", total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def plan(
         self,

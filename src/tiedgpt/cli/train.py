@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
+from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
@@ -265,7 +266,7 @@ def prepared(
     asked = fork_options(options, tables)
     if not tables:
         before_data(directory)
-    with display.bar("reading text") as progress:
+    with bar("reading text", to=display.err) as progress:
         task = prepare(directory, asked, sources or open_sources(options), config, progress)
     return asked, task, plan
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from tiedgpt.cli.options import Hidden, Positional, parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import program, source_or_newest
 from tiedgpt.cli.train import RunArguments, once_for_all
 from tiedgpt.errors import UserError
-from tiedgpt.train.options import AUTO, DEFAULT_COOLDOWN, DEFAULT_EPOCHS, TaskName
+from tiedgpt.train.options import DEFAULT_EPOCHS
 from tiedgpt.train.runs import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
 
@@ -60,21 +60,10 @@ class Arguments(RunArguments, TuneOptions):
     """Validate on this; default: a tenth of the text, or one in twenty examples."""
     out: str | None = None
     """The run's directory; default: runs/NAME-tuned-1, then -2 for other options, and so on."""
-    start: Hidden[str | None] = None
-    examples: Hidden[bool] = False
-    task: Hidden[TaskName] = "lm"
-    size: Hidden[str] = AUTO
-    width: Hidden[int | None] = None
-    tokenizer: Hidden[str] = "bpe"
-    vocab_size: Hidden[int | None] = None
-    fork: Hidden[str | None] = None
-    window: Hidden[int | None] = None
-    bias: Hidden[bool] = True
-    untie_at: Hidden[float | None] = None
-    batch_warmup: Hidden[float] = 0.0
-    length_warmup: Hidden[float] = 0.0
-    cooldown: float = DEFAULT_COOLDOWN
-    """Share of the steps in which the rate of --schedule wsd falls."""
+    HIDDEN: ClassVar = (
+        *("start", "examples", "task", "size", "width", "tokenizer", "vocab_size", "fork"),
+        *("window", "bias", "untie_at", "batch_warmup", "length_warmup"),
+    )
 
     def options(self) -> TuneOptions:
         """Return what decides the run, checked."""

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
@@ -142,7 +143,8 @@ class Engine:
             for first in range(0, len(completions), per):
                 group = completions[first : first + per]
                 if config.best_of is not None:
-                    group = sorted(group, key=_mean_logprob, reverse=True)[: config.n]
+                    best = attrgetter("mean_logprob")
+                    group = sorted(group, key=best, reverse=True)[: config.n]
                 grouped.append(group if config.n > 1 else group[0])
             completions = grouped
         return completions if many else completions[0]
@@ -319,7 +321,3 @@ def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig, tak
             f"prompt_logprobs of {n_ids} tokens in a context of {room}: the first would not be "
             "read; Engine.score reads longer texts"
         )
-
-
-def _mean_logprob(completion: Completion) -> float:
-    return sum(completion.logprobs) / max(1, len(completion.logprobs))

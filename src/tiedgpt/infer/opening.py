@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tiedgpt.core.config import GPTConfig
@@ -21,6 +20,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
 from tiedgpt.weights.packed_panels import Precision
+from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -103,25 +103,19 @@ def runner_for(
     config: Mapping[str, Any],
 ) -> Opened:
     """Return what computes a model, its tokenizer, and how it was opened; see `Engine`."""
-    if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = Tokenizer.from_pretrained(os.fspath(tokenizer))
-    if not isinstance(tokenizer, (Tokenizer, NoneType)):
-        raise UserError(
-            f"tokenizer must be a tiedgpt.Tokenizer or where one is, got {type(tokenizer).__name__}"
-        )
+    found = tokenizer_for(model_or_source, tokenizer)
     notes: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
         path = local_directory(model_or_source)
         end_ids = _end_ids(path / "generation_config.json")
         runner, notes = _from_source(path, how, resolve=resolve, **config)
-        tokenizer = tokenizer or _tokenizer_of(os.fspath(model_or_source))
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
     else:
         runner = _from_model(model_or_source, how)
-    notes += _compared(tokenizer, runner.config.vocab_size)
-    return Opened(runner, tokenizer, notes, end_ids)
+    notes += _compared(found, runner.config.vocab_size)
+    return Opened(runner, found, notes, end_ids)
 
 
 def require_engine_options(config: Mapping[str, Any]) -> None:
@@ -247,13 +241,3 @@ def _compared(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
             f"{vocab_size:,}: the others are never drawn",
         )
     return ()
-
-
-def _tokenizer_of(source: str) -> Tokenizer | None:
-    """Return the tokenizer beside a model; without one only ids can be continued."""
-    try:
-        return Tokenizer.from_pretrained(source)
-    except CorruptInputError:
-        raise
-    except UserError:
-        return None

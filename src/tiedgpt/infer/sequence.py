@@ -69,6 +69,11 @@ class Completion:
     error: Exception | None = None
     """Why the request failed, in a list of completions."""
 
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of `logprobs`, by which `best_of` chooses."""
+        return sum(self.logprobs) / max(1, len(self.logprobs))
+
 
 class Sequence:
     """A prompt's ids and text as they grow.

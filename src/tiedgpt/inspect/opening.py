@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 Model = GPT | nn.Module | str | os.PathLike[str]
 """A GPT, transformers' GPT-2 or GPT-1 in memory, or a path, a run directory, a hub name."""
@@ -55,30 +54,9 @@ def index(given: int, n: int, name: str) -> int:
 def open_model(
     model: Model, tokenizer: Any, *, needed: bool = False
 ) -> tuple[GPT, Tokenizer | None]:
-    """Return the GPT and its tokenizer; see `open_tokenizer`."""
-    found = open_tokenizer(model, tokenizer, needed=needed)
+    """Return the GPT and its tokenizer; see `tokenizer_for`."""
+    found = tokenizer_for(model, tokenizer, needed=needed)
     return model if isinstance(model, GPT) else GPT.from_pretrained(model), found
-
-
-def open_tokenizer(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
-    """Return the tokenizer given, or the one that lies with a path.
-
-    `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if there is none;
-    where it is `needed`, `UserError`.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if isinstance(backend, tokenizers.Tokenizer):
-        return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return Tokenizer.from_pretrained(os.fspath(tokenizer))
-    if tokenizer is None and isinstance(model, (str, os.PathLike)):
-        with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
-            return Tokenizer.from_pretrained(os.fspath(model))
-    if not isinstance(tokenizer, (Tokenizer, type(None))):
-        raise UserError(f"tokenizer must be a Tokenizer or a path, got {type(tokenizer).__name__}")
-    if needed and tokenizer is None:
-        raise UserError("a model in memory has no tokenizer: give it, or ids in place of the text")
-    return tokenizer
 
 
 def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.plots.table import aligned
+from tiedgpt.tie.findings import plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,11 +125,7 @@ class Lesson:
         """Return everything but the text as one JSON object; NaN as null."""
         values = asdict(self)
         del values["blocks"]
-        values["numbers"] = {
-            name: None if isinstance(n, float) and not math.isfinite(n) else n
-            for name, n in self.numbers.items()
-        }
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
 
     def __str__(self) -> str:
         title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)

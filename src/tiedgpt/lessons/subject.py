@@ -23,12 +23,13 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.data import Shards
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.opening import open_model, open_tokenizer, piece
+from tiedgpt.inspect.opening import open_model, piece
 from tiedgpt.plots.table import visible
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
 from tiedgpt.tie.heads import inference
+from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
 Module = TypeVar("Module", bound=nn.Module)
@@ -165,7 +166,7 @@ def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
         about = os.fspath(model)
     else:
         about = f"{type(model).__name__} in memory"
-    found = open_tokenizer(model, tokenizer)
+    found = tokenizer_for(model, tokenizer)
     own = _validation_ids(model) if text is None and tokenizer is None else None
     if not isinstance(model, nn.Module):
         model, _ = open_model(model, found)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -236,16 +237,12 @@ def _choice(
 
 def _best(asked: _Asked, n: int) -> list[Wanted]:
     """Return n texts for each prompt: those with the highest mean logprob, if more were drawn."""
-
-    def mean_logprob(text: Wanted) -> float:
-        return sum(text.result.logprobs) / max(1, len(text.result.logprobs))
-
     if n == asked.samples:
         return asked.each
     found = list[Wanted]()
     for first in range(0, len(asked.each), asked.samples):
         group = asked.each[first : first + asked.samples]
-        found += sorted(group, key=mean_logprob, reverse=True)[:n]
+        found += sorted(group, key=attrgetter("result.mean_logprob"), reverse=True)[:n]
     return found
 
 

@@ -26,6 +26,11 @@ MODULES = {
     "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "huggingface",
 }  # fmt: skip
 """`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
+GPT2 = {
+    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+"""What llm.c and KerasHub compute, in our fields; their files do not say it."""
 IN_SHARED_CONTAINERS = ("huggingface", "state_dict")
 """Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."

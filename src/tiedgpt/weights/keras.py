@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json, reading
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import GPT2, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import (
     Storage,
@@ -69,10 +69,6 @@ BLOCK_NAMES = {
     "_feedforward_intermediate_dense": "mlp.c_fc",
     "_feedforward_output_dense": "mlp.c_proj",
 }
-ALWAYS = {
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "norm": "pre", "bias": True,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 _BODY = re.compile(r"(?:.*/)?(?:layers|_layer_checkpoint_dependencies)/")
 """What precedes a layer's name: the task's path to its backbone, and Keras's list."""
 _BLOCK = re.compile(r"transformer_decoder(?:_([1-9]\d{0,5}))?/([\w/]+)/vars/([01])")
@@ -249,7 +245,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     Raises `UserError` for other models, `CorruptInputError` where variables contradict each other.
     """
     source = str(checkpoint.source)
-    fields = ALWAYS | _dropout(source, checkpoint.config)
+    fields = GPT2 | _dropout(source, checkpoint.config)
     tensors: dict[str, StoredTensor] = {}
     n_heads: set[int] = set()
     for path, stored in checkpoint.tensors.items():

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading, replacing, require_room
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
+from tiedgpt.weights.checkpoint import GPT2, Checkpoint, GPTCheckpoint, shapes
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, tensor_in_file
 
 if TYPE_CHECKING:
@@ -50,11 +50,6 @@ FIELDS = {
 """The header's names -> ours."""
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
-ALWAYS = {
-    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
-}  # fmt: skip
-"""What llm.c computes, in our fields."""
 ROW_MULTIPLE = 128
 """wte is written with a multiple of this many rows, as llm.c wants it."""
 MAX_TOKENIZER = 16 << 20
@@ -105,7 +100,7 @@ def read(path: Path) -> Checkpoint:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
-    return GPTCheckpoint("llm.c", fields | ALWAYS, dict(checkpoint.tensors))
+    return GPTCheckpoint("llm.c", fields | GPT2, dict(checkpoint.tensors))
 
 
 def parameters(

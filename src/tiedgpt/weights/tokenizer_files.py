@@ -7,7 +7,12 @@ the modules of the formats read the others.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
+from typing import Any
+
+import tokenizers
 
 from tiedgpt.errors import UserError
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
@@ -42,6 +47,28 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
             f"{TOKENS}; a model of GPT-2's vocabulary takes Tokenizer.from_pretrained('gpt2')"
         )
     return found
+
+
+def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
+    """Return the tokenizer given, or the one that lies with a model that is a path.
+
+    `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if there is none;
+    where it is `needed`, `UserError`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if isinstance(backend, tokenizers.Tokenizer):
+        return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return open_tokenizer(os.fspath(tokenizer))
+    if tokenizer is None and isinstance(model, (str, os.PathLike)):
+        with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
+            return open_tokenizer(os.fspath(model))
+    if not isinstance(tokenizer, (Tokenizer, type(None))):
+        kind = type(tokenizer).__name__
+        raise UserError(f"tokenizer must be a tiedgpt.Tokenizer or where one is, got {kind}")
+    if needed and tokenizer is None:
+        raise UserError("a model in memory has no tokenizer: give it, or ids in place of the text")
+    return tokenizer
 
 
 def _in_directory(directory: Path, *, with_gguf: bool = False) -> Tokenizer | None:
