@@ -9,12 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from tests.inspect.conftest import random_model
 from tests.serve.conftest import Running
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import Tokenizer, inspect
 from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
+from tiedgpt.serve.export import export
 from tiedgpt.serve.guards import Limits
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
@@ -320,6 +322,29 @@ def test_an_exported_page_works_offline_from_a_file(browser, run, tmp_path):
         settled(page)
         found = inspect.positions(run, None, TEXT)
         assert np.isclose(numbers(page), found.loss, rtol=1e-6).any()
+
+
+def test_an_exported_page_without_a_tokenizer_shows_its_ids(browser, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(export(random_model(), None, [1, 2, 3], name="bare"), encoding="utf-8")
+    with opened(browser, offline=True) as page:
+        for view in VIEWS:
+            page.goto("about:blank")
+            page.goto(f"file://{path}#view={view}")
+            settled(page)
+            assert not page.locator(".status.error").count(), view
+            assert page.locator("main data").count() >= min(8, LEAST.get(view, 0))
+
+
+@pytest.mark.parametrize("odd", ["head=-3&layer=-5", "pin=-9&tour=-1", "ids=-4,2.5,&pin=1e9"])
+def test_an_address_that_was_damaged_shows_a_page(browser, url, odd):
+    with opened(browser, url) as page:
+        for view in ("text", "heads"):
+            page.goto("about:blank")
+            page.goto(f"{url}/#view={view}&text=the+cat+sat&{odd}")
+            settled(page)
+            assert not page.locator(".status.error").count()
+            assert page.locator("main data").count()
 
 
 def test_a_key_is_asked_for(browser, run):

@@ -50,8 +50,8 @@ function read() {
     const like = SAVED[name];
     if (typeof like === "string") found[name] = value;
     else if (typeof like === "boolean") found[name] = value === "true";
-    else if (Array.isArray(like)) found[name] = value.split(",").map(Number).filter(Number.isInteger);
-    else if (typeof like === "number" && Number.isInteger(Number(value))) found[name] = Number(value);
+    else if (Array.isArray(like)) found[name] = value.split(",").filter((one) => /^\d+$/.test(one)).map(Number);
+    else if (typeof like === "number" && Number.isInteger(Number(value))) found[name] = Math.max(like, Number(value));
   }
   if (!VIEWS.some(([name]) => name === found.view)) found.view = "text";
   return found;
@@ -100,10 +100,10 @@ function useSubject(saved, info) {
   const { text, ids } = saved;
   const isLong = !ids.length && info.tokenizer !== false && new Blob([text]).size > MOST_TOKENS;
   const measured = useCall("/tokenize", isLong && !exported ? { prompt: text } : null);
-  const asIds = info.tokenizer === false ? text.split(/[\s,]+/).filter(Boolean).map(Number) : ids;
+  const asIds = info.tokenizer === false && !ids.length ? text.split(/[\s,]+/).filter(Boolean).map(Number) : ids;
   if (asIds.some((id) => !Number.isInteger(id) || id < 0))
     return [null, "this model has no tokenizer: write token ids, such as 464 3280 318"];
-  const cap = Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
+  const cap = exported ? Infinity : Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
   const n = isLong && !measured.stale ? measured.data?.count : asIds.length;
   if (n > cap)
     return [null, `this page reads at most ${count(cap)} tokens, and the text has ${count(n)}: shorten it`];

@@ -49,7 +49,7 @@ function range(values, room = 0) {
 }
 
 export const Bar = ({ t, kind }) => html`<svg class=${`meter ${kind ?? ""}`} viewBox="0 0 100 10"
-  preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * Math.min(1, Math.max(0, t))}
+  preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * Math.min(1, Math.max(0, t || 0))}
   height="10" /></svg>`;
 
 // ---- lines ----

@@ -356,7 +356,8 @@ function ink(rgb) {
 
 // Small numbers look like the page, large ones stand out: dark blue in light, yellow in dark.
 export function heat(t, dark) {
-  const end = dark ? cividis(t) : cividis(1 - t);
-  const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * Math.max(0, t)));
+  const shade = Math.max(0, t || 0); // of a vocabulary of one token every share is 0 / 0
+  const end = cividis(dark ? shade : 1 - shade);
+  const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * shade));
   return { background: css(rgb), color: ink(rgb) };
 }
