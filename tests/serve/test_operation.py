@@ -57,6 +57,29 @@ def slow(engine, monkeypatch):
     monkeypatch.setattr(type(engine.runner.session(slots=1, capacity=8)), "read", slowly)
 
 
+def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, monkeypatch):
+    read, begun, go_on = [], threading.Event(), threading.Event()
+
+    def slowly(name, model, tokenizer, source, options):
+        read.append(options["text"])
+        begun.set()
+        assert go_on.wait(10)
+        return "{}"
+
+    monkeypatch.setattr("tiedgpt.serve.tensors.inspected", slowly)
+    first = send(running.port, {"ids": [1]}, "/inspect/positions")
+    assert begun.wait(10)
+    for id in (2, 3):
+        send(running.port, {"ids": [id]}, "/inspect/positions").close()
+    last = send(running.port, {"ids": [4]}, "/inspect/positions")
+    time.sleep(0.2)
+    go_on.set()
+    for connection in (first, last):
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.close()
+    assert read == [[1], [4]]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot_within_250_ms(running, engine, slow, stream):
     before = engine.stats()["generated_tokens"]

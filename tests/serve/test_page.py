@@ -3,8 +3,10 @@
 import base64
 import gzip
 import json
+import os
 import posixpath
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.assets import POLICY, page_files
+from tiedgpt.serve.guards import Hosts
 from tiedgpt.tie import ledger
 
 FOLDER = Path(tiedgpt.__file__).parent / "serve" / "page"
@@ -127,8 +130,32 @@ def test_tokens_are_counted_in_the_run(page, run):
     found = page.post("/inspect/vocabulary", json={}).json()
     ours = inspect.vocabulary(run)
     assert found["count"] == ours.count.tolist() and sum(found["count"]) > 0
-    assert found["counted_in"] == str(run)
+    assert found["counted_in"] == run.name
     assert found["unseen"] == ours.unseen.tolist()
+
+
+@pytest.mark.parametrize("hosts", [Hosts.of("0.0.0.0"), Hosts.of("127.0.0.1", ["gpt.example"])])
+def test_clients_on_other_machines_are_not_told_where_the_model_lies(run, hosts):
+    with Engine(str(run)) as engine:
+        app = create_app(engine, name="cats", source=run, hosts=hosts)
+        page = TestClient(app, base_url="http://127.0.0.1")
+        answers = [page.get("/inspect/model"), page.post("/inspect/vocabulary", json={})]
+    assert answers[0].json()["source"] is None and answers[0].json()["run"] is not None
+    assert all(answer.status_code == 200 for answer in answers)
+    assert not any(str(run.parent) in answer.text for answer in answers)
+
+
+def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
+    odd = tmp_path / os.fsdecode(b"cats\xff")
+    shutil.copytree(run, odd)
+    with Engine(str(odd)) as engine:
+        page = TestClient(
+            create_app(engine, name=odd.name, source=odd), base_url="http://127.0.0.1"
+        )
+        assert page.get("/inspect/model").json()["name"] == "cats?"
+        assert page.get("/v1/models").json()["data"][0]["id"] == "cats?"
+        assert page.post("/inspect/vocabulary", json={}).json()["counted_in"] == "cats\ufffd"
+    assert main(["inspect", "--html", str(tmp_path / "p.html"), str(odd), "--text", "cat"]) == 0
 
 
 @pytest.mark.parametrize("body", [{}, {"token": -1}, {"token": 1, "top": 101}, {"token": 1.5}])
@@ -151,6 +178,7 @@ def test_an_exported_page_holds_all_answers_and_no_address(run, tmp_path, capfd)
     found = data_of(html)
     n = len(tiedgpt.Tokenizer.from_pretrained(run).encode(TEXT))
     assert found["state"] == {"text": TEXT, "pin": n - 1}
+    assert str(run.parent) not in html  # who gets the file learns nothing of this machine
     said = json.dumps(TEXT, ensure_ascii=False)
     positions = inspect.positions(run, None, TEXT)
     assert found[f'/inspect/positions {{"text":{said},"top":10}}'] == json.loads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,19 +34,32 @@ def inspected(
     source: Source | None,
     options: dict[str, Any],
 ) -> str:
-    """Return what a function of `tiedgpt.inspect` finds; tokens are counted in the source's run."""
+    """Return what a function of `tiedgpt.inspect` finds; tokens are counted in the source's run.
+
+    The run is named, and not where it lies.
+    """
     from tiedgpt.inspect.rows import shards_in
 
-    if name == "vocabulary" and source is not None and shards_in(source):
-        options = options | {"counts": source}
     function = getattr(import_module("tiedgpt.inspect"), name)
-    return str(function(model, tokenizer, **options).to_json())
+    if name != "vocabulary" or source is None or not shards_in(source):
+        return str(function(model, tokenizer, **options).to_json())
+    found = function(model, tokenizer, **options, counts=source)
+    run = os.fsencode(Path(source).resolve().name).decode(errors="replace")
+    return str(replace(found, counted_in=run).to_json())
 
 
-def described(name: str, model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> str:
+def described(
+    name: str,
+    model: GPT,
+    tokenizer: Tokenizer | None,
+    source: Source | None,
+    *,
+    path: Source | None = None,
+) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
 
-    `source` is where the model was loaded from; without it, what needs it is null.
+    `source` is where the model was loaded from; without it, what needs it is null. `path` is the
+    same for those who may know it: where it lies is nobody's business on another machine.
     """
     from tiedgpt.inspect.faces import faces
     from tiedgpt.tie import ledger
@@ -56,7 +69,7 @@ def described(name: str, model: GPT, tokenizer: Tokenizer | None, source: Source
     most = {kind: min(n, config.n_positions) for kind, n in MOST_TOKENS.items()}
     found = {
         "name": name,
-        "source": None if source is None else os.fspath(source),
+        "source": None if path is None else os.fspath(path),
         "version": tiedgpt.__version__,
         "config": asdict(config),
         "vocab_size": config.vocab_size,
@@ -71,7 +84,7 @@ def described(name: str, model: GPT, tokenizer: Tokenizer | None, source: Source
         "tokenizer": tokenizer is not None,
         "most_tokens": most,
     }
-    return json.dumps(plain(found), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(found), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
 def _stored(source: Source) -> dict[str, Any] | None:

@@ -63,10 +63,12 @@ def create_app(
     `name` is the model's for clients. With a `key` all but /health and the page's files need it.
     `hosts` are the names by which it may be called, by default those of this machine alone. `load`
     opens the model for embeddings and inspection, by default a copy of the engine's own. `source`
-    is where it lies, so that the page can name its file and show its run. `template` writes
+    is where it lies, so that the page can name its file and show its run; the path itself is told
+    to clients on this machine alone. `template` writes
     conversations; None: there is no chat.
     """
-    limits = limits or Limits()
+    limits, hosts = limits or Limits(), hosts or Hosts.of("127.0.0.1")
+    name = name.encode(errors="replace").decode()  # a directory's may be no UTF-8
     service = Service(
         engine, name, Metrics(engine), min(128, engine.slots + limits.queue), _fingerprint(engine),
         template,
@@ -79,7 +81,7 @@ def create_app(
     app.add_middleware(
         Guard,
         limits=limits,
-        hosts=hosts or Hosts.of("127.0.0.1"),
+        hosts=hosts,
         key=key,
         count=lambda status: service.metrics.responses.labels(status).inc(),
     )
@@ -87,7 +89,7 @@ def create_app(
     _add_tokens(app, service)
     model = Tensors(load or (lambda: _copied(engine)), limits.inspections, source)
     _add_tensors(app, service, model)
-    _add_page(app, service, model)
+    _add_page(app, service, model, source if hosts.are_local else None)
     _add_operation(app, service)
     _add_errors(app)
     return app
@@ -149,13 +151,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
     @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingRequest) -> dict[str, Any]:
+    async def embed(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         service.require_model(body.model)
-        return await tensors.embed(service, model, body)
+        return await tensors.embed(service, model, request, body)
 
     def add(name: str, schema: type[Body]) -> None:
-        async def inspect(body: Body) -> Response:
-            found = await tensors.inspect(service, model, name, body)
+        async def inspect(request: Request, body: Body) -> Response:
+            found = await tensors.inspect(service, model, request, name, body)
             return Response(found, media_type="application/json")
 
         inspect.__annotations__["body"] = schema
@@ -165,8 +167,11 @@ def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
         add(name, schema)
 
 
-def _add_page(app: FastAPI, service: Service, model: Tensors) -> None:
-    """Add the page's files, and what it asks for once: the model, and its tokens' texts."""
+def _add_page(app: FastAPI, service: Service, model: Tensors, told: answers.Source | None) -> None:
+    """Add the page's files, and what it asks for once: the model, and its tokens' texts.
+
+    `told` is where the model lies, if clients may know it.
+    """
 
     def add(path: str, data: bytes) -> None:
         headers = HEADERS | {"etag": etag(data)}
@@ -182,11 +187,11 @@ def _add_page(app: FastAPI, service: Service, model: Tensors) -> None:
     held: list[bytes] = []
 
     @app.get("/inspect/model")
-    async def the_model() -> Response:
+    async def the_model(request: Request) -> Response:
         def describe(gpt: GPT) -> str:
-            return answers.described(service.name, gpt, tokenizer, model.source)
+            return answers.described(service.name, gpt, tokenizer, model.source, path=told)
 
-        return Response(await model.run(describe), media_type="application/json")
+        return Response(await model.run(request, describe), media_type="application/json")
 
     @app.get("/inspect/pieces")
     async def the_pieces(request: Request) -> Response:

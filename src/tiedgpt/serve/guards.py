@@ -67,6 +67,11 @@ class Hosts:
         everywhere = bound in ("0.0.0.0", "::", "")
         return cls(frozenset(map(str.lower, (*LOCAL, bound, *more))) - {""}, everywhere)
 
+    @property
+    def are_local(self) -> bool:
+        """Whether all clients are on this machine."""
+        return not self.any_address and self.names <= {*LOCAL}
+
     def allow(self, given: str) -> bool:
         """Whether a Host header, or an origin's host and port, is one of them."""
         try:

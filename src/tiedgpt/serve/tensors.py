@@ -11,11 +11,13 @@ import base64
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastapi import Request
+
 from tiedgpt.errors import UserError
 from tiedgpt.serve.answers import MOST_TOKENS, Source, inspected
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected, listed
-from tiedgpt.serve.texts import encode
+from tiedgpt.serve.texts import GONE, encode
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -33,13 +35,18 @@ class Tensors:
         self._lock = asyncio.Lock()
         self._n = 0
 
-    async def run(self, function: Callable[[GPT], T]) -> T:
-        """Call a function with the model in another thread; 429 if too many wait."""
+    async def run(self, request: Request, function: Callable[[GPT], T]) -> T:
+        """Call a function with the model in another thread; 429 if too many wait.
+
+        Nothing is computed for a client that went away while it waited.
+        """
         if self._n >= self._most:
             raise APIError(429, "too many inspections wait: try again later", code="queue_full")
         self._n += 1
         try:
             async with self._lock:
+                if await request.is_disconnected():
+                    raise APIError(GONE, "the client went away", code="cancelled")
                 return await asyncio.to_thread(lambda: function(self._opened()))
         finally:
             self._n -= 1
@@ -50,7 +57,9 @@ class Tensors:
         return self._model
 
 
-async def embed(service: Service, tensors: Tensors, body: EmbeddingRequest) -> dict[str, Any]:
+async def embed(
+    service: Service, tensors: Tensors, request: Request, body: EmbeddingRequest
+) -> dict[str, Any]:
     """Return embeddings of unit length: the body's output, averaged over tokens or of the last."""
 
     def compute(model: GPT) -> tuple[list[Any], int]:
@@ -67,7 +76,7 @@ async def embed(service: Service, tensors: Tensors, body: EmbeddingRequest) -> d
             found.append(packed if body.encoding_format == "base64" else vector.tolist())
         return found, sum(map(len, each))
 
-    vectors, n_tokens = await tensors.run(compute)
+    vectors, n_tokens = await tensors.run(request, compute)
     data = [
         {"object": "embedding", "index": index, "embedding": vector}
         for index, vector in enumerate(vectors)
@@ -76,7 +85,9 @@ async def embed(service: Service, tensors: Tensors, body: EmbeddingRequest) -> d
     return {"object": "list", "data": data, "model": service.name, "usage": usage}
 
 
-async def inspect(service: Service, tensors: Tensors, name: str, body: Body) -> str:
+async def inspect(
+    service: Service, tensors: Tensors, request: Request, name: str, body: Body
+) -> str:
     """Return what a function of `tiedgpt.inspect` finds, as its JSON."""
     options = body.model_dump(exclude={"text", "ids"})
 
@@ -88,4 +99,4 @@ async def inspect(service: Service, tensors: Tensors, name: str, body: Body) -> 
             options["text"] = encode(service.engine, text, "text", most=most)
         return inspected(name, model, service.engine.tokenizer, tensors.source, options)
 
-    return await tensors.run(compute)
+    return await tensors.run(request, compute)

@@ -77,9 +77,10 @@ def encode(
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(most or config.n_positions, config.n_positions)
     if len(ids) + room > context:
+        parts = f" ({len(ids):,} in the prompt, {room:,} to follow)" if room else ""
         raise APIError(
-            400, f"at most {context:,} tokens are read, and you ask for {len(ids) + room:,} "
-            f"({len(ids):,} in the prompt, {room:,} to follow): shorten one of them",
+            400, f"at most {context:,} tokens are read, and you ask for {len(ids) + room:,}"
+            f"{parts}: shorten it",
             param=param if len(ids) > context else "max_tokens", code="context_length_exceeded",
         )  # fmt: skip
     return ids

@@ -277,7 +277,8 @@ def _refuse_surrogates(text: str, where: str = "") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        wrong = f"U+{ord(text[error.start]):04X}"
         raise UserError(
-            f"position {error.start}{where} has the lone surrogate U+{ord(text[error.start]):04X}, "
+            f"at position {error.start}{where} is the lone surrogate {wrong}, "
             "which is not valid Unicode; read the text with errors='replace' or remove it"
         ) from error
