@@ -19,6 +19,7 @@ from tiedgpt.inspect import (
     dot,
     gradient_split,
     lens,
+    neighbours,
     positions,
     random_head,
     vocabulary,
@@ -122,6 +123,9 @@ def test_weights_that_are_not_finite_are_told_of():
     for function in (positions, lens, dot):
         with pytest.raises(UserError, match="not finite"):
             function(model, None, [1, 2])
+    for function in (vocabulary, neighbours):
+        with pytest.raises(UserError, match="holds nan or inf in 1 rows"):
+            function(model)
 
 
 def test_a_head_without_a_matrix_is_refused_where_one_is_needed():

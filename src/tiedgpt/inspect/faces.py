@@ -41,6 +41,16 @@ def faces(model: GPT) -> tuple[Face, ...]:
     return Face(name, "reads", weight, torch.zeros_like(predicts.bias)), predicts
 
 
+def finite_faces(model: GPT) -> tuple[Face, ...]:
+    """Return `faces`; `UserError` where a row has a NaN or an infinity, and so no place."""
+    for face in (found := faces(model)):
+        if wrong := int((~torch.isfinite(face.weight).all(dim=1)).sum()):
+            raise UserError(
+                f"{face.name} holds nan or inf in {wrong:,} rows: nothing compares them"
+            )
+    return found
+
+
 def _predicting(model: GPT) -> Face:
     """Return the matrix that predicts: logits = h W^T + bias.
 

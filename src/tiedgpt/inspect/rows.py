@@ -21,7 +21,7 @@ from torch import Tensor
 from tiedgpt.data import Shards, documents
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
-from tiedgpt.inspect.faces import Face, faces, final_bias
+from tiedgpt.inspect.faces import Face, final_bias, finite_faces
 from tiedgpt.inspect.opening import Model, numpy, open_model, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, Result
 from tiedgpt.text import Tokenizer
@@ -122,7 +122,7 @@ def vocabulary(
         raise UserError(f"own_rank_rows must be >= 0, got {n}")
     sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
     with inference(gpt):
-        matrices = [_rows(face, final_bias(gpt), counts, sample) for face in faces(gpt)]
+        matrices = [_rows(face, final_bias(gpt), counts, sample) for face in finite_faces(gpt)]
     reachable, fragment = (None, None) if found is None else _reached(found, size)
     return Vocabulary(
         matrices=tuple(matrices),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.faces import Face, faces
+from tiedgpt.inspect.faces import Face, finite_faces
 from tiedgpt.inspect.opening import Model, index, numpy, open_model, piece
 from tiedgpt.inspect.results import Result
 from tiedgpt.tie.heads import inference
@@ -65,7 +65,7 @@ def neighbours(
         raise UserError(f"top must be at least 1, got {top}")
     id = index(token, gpt.config.vocab_size, "token")
     with inference(gpt):
-        matrices = tuple(_nearest(face, id, top) for face in faces(gpt))
+        matrices = tuple(_nearest(face, id, top) for face in finite_faces(gpt))
     named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]
     words = {j: piece(found, j) for j in np.unique(named).tolist()}
     return Neighbours(id=id, piece=words[id], matrices=matrices, words=words)
