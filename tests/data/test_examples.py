@@ -93,7 +93,7 @@ def test_of_a_conversation_the_replies_and_their_ends_are_trained(
         ]
     else:
         listed = messages
-    reader = read([{field: listed}], tokenizer, template)
+    reader = read([{"messages": None, field: listed}], tokenizer, template)
     (example,) = reader
     mark, end = {"chatml": ("", "<|im_end|>"), "plain": (" ", "<|endoftext|>")}[template]
     replies = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]

@@ -203,7 +203,8 @@ def _string(record: Mapping[str, Any], name: str) -> str:
 
 def _messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield role, content and `train` of each message of a line."""
-    listed = record.get("messages", record.get("conversations"))
+    listed = record.get("messages")
+    listed = record.get("conversations") if listed is None else listed
     if not isinstance(listed, list) or not all(isinstance(message, dict) for message in listed):
         raise UserError("its messages must be a list of objects")
     for message in listed:
