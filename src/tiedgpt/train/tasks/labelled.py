@@ -27,6 +27,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
+from tiedgpt.tie.heads import inference
 from tiedgpt.train.objective import Arrays, body_of, on_device
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.task import Task
@@ -232,13 +233,9 @@ class Labelled(Task):
         """Return what the head says of an example held out, of another one at each step."""
         example, row = self.held_out[step % len(self.held_out)]
         batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
-        training = model.training
-        model.eval()
-        try:
+        with inference(model):
             verdict = "rightly" if self.right(model, batch).all() else "wrongly"
             return f"{verdict} {self.said(model, example, batch)}"
-        finally:
-            model.train(training)
 
     def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
         """Return how many examples there are, of what, and what scores them."""
