@@ -1,4 +1,4 @@
-"""OpenAI's client against `tiedgpt serve` (needs tiedgpt[serve] and the package openai).
+"""OpenAI's client against `tiedgpt serve` (needs tiedgpt[serve,constrain] and openai).
 
     python examples/openai_client.py [MODEL]
 

@@ -105,7 +105,7 @@ def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_h
     monkeypatch, new_run, config
 ):
     plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=20_000)
-    assert "warning: 20,000 tokens are too little text for 3 minutes" in task.notes[0]
+    assert "20,000 tokens are too little text for 3 minutes" in task.notes[0]
     rows = plan.steps * plan.batch_size
     assert rows == pytest.approx(MOST_PASSES * task.epoch_rows, abs=plan.batch_size)
     assert "16" in task.notes[0] and "epochs" in task.notes[0] and plan.minutes is None

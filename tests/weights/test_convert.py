@@ -102,7 +102,7 @@ def test_another_gelu_is_asked_for_and_told(tiny, tokenizer, tmp_path):
     ).save_pretrained(tmp_path / "exact")
     for name in ("gguf", "llmc"):
         path = tmp_path / f"x{SUFFIXES[name]}"
-        with pytest.raises(UserError, match="--approximate-gelu"):
+        with pytest.raises(UserError, match="approximate_gelu"):
             to(tmp_path / "exact", path, name, tokenizer)
         written = to(tmp_path / "exact", path, name, tokenizer, approximate_gelu=True)
         assert written.exact and "computes gelu_new" in written.notes[0]

@@ -94,7 +94,7 @@ def test_a_parameter_on_a_larger_storage_is_saved_alone(tmp_path):
 def test_gpt2s_gelu_is_not_nanogpts_and_must_be_accepted(tmp_path):
     model = model_of(activation_function="gelu_new")
     path = tmp_path / "ckpt.pt"
-    with pytest.raises(UserError, match="--approximate-gelu"):
+    with pytest.raises(UserError, match="approximate_gelu"):
         write_nanogpt(model, path)
     assert not path.exists()
     write_nanogpt(model, path, approximate_gelu=True)

@@ -76,7 +76,7 @@ def examine() -> dict[str, Any]:
     if not missing:
         report |= _of_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
-    report["missing"] = ", ".join(missing) or "nothing"
+    report["missing"] = ", ".join(missing) or "nothing that is required"
     compiler = shutil.which("g++") or shutil.which("clang++")
     report["features"] = {name: _has(*needs) for name, needs in FEATURES.items()} | {
         "train --compile": f"yes, by {compiler}" if compiler else "no: install g++ or clang++"

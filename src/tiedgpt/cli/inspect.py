@@ -239,7 +239,8 @@ def _positions(found: Positions, _: int) -> None:
     )
     print(
         f"\nmean loss {_cell(found.loss)} nats, {_cell(found.bits_per_byte)} bits per byte\n"
-        f"training learns from {found.next} predictions, generation reads position {found.next}"
+        f"training learns from {found.next} predictions, generation reads position {found.next}\n"
+        "bits: what the next token cost; entropy: the prediction's, in bits"
     )
     if found.poked is not None and changes is not None:
         at, old, new = found.poked
@@ -301,10 +302,11 @@ def _vocabulary(found: Vocabulary, top: int) -> None:
                 ("to", [high for _, high in matrix.interval.values()]),
                 ("slope", matrix.slope.values()),
             )
+            print("from, to: the 95 % interval of spearman, the correlation of ranks")
             print(f"one direction explains {matrix.r2_heldout:.0%} of ln count, on tokens held out")
         if len(matrix.own_rank):
             wins, asked = (matrix.own_rank == 1).mean(), len(matrix.own_rank)
-            print(f"{wins:.0%} of {asked:,} tokens rank first where h is their own row")
+            print(f"{wins:.0%} of {asked:,} tokens are the likeliest where h is their own row")
         order = matrix.centred_norm.argsort()[::-1]
         order = order if 2 * top >= size else np.r_[order[:top], order[-top:]]
         print("\nlongest and shortest rows" + ", all of them" * (len(order) == size))
@@ -317,6 +319,10 @@ def _vocabulary(found: Vocabulary, top: int) -> None:
             *((name, column[order]) for name, column in named if column is not None),
             ("reached", how),
         )
+    print(
+        "\nprior logit: e . b, with b the final norm's bias: the same in every context\n"
+        "reached: whether some text is encoded as this token; as part: of a character"
+    )
     if found.unseen is None:
         print("\nno counts: --counts tells what goes with frequency", end="")
     else:

@@ -114,7 +114,7 @@ def show_summary(histories: Sequence[History]) -> None:
                 ", ".join(filter(None, state)),
             )
         )
-    columns = "steps", histories[0].unit, "time", "loss", "validation"
+    columns = "steps", histories[0].unit, "time", "loss, nats", "validation"
     table(["run", *(f">{name}" for name in columns), ""], rows)
 
 

@@ -195,9 +195,10 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
     )
     sizes = [sum(p.numel() for p in each.model.parameters()) for each in (tied, untied)]
     lesson.say(
-        why + "Two tiny GPTs were trained just now, on the same data, for as many steps. Tied: "
-        "{tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: {untied_size:,} "
-        "parameters, held-out loss {untied_loss:.3f}. Their ln V is {tiny_uniform:.3f}." + larger,
+        why + "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
+        "steps. Tied: {tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: "
+        "{untied_size:,} parameters, held-out loss {untied_loss:.3f}. Their ln V is "
+        "{tiny_uniform:.3f}." + larger,
         tied_size=sizes[0],
         tied_loss=tied.loss,
         untied_size=sizes[1],
@@ -339,7 +340,8 @@ def _longer_rows(subject: Subject, lesson: Lesson, last: Tensor) -> None:
         "Where a row predicts, its norm scales one logit: with twice the row of {best}, the "
         "token's probability goes from {best_before:.3f} to {best_after:.3f}. Where a row is read, "
         "it is added to the position's and goes through all layers: with twice the row of {last} "
-        "(in a copy with two matrices), {read_moved:.1%} of the next token's probability moves.",
+        "(in a copy with two matrices), {read_moved:.1%} of the probability of what comes next "
+        "moves to other tokens.",
         best=subject.word(id),
         best_before=float(last.softmax(-1)[id]),
         best_after=float(longer.softmax(-1)[id]),

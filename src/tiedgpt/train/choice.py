@@ -139,7 +139,7 @@ def choose(
     if options.epochs or passes <= MOST_PASSES:
         return made, reason, ""
     warning = (
-        f"warning: {text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
+        f"{text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
         f"{passes:,.0f} epochs would learn it by heart, so this run ends after {MOST_PASSES}, in "
         f"about {most / fast:,.0f} s; more text is worth more than more time"
     )

@@ -121,7 +121,7 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
     """
     own, anyway = model.config.activation_function, ""
     if own in GELUS and computed in GELUS:
-        anyway = "; approximate_gelu (--approximate-gelu) lets its logits differ a little there"
+        anyway = "; approximate_gelu writes it anyway, and its logits differ a little there"
     if own != computed and not (approximate_gelu and anyway):
         raise UserError(
             f"activation_function={own!r} cannot be written: {whose} computes {computed!r}{anyway}"
