@@ -213,6 +213,8 @@ def test_errors_name_options_as_they_are_typed():
     names = ("n_head", "resolve", "overwrite", "stop")
     said = as_typed('give n_head=12, or resolve="tie"; then stop', names)
     assert said == "give --n-head 12, or --resolve tie; then stop"
+    said = as_typed("top 3 must be from 0 to 9, or -1 to -3", ("top", "to"))
+    assert said == "--top 3 must be from 0 to 9, or -1 to -3"
 
 
 def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):

@@ -342,6 +342,6 @@ def as_typed(message: str, names: Iterable[str]) -> str:
         return f"--{name.replace('_', '-')}" + (f" {quoted}" if "=" in match[0] else "")
 
     message = re.sub(rf"\b(?:{'|'.join(every)})=(?:'[\w-]*'|\"[\w-]*\")?", typed, message)
-    no_article = r"(?<!\ba )(?<!\bthe )"
+    no_article = r"(?<!\ba )(?<!\bthe )(?<!\d )"  # nor "from 0 to 9"
     alone = rf"(?:{long or '(?!)'})\b|{no_article}(?:{words or '(?!)'}){of_it}"
     return re.sub(rf"(?<![-\w])(?:{alone})", typed, message)
