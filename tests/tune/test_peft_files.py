@@ -74,6 +74,10 @@ def test_new_rows_load_onto_a_base_whose_new_rows_are_others(base, ids, tmp_path
     lora(model, tokens=[97, 98, 99])
     drawn(model)
     save_adapter(model, tmp_path)
+    with pytest.raises(
+        UserError, match="token 99 has a row in the adapter, and the base 97 rows: add"
+    ):
+        load_adapter(base(), tmp_path)
     load_adapter(other, tmp_path)
     new = torch.cat([ids[:, :20], torch.tensor([[97, 98, 99]] * 3)], 1)
     torch.testing.assert_close(other(new), model(new), rtol=1e-5, atol=1e-4)
@@ -299,6 +303,10 @@ def test_missing_files_halves_and_ids_are_refused(base, adapter, tmp_path):
         load_adapter(base(), tmp_path / "nothing")
     with pytest.raises(UserError, match="resolve must be"):
         load_adapter(base(), adapter, resolve="tie")
+    whole = {f"{WTE}.lora_embedding_A": torch.ones(32, 3, dtype=torch.int32)}
+    rewrite(adapter, lambda tensors: tensors.update(whole))
+    with pytest.raises(CorruptInputError, match=r"must hold floats, got torch\.int32"):
+        load_adapter(base(), adapter)
     rewrite(adapter, lambda tensors: tensors.pop(f"{WTE}.lora_embedding_A"))
     with pytest.raises(CorruptInputError):
         load_adapter(base(), adapter)

@@ -234,6 +234,8 @@ def _read(
     copies = {f"{names[name]}.{COPY}" for name in ("wte", "head")}
     for key in file.entries:
         theirs, tensor = key.removeprefix(PREFIX), file.read(key)
+        if not tensor.is_floating_point():
+            raise CorruptInputError(f"{path}: {key} must hold floats, got {tensor.dtype}")
         if isinstance(model, Head) and theirs in model.own:
             _require_shape(theirs, tensor, tuple(model.get_parameter(theirs).shape))
             own[theirs] = tensor
@@ -287,6 +289,12 @@ def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[in
             ids = next(some for key, some in ids.items() if f".{theirs}".endswith(f".{key}"))
         if len({*ids}) < len(ids) or not all(isinstance(i, int) for i in ids):
             raise CorruptInputError(f"{CONFIG}: trainable_token_indices must be ids, each once")
+        if max(ids, default=0) >= shape[0]:
+            raise UserError(
+                f"token {max(ids):,} has a row in the adapter, and the base {shape[0]:,} rows: "
+                "add the new tokens to the base first (tiedgpt.tie.add_tokens), or take the merged "
+                "model, which `tiedgpt tune` writes beside the adapter"
+            )
         layer.ids = ids
         _require_shape(f"{theirs} rows", layer.tensors["rows"], (len(ids), shape[1]))
 
