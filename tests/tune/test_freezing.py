@@ -32,7 +32,7 @@ def test_the_report_counts_each_group_and_says_that_w_reads_and_predicts(tiny):
         "h.1 to h.2": (2 * block, 0), "ln_f": (64, 0),
     }  # fmt: skip
     assert report.total == tiny.config.parameter_count()
-    *_, counted, embedding = str(report).splitlines()
+    counted, *_, embedding = str(report).splitlines()
     assert counted == f"{report.moving:,} of {report.total:,} parameters move (82.57 %)"
     assert embedding == "W (wte) reads and predicts: it stays on both faces"
     assert "change as inputs and as outputs" in str(freeze(tiny, "*,+wte"))

@@ -256,7 +256,7 @@ def _show_samples(out: Console, directory: RunDirectory, task: Trained, prompt: 
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
     if isinstance(task, TunedExamples):
-        for number in range(2):
+        for number in range(min(2, len(task.examples.held_out))):
             reply, asked = task.reply(engine.model, number)
             out.print(Text(f"--- reply {number + 1}: to {asked!r}", "bold"))
             out.print(Text(f"{reply.rstrip()}\n"))

@@ -57,8 +57,8 @@ class Moving:
             for group in self.groups
         ]
         share = 100 * self.moving / max(1, self.total)
-        last = f"{self.moving:,} of {self.total:,} parameters move ({share:.2f} %)"
-        return "\n".join([*rows, last, self.embedding])
+        first = f"{self.moving:,} of {self.total:,} parameters move ({share:.2f} %)"
+        return "\n".join([first, *rows, self.embedding])
 
 
 def freeze(model: Model, patterns: str | Sequence[str]) -> Moving:
