@@ -336,6 +336,20 @@ def test_an_exported_page_without_a_tokenizer_shows_its_ids(browser, tmp_path):
             assert page.locator("main data").count() >= min(8, LEAST.get(view, 0))
 
 
+def test_a_word_is_no_id_without_a_tokenizer(browser):
+    with (
+        Engine(random_model(), queue_size=8) as engine,
+        Running(create_app(engine), engine, Limits(queue=8)) as running,
+        opened(browser, running.url) as page,
+    ):
+        page.goto(f"{running.url}/#view=text&text=1+2+3")
+        settled(page)
+        for word, said in (("abc", "write one token id"), ("7", "Before token 2, logits moved")):
+            page.get_by_label("Replace").fill(word)
+            page.get_by_role("button", name="Change token 2").click()
+            page.get_by_text(said).wait_for()
+
+
 @pytest.mark.parametrize("odd", ["head=-3&layer=-5", "pin=-9&tour=-1", "ids=-4,2.5,&pin=1e9"])
 def test_an_address_that_was_damaged_shows_a_page(browser, url, odd):
     with opened(browser, url) as page:

@@ -141,7 +141,10 @@ function Poke({ state }) {
 }
 
 async function idOf(word, info) {
-  if (info.tokenizer === false) return Number(word);
+  if (info.tokenizer === false) {
+    if (/^\d+$/.test(word.trim())) return Number(word);
+    throw new Error("This model has no tokenizer: write one token id.");
+  }
   const { tokens } = await call("/tokenize", { prompt: word });
   if (tokens.length !== 1)
     throw new Error(`“${plain(word)}” is ${tokens.length} tokens: write one that is a single token, perhaps with a blank before it.`);
