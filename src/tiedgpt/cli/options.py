@@ -344,4 +344,4 @@ def as_typed(message: str, names: Iterable[str]) -> str:
     message = re.sub(rf"\b(?:{'|'.join(every)})=(?:'[\w-]*'|\"[\w-]*\")?", typed, message)
     no_article = r"(?<!\ba )(?<!\bthe )(?<!\d )"  # nor "from 0 to 9"
     alone = rf"(?:{long or '(?!)'})\b|{no_article}(?:{words or '(?!)'}){of_it}"
-    return re.sub(rf"(?<![-\w])(?:{alone})", typed, message)
+    return re.sub(rf"(?<![-\w.])(?:{alone})", typed, message)

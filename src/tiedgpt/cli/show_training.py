@@ -31,7 +31,8 @@ from tiedgpt.train.tasks.labelled import Labelled
 from tiedgpt.train.tasks.tuned import TunedExamples
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
-FINAL_SAMPLE_TOKENS = 160
+FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
+FIRST_WORDS = 5
 READABLE = 500_000
 """Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
@@ -208,12 +209,13 @@ class Display:
             steps = _next_in_python(task, directory.model)
         else:
             prompt = "" if options.data else "Return a new"
-            config = _show_samples(out, directory, task, prompt)
+            config, text = _show_samples(out, directory, task, prompt)
             theirs = model_type_of(config) is not TIEDGPT
             how = f' --prompt "{prompt}"' if prompt else ""
             chats = isinstance(task, TunedExamples) and task.template is not None
             first = f"chat {here}" if chats else f"generate {here}{how}"
-            verbs = first, f"plot {here}", f"tie show {here}"
+            page = f"inspect --html page.html {here} --text={shlex.quote(text)}"
+            verbs = first, page, f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
             if seen < READABLE and not options.continues:
@@ -251,8 +253,13 @@ def _next_in_python(task: Labelled, model: Path) -> str:
     )
 
 
-def _show_samples(out: Console, directory: RunDirectory, task: Trained, prompt: str) -> GPTConfig:
-    """Show two texts that the model wrote, or replies; return its config."""
+def _show_samples(
+    out: Console, directory: RunDirectory, task: Trained, prompt: str
+) -> tuple[GPTConfig, str]:
+    """Show two texts that the model wrote, or replies; return its config and a text's first words.
+
+    Of a text, the first lines are shown.
+    """
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
     if isinstance(task, TunedExamples):
@@ -260,7 +267,7 @@ def _show_samples(out: Console, directory: RunDirectory, task: Trained, prompt: 
             reply, asked = task.reply(engine.model, number)
             out.print(Text(f"--- reply {number + 1}: to {asked!r}", "bold"))
             out.print(Text(f"{reply.rstrip()}\n"))
-        return config
+        return config, " ".join(asked.split()[:FIRST_WORDS])
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(
             begin or [config.bos_token_id or 0],
@@ -272,5 +279,6 @@ def _show_samples(out: Console, directory: RunDirectory, task: Trained, prompt: 
         ).text
         title = f"sample {number + 1}" + (f": from {begin!r}" if begin else "")
         out.print(Text(f"--- {title}", "bold"))
-        out.print(f"{begin}{text.rstrip()}\n")
-    return config
+        lines = f"{begin}{text}".strip().splitlines()
+        out.print("\n".join(lines[:FINAL_SAMPLE_LINES]) + "\n")
+    return config, " ".join(lines[0].split()[:FIRST_WORDS]) if lines else prompt
