@@ -145,6 +145,18 @@ def test_clients_on_other_machines_are_not_told_where_the_model_lies(run, hosts)
     assert not any(str(run.parent) in answer.text for answer in answers)
 
 
+def test_errors_tell_no_path_to_clients_on_other_machines(run, tmp_path):
+    damaged = tmp_path / "cats"
+    shutil.copytree(run, damaged)
+    (shard,) = (damaged / "data").glob("train_*.bin")
+    shard.write_bytes(b"")
+    with Engine(str(damaged)) as engine:
+        app = create_app(engine, name="it", source=damaged, hosts=Hosts.of("0.0.0.0"))
+        answer = TestClient(app, base_url="http://127.0.0.1").post("/inspect/vocabulary", json={})
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and said.startswith(f"it/data/{shard.name} is damaged")
+
+
 def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
     odd = tmp_path / os.fsdecode(b"cats\xff")
     shutil.copytree(run, odd)

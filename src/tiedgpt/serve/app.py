@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ def create_app(
     _add_tensors(app, service, model)
     _add_page(app, service, model, source if hosts.are_local else None)
     _add_operation(app, service)
-    _add_errors(app)
+    path = "" if hosts.are_local or source is None else os.fspath(source)
+    _add_errors(app, {path: name} if os.path.isabs(path) else {})
     return app
 
 
@@ -229,9 +231,14 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, hidden: dict[str, str]) -> None:
+    """Answer errors in OpenAI's form; `hidden`: paths, and what is said in their place."""
+
     async def ours(_: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+        found = api_error(error)
+        for path, shown in hidden.items():
+            found.message = found.message.replace(path, shown)
+        return found.response()
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
