@@ -10,6 +10,7 @@ import pytest
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
+from tiedgpt.serve import tensors
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
@@ -66,7 +67,7 @@ def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, m
         assert go_on.wait(10)
         return "{}"
 
-    monkeypatch.setattr("tiedgpt.serve.tensors.inspected", slowly)
+    monkeypatch.setattr(tensors, "inspected", slowly)
     first = send(running.port, {"ids": [1]}, "/inspect/positions")
     assert begun.wait(10)
     for id in (2, 3):

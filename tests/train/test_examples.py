@@ -177,7 +177,7 @@ def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
     found = read_examples(LABELLED["classify"], [train], val)
     assert len(found.train) == 8 and len(found.held_out) == 2
     odd = write_lines(tmp_path / "c.jsonl", [{"text": "v", "label": "new"}])
-    with pytest.raises(UserError, match=r"c\.jsonl:1: the label 'new' is held out"):
+    with pytest.raises(UserError, match=r"c\.jsonl:1: no example to train on has the label 'new'"):
         read_examples(LABELLED["classify"], [train], odd)
 
 
