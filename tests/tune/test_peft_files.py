@@ -249,6 +249,8 @@ def test_two_pairs_for_one_matrix_are_asked_about(base, adapter):
         ({"rank_pattern": {"h.1.attn.c_attn": 5}}, "h.1.attn.c_attn A must be"),
         ({"target_modules": ["attn.c_attn", "mlp.c_fc"]}, "incomplete.*h.0.mlp.c_fc"),
         ({"target_modules": r".*\.c_(attn|fc)"}, "incomplete.*h.0.mlp.c_fc"),
+        ({"target_modules": "(.|h)*x"}, "too many repetitions"),
+        ({"rank_pattern": {".*" * 9 + "x": 5}}, "too many repetitions"),
     ],
 )
 def test_unsupported_kinds_are_refused_by_the_fields_name(base, adapter, fields, says):

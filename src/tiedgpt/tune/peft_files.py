@@ -41,6 +41,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, BASE = "base_model.model.", "tiedgpt_base"
 LORA = {"A": "lora_A.weight", "B": "lora_B.weight"}
 EMBEDDING = {"B": "lora_embedding_A", "A": "lora_embedding_B"}  # transposed
+MOST_REPEATS = 6
+"""In a regex of a config: with more, matching could take for ever."""
 ROWS, COPY = "token_adapter.trainable_tokens_delta", "base_layer.weight"
 TASKS = {
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
@@ -260,7 +262,7 @@ def _read(
     partial = partial or config.get("layers_to_transform") is not None
     for name, theirs in names.items():
         if isinstance(targets, str):
-            meant = re.fullmatch(targets, theirs) is not None
+            meant = _fits(targets, theirs)
         else:
             meant = any(f".{theirs}".endswith(f".{target}") for target in targets)
         if meant and name.startswith("h.") and name not in layers and not partial:
@@ -268,12 +270,20 @@ def _read(
     return layers, own
 
 
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a regex of a config fits a name; `UserError` for one that could take for ever."""
+    if re.search(r"\)[*+{]", pattern) or len(re.findall("[*+{]", pattern)) > MOST_REPEATS:
+        raise UserError(f"the pattern {pattern[:60]!r} of the adapter has too many repetitions")
+    return re.fullmatch(pattern, name) is not None
+
+
 def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[int, ...]) -> None:
     """Set a layer's scale and ids, and check its shapes against a matrix (out, in)."""
 
     def value(patterns: str, default: Any) -> Any:  # the first that fits, as PEFT does
         found = (config.get(patterns) or {}).items()
-        return next((v for key, v in found if re.match(rf"(.*\.)?({key})$", theirs)), default)
+        endings = [".".join(theirs.split(".")[n:]) for n in range(theirs.count(".") + 1)]
+        return next((v for key, v in found if any(_fits(key, e) for e in endings)), default)
 
     if "A" in layer.tensors or "B" in layer.tensors:
         rank, alpha = (
