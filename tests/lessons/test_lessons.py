@@ -4,6 +4,7 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.cells import cell_len
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tiedgpt
 from tests.inspect.conftest import TEXT, random_model
 from tiedgpt import Tokenizer, explain
+from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons import TOPICS
@@ -152,6 +154,20 @@ def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     assert losses["new numbers from N(0, 0.02)"] == pytest.approx(numbers["uniform"], abs=0.3)
     assert max(numbers["tied_loss"], numbers["untied_loss"]) < numbers["tiny_uniform"] - 1
     assert numbers["untied_size"] - numbers["tied_size"] == tiny_model().model.wte.weight.numel()
+
+
+def test_of_a_run_a_typical_part_of_its_validation_text_is_read(tmp_path):
+    """The first tokens may be as this: of a kind that is nowhere else in the text."""
+    model, tokenizer, _ = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    strange = torch.randint(512, (200,), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "data").mkdir()
+    with ShardWriter(tmp_path / "data", "val", vocab_size=512) as shard:
+        shard.write(np.concatenate([strange, tokenizer.encode(str.__doc__ * 9)]))
+    lesson = explain("head", tmp_path)
+    losses, uniform = lesson.numbers["losses"], lesson.numbers["uniform"]
+    assert losses["W itself"] < uniform - 1 and "not trained, not because" in str(lesson)
 
 
 @pytest.mark.parametrize("make", [random_model, transformers_gpt2, OtherModel])

@@ -15,6 +15,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.train.card import command, model_card
 from tiedgpt.train.history import history, read_history
+from tiedgpt.train.options import DEFAULT_SIZE
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.save import OUR_CARD
@@ -104,6 +105,28 @@ def test_minutes_become_the_steps_that_they_were(trained):
     del record["options"]["steps"]
     assert "--minutes" not in command(record)
     assert "--steps 20" in command(record) and "--val 'a b.txt'" in command(record)
+
+
+@pytest.mark.parametrize("asked", [["--tokenizer", "char", "--warmup", "0.1"], []])
+def test_the_command_of_a_run_whose_size_was_chosen_names_it(tmp_path, monkeypatch, asked):
+    monkeypatch.chdir(tmp_path)
+    Path("cats.txt").write_text(TEXT * 9)
+    assert main(["train", "cats.txt", "--out", "run", "--minutes", "0.01", *asked]) == 0
+    first = RunDirectory(Path("run")).read_record()
+    assert first["training"]["reason"] and first["training"]["size"] != DEFAULT_SIZE
+    assert main([*shlex.split(command(first))[1:], "--out", "again"]) == 0
+    again = RunDirectory(Path("again")).read_record()
+    assert again["model"] == first["model"]
+    timed = ("reason", "minutes", "since")
+    plans = [{k: v for k, v in r["training"].items() if k not in timed} for r in (first, again)]
+    assert plans[0] == plans[1]
+
+
+def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(trained):
+    record = RunDirectory(trained).read_record()
+    record["training"] |= {"steps": 4321, "warmup": 33, "length_warmup": 1000}
+    again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
+    assert (round(again.warmup * 4321), round(again.length_warmup * 4321)) == (33, 1000)
 
 
 def test_the_command_starts_as_many_processes(trained):

@@ -32,8 +32,8 @@ class Arguments:
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
     tiny GPT that is trained first, in seconds."""
     text: str | None = None
-    """The text to read; its first 32 tokens are used. default: a run's own validation text, else
-    a fixed one."""
+    """The text to read; its first 32 tokens are used. default: a typical part of a run's
+    validation text, else a fixed one."""
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model."""
     format: Literal["human", "json"] = "human"

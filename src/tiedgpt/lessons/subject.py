@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ TEXT = "The result is a list of the words in the string. If there are none, the 
 Module = TypeVar("Module", bound=nn.Module)
 LENGTH = 32
 """Tokens that a lesson reads at most."""
+PARTS = 16
+"""Places in a run's validation text, of which the lesson reads one."""
 WORD = 16
 """Columns of a token at most."""
 VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
@@ -173,26 +176,40 @@ def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
     n = sum(parameter.numel() for parameter in model.parameters())
     size = audit(model).matrices[0].shape[0]
     length = min(LENGTH, getattr(getattr(model, "config", None), "n_positions", LENGTH))
-    reads = ", reading its run's validation text"
-    ids = None if own is None else own[:length]
-    if ids is None or len(ids) < 4 or int(ids.max()) >= size:
-        ids, reads = _ids(found, text, size, length), ""
+    device = next(model.parameters()).device
+    if own is not None and len(own) >= 4 and int(own.max()) < size:
+        reads = ", reading a typical part of its run's validation text"
+        subject = Subject(model, f"{about}: {n:,} parameters{reads}", found, own.to(device))
+        return _typical(subject, length)
+    ids = _ids(found, text, size, length)
     is_random = ids is None
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(next(model.parameters()).device)
-    return Subject(model, f"{about}: {n:,} parameters{reads}", found, ids, is_random)
+    return Subject(model, f"{about}: {n:,} parameters", found, ids.to(device), is_random)
 
 
 def _validation_ids(model: Any) -> Tensor | None:
-    """Return the first ids that a run was validated on; None if the model is no run."""
+    """Return ids that a run was validated on, from `PARTS` places; None if the model is no run."""
     if not isinstance(model, (str, os.PathLike)):
         return None
     directory = Path(model) / "data"
     if not any(directory.glob("val_*.bin")):
         return None
     shards = Shards.in_directory(directory, "val")
-    return torch.from_numpy(shards.read(0, min(LENGTH, len(shards))).astype("int64"))
+    apart = max(LENGTH, len(shards) // PARTS)
+    starts = range(0, max(1, len(shards) - LENGTH + 1), apart)
+    parts = [shards.read(start, min(start + LENGTH, len(shards))) for start in starts]
+    return torch.from_numpy(np.concatenate(parts).astype("int64"))
+
+
+@torch.no_grad()
+def _typical(subject: Subject, length: int) -> Subject:
+    """Let a subject read the part of its ids that has the median loss, of `length` tokens."""
+    parts = [part[:length] for part in subject.ids.split(LENGTH)]
+    with subject.inference():
+        losses = [float(F.cross_entropy(subject.logits(ids=part)[:-1], part[1:])) for part in parts]
+    subject.ids = parts[sorted(range(len(parts)), key=losses.__getitem__)[len(parts) // 2]]
+    return subject
 
 
 def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:

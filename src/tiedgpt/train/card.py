@@ -18,7 +18,7 @@ from tiedgpt.files import replacing
 from tiedgpt.heads import Head
 from tiedgpt.train.history import History, history
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import AUTO, SIZES, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
@@ -34,6 +34,8 @@ PIPELINES = {
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
+SHARES = ("warmup", "cooldown", "batch_warmup", "length_warmup", "untie_at")
+"""Numbers of the plan that a command gives as shares of the steps."""
 EVALUATIONS_SHOWN = 12
 
 
@@ -106,14 +108,9 @@ $ {command(tables)}
 def command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
     options, plan = tables["options"], tables["training"]
-    given = (
-        options
-        | {name: plan[name] for name in PLANNED if name in plan}
-        | {
-            "minutes": None,
-            "epochs": None,
-        }
-    )
+    planned = {name: plan[name] for name in PLANNED if name in plan}
+    given = options | _chosen(tables) | planned | _shares(tables)
+    given |= {"minutes": None, "epochs": None}
     kind = TuneOptions if "lora" in options or "too_long" in options else TrainOptions
     parts, processes = ["tiedgpt"], tables.get("processes")
     if processes:
@@ -131,6 +128,36 @@ def command(tables: Mapping[str, Any]) -> str:
         else:
             parts += [f"--{flag}", str(value)]
     return shlex.join(parts)
+
+
+def _chosen(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `--size auto` decided, as options; nothing where the size was given."""
+    options, config, size = tables["options"], tables["model"], tables["training"].get("size")
+    if not size or options.get("size", AUTO) != AUTO or options.get("task", "lm") != "lm":
+        return {}
+    shape, chosen = SIZES[size], {"size": size}
+    if options.get("tokenizer", "bpe") == "bpe":
+        chosen["vocab_size"] = config["vocab_size"]
+    if config["n_positions"] != shape.n_positions:
+        chosen["context"] = config["n_positions"]
+    if config["resid_pdrop"] != shape.dropout:
+        chosen["dropout"] = config["resid_pdrop"]
+    return chosen
+
+
+def _shares(tables: Mapping[str, Any]) -> dict[str, float]:
+    """Return the options that are shares of the steps, where the plan has other numbers.
+
+    So it is where the steps were planned again, or a run went on for more of them.
+    """
+    options, plan, found = tables["options"], tables["training"], {}
+    steps = plan["steps"]
+    for name in SHARES:
+        share, planned = options.get(name, getattr(TrainOptions, name)), plan.get(name)
+        if planned and share is not None and round(share * steps) != planned:
+            exact = (round(planned / steps, digits) for digits in range(2, 17))
+            found[name] = next(share for share in exact if round(share * steps) == planned)
+    return found
 
 
 def _what(model: Model, untied_at: int | None, predicts: str) -> str:
