@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -30,6 +31,16 @@ def test_a_text_is_measured(directory, text, capsys):  # noqa: F811
     told = json.loads(capsys.readouterr().out)
     for name, value in expected.to_json().items():
         assert told[name] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_path, capsys):  # noqa: F811
+    run, other = tmp_path / "run", tmp_path / "other.txt"
+    shutil.copytree(directory, run / "model")
+    (run / "run.toml").write_text(f'[options]\ndata = ["{text}"]\n')
+    other.write_text(TEXT)
+    for data, noted in ((text, True), (other, False)):
+        assert main(["eval", str(run), str(data)]) == 0
+        assert ("was trained on" in capsys.readouterr().err) == noted
 
 
 def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811

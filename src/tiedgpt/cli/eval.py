@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import EXIT_OK, TiedGPTError, UserError
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore
@@ -100,6 +100,8 @@ def _evaluate(given: Arguments) -> int:
         data = [document.text for document in corpus]
         for text in corpus.notes():
             note(text)
+        if _trained_on(given.source, given.data):
+            note(f"{given.source} was trained on {given.data}: other text is harder for it")
     with given.engine(source_or_newest(given.source)) as engine:
         if not data:
             return _harness(engine, given)
@@ -126,6 +128,16 @@ def _evaluate(given: Arguments) -> int:
         for name, value in rows.items():
             print(f"{name:<{width}}  {value}")
     return EXIT_OK
+
+
+def _trained_on(source: str, data: str) -> bool:
+    """Whether the source is a run that was trained on this file or folder."""
+    from tiedgpt.train.run_directory import RunDirectory
+
+    options: dict[str, Any] = {}
+    with contextlib.suppress(TiedGPTError):  # a damaged record is no reason to stop
+        options = RunDirectory(Path(source)).read_record().get("options", {})
+    return Path(data).resolve() in (Path(name).resolve() for name in options.get("data", ()))
 
 
 def _scored(

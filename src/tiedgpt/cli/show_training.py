@@ -211,7 +211,7 @@ class Display:
             prompt = "" if options.data else "Return a new"
             config, text = _show_samples(out, directory, task, prompt)
             theirs = model_type_of(config) is not TIEDGPT
-            how = f' --prompt "{prompt}"' if prompt else ""
+            how = f" --prompt {shlex.quote(prompt or text)}" if prompt or text else ""
             chats = isinstance(task, TunedExamples) and task.template is not None
             first = f"chat {here}" if chats else f"generate {here}{how}"
             page = f"inspect --html page.html {here} --text={shlex.quote(text)}"
@@ -221,8 +221,10 @@ class Display:
             if seen < READABLE and not options.continues:
                 self.say(f"trained on {seen:,} tokens only: texts may be rough")
         score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
-        part = f"loss {ended.sample_nats:.4f} on the part scored between steps"
-        fact("score", f"{score}; {part}", to=out)
+        part = f"loss {ended.sample_nats:.4f}"
+        if part not in score:
+            score += f"; {part} on the part scored between steps"
+        fact("score", score, to=out)
         fact("model", _parameters(config, task.describe(config)), to=out)
         loads = ", which transformers loads too" if theirs else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
@@ -256,9 +258,9 @@ def _next_in_python(task: Labelled, model: Path) -> str:
 def _show_samples(
     out: Console, directory: RunDirectory, task: Trained, prompt: str
 ) -> tuple[GPTConfig, str]:
-    """Show two texts that the model wrote, or replies; return its config and a text's first words.
+    """Show two texts that the model wrote, or replies; return its config and some words of one.
 
-    Of a text, the first lines are shown.
+    Of a text, the first lines are shown. A text may begin within a word, which is left out.
     """
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
@@ -281,4 +283,5 @@ def _show_samples(
         out.print(Text(f"--- {title}", "bold"))
         lines = f"{begin}{text}".strip().splitlines()
         out.print("\n".join(lines[:FINAL_SAMPLE_LINES]) + "\n")
-    return config, " ".join(lines[0].split()[:FIRST_WORDS]) if lines else prompt
+    words = " ".join(lines).split()
+    return config, " ".join((words if prompt else words[1:])[:FIRST_WORDS])
