@@ -29,8 +29,12 @@ from tiedgpt.train import fast_training
 from tiedgpt.train.schedule import learning_rate
 
 BATCH_SIZE, LR, BETAS, CLIP = 16, 5e-3, (0.9, 0.95), 1.0
-WARMUP = 0.1
-"""Share of the steps in which the rate rises; then it falls to 0, both linearly."""
+WARMUP = 0.25
+"""Share of the steps in which the rate rises; then it falls to 0, both linearly.
+
+With 0.1 some seeds stood still for a while once the frequencies were learned: all GPTs ended up to
+0.2 nats higher, and the differences spread over the seeds five times as far.
+"""
 PARTS = 12
 """A training is measured at its start and at the end of so many parts, which grow."""
 PART_WINDOWS, SPLIT_WINDOWS = 64, 4
