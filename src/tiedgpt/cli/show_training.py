@@ -32,7 +32,7 @@ from tiedgpt.train.tasks.tuned import TunedExamples
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
-FIRST_WORDS = 5
+FIRST_WORDS = 3
 READABLE = 500_000
 """Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
