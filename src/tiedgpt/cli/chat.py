@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.infer.options import GenerationConfig
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Arguments(EngineOptions):
     """Decides what is drawn."""
 
 
-def run(arguments: list[str]) -> int:
-    """Chat until the user leaves; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Chat until the user leaves."""
     given = parse(Arguments, "chat", arguments, ABOUT)
     source = source_or_newest(given.source, task="lm")
     from tiedgpt.data import read_template
@@ -73,7 +73,6 @@ def run(arguments: list[str]) -> int:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": _reply(engine, ids, config)})
-    return EXIT_OK
 
 
 def _line() -> str | None:

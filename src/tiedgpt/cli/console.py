@@ -84,9 +84,10 @@ def show_text(text: str, *, style: str = "") -> None:
     say("", text, body=style, to=console())
 
 
-def note(text: str, *, to: Console | None = None) -> None:
-    """Show on stderr what one should know."""
-    say("note:", text, style="bold cyan", to=to)
+def note(*texts: str, to: Console | None = None) -> None:
+    """Show on stderr, or `to`, what one should know."""
+    for text in texts:
+        say("note:", text, style="bold cyan", to=to)
 
 
 def error(message: str, hint: str | None = None) -> None:

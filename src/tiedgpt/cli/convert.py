@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tiedgpt.cli.console import bar, fact, note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.files import reading
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
@@ -53,18 +53,18 @@ class Arguments(ModelOptions):
     """json: one object."""
 
 
-def run(arguments: list[str]) -> int:
-    """Convert; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Convert."""
     given = parse(Arguments, "convert", arguments, ABOUT)
     # SIGTERM raises KeyboardInterrupt, so that a partly written file is removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(given)
+        _run(given)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(given: Arguments) -> int:
+def _run(given: Arguments) -> None:
     import torch
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -117,7 +117,6 @@ def _run(given: Arguments) -> int:
     else:
         facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}
         print(json.dumps(facts, indent=2))
-    return EXIT_OK
 
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
@@ -169,14 +168,10 @@ def _show_source(loaded: Any, source: dict[str, Any]) -> None:
     fact("tie", f"one matrix of {matrix} reads and predicts" if source["tied"] else untied)
     none = "none with the model; --tokenizer names one"
     fact("tokenizer", f"{tokenizer['kind']}, {tokenizer['len']:,} tokens" if tokenizer else none)
-    for text in source["notes"]:
-        note(text)
+    note(*source["notes"])
 
 
 def _show_result(written: Any, to: str, tokenizer: Any) -> None:
-    notes = list(written.notes)
-    if tokenizer is not None and not written.with_tokenizer:
-        notes.append(f"{to} cannot hold a tokenizer: keep it beside the file")
     stored = "once" if written.copies == 1 else f"{written.copies} times"
     checked = (
         "all weights are equal, bit for bit"
@@ -190,5 +185,6 @@ def _show_result(written: Any, to: str, tokenizer: Any) -> None:
         f"({written.matrix_bytes / 1e6:,.1f} MB)",
     )
     fact("checked", f"opened again: {checked}")
-    for text in notes:
-        note(text)
+    note(*written.notes)
+    if tokenizer is not None and not written.with_tokenizer:
+        note(f"{to} cannot hold a tokenizer: keep it beside the file")

@@ -12,7 +12,6 @@ from rich.text import Text
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from tiedgpt.data import Example, ExampleReader
@@ -54,8 +53,8 @@ class Arguments:
     """json: one object."""
 
 
-def run(arguments: list[str]) -> int:
-    """Show the examples; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Show the examples."""
     given = parse(Arguments, "data", arguments, ABOUT)
     from tiedgpt.data import TEMPLATES, ExampleReader, documents
     from tiedgpt.text import Tokenizer
@@ -86,7 +85,6 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(_as_dict(reader, counts, shown), indent=2))
     else:
         _print(reader, counts, shown)
-    return EXIT_OK
 
 
 def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> dict[str, Any]:
@@ -112,8 +110,7 @@ def _print(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) 
     fact("tokens", f"{counts['tokens']:,}, of which {share} are trained")
     if not colour:
         fact("marks", "{+these tokens are trained+}")
-    for remark in reader.notes():
-        note(remark)
+    note(*reader.notes())
 
 
 def _marked(example: Example, tokenizer: Tokenizer, *, colour: bool) -> Text:

@@ -13,11 +13,10 @@ from typing import Any, Literal
 from tiedgpt import __version__
 from tiedgpt.cli.console import table
 from tiedgpt.cli.options import parse
-from tiedgpt.errors import EXIT_OK
 
 NEEDED = (
     "torch", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich",
-    "plotext", 
+    "plotext",
 )  # fmt: skip
 FEATURES = {
     "GGUF files": (("gguf",), "pip install 'tiedgpt[formats]'"),
@@ -43,19 +42,17 @@ class Arguments:
     """json: one object."""
 
 
-def run(arguments: list[str]) -> int:
-    """Show the state of the installation; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Show the state of the installation."""
     given = parse(Arguments, "doctor", arguments, str(Arguments.__doc__))
     report = examine()
     if given.format == "json":
         print(json.dumps(report, indent=2))
-        return EXIT_OK
-
+        return
     features = report.pop("features")
     table(("this machine", ""), [(name, str(value)) for name, value in report.items()])
     print()
     table(("optional feature", ""), list(features.items()))
-    return EXIT_OK
 
 
 def examine() -> dict[str, Any]:

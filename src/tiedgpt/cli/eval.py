@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
-from tiedgpt.errors import EXIT_OK, TiedGPTError, UserError
+from tiedgpt.errors import TiedGPTError, UserError
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore
@@ -61,8 +61,8 @@ class Arguments(EngineOptions):
 S = TypeVar("S")
 
 
-def run(arguments: list[str]) -> int:
-    """Measure; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Measure."""
     given = parse(Arguments, "eval", arguments, ABOUT)
     if (given.data is None) == (not given.tasks):
         raise UsageError(
@@ -74,10 +74,10 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"{given.source} is text, not a model", f"the model comes first: {right}")
     if given.limit is not None and given.limit < 1:
         raise UserError(f"--limit must be at least 1, got {given.limit}")
-    return _evaluate(given)
+    _evaluate(given)
 
 
-def _evaluate(given: Arguments) -> int:
+def _evaluate(given: Arguments) -> None:
     from tiedgpt.data import documents
     from tiedgpt.evaluate.examples import (
         Example,
@@ -98,8 +98,7 @@ def _evaluate(given: Arguments) -> int:
             )
         corpus = documents([given.data], encoding=given.encoding)
         data = [document.text for document in corpus]
-        for text in corpus.notes():
-            note(text)
+        note(*corpus.notes())
         if _trained_on(given.source, given.data):
             note(f"{given.source} was trained on {given.data}: other text is harder for it")
     with given.engine(source_or_newest(given.source)) as engine:
@@ -127,7 +126,6 @@ def _evaluate(given: Arguments) -> int:
         width = max(map(len, rows))
         for name, value in rows.items():
             print(f"{name:<{width}}  {value}")
-    return EXIT_OK
 
 
 def _trained_on(source: str, data: str) -> bool:
@@ -222,7 +220,7 @@ def _of_examples(result: ExamplesScore) -> dict[str, str]:
     return rows | {"measured on": measured + cut}
 
 
-def _harness(engine: Engine, given: Arguments) -> int:
+def _harness(engine: Engine, given: Arguments) -> None:
     """Run tasks of lm-evaluation-harness."""
     from tiedgpt.evaluate.harness import HarnessModel, simple_evaluate
 
@@ -244,4 +242,3 @@ def _harness(engine: Engine, given: Arguments) -> int:
                     error = values.get(f"{metric}_stderr,{kind}")
                     spread = f" +- {error:.4f}" if isinstance(error, float) else ""
                     print(f"  {metric:<16} {value:.4f}{spread}")
-    return EXIT_OK

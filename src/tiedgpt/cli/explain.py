@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,7 +10,7 @@ from typing import Literal
 from tiedgpt.cli.console import note, show_text
 from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 
 ABOUT = """Answer a question about GPTs with numbers from a model.
 
@@ -40,8 +39,8 @@ class Arguments:
     """json: one object, with every number by name."""
 
 
-def run(arguments: list[str]) -> int:
-    """Print a lesson; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Print a lesson."""
     given = parse(Arguments, "explain", arguments, ABOUT)
     from tiedgpt.lessons import TOPICS, explain
 
@@ -59,13 +58,10 @@ def run(arguments: list[str]) -> int:
             if source is not None:
                 raise
             note("runs/ has no model: training a tiny one, in seconds")
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: note(str(message))
-        lesson = explain(given.topic, source, tokenizer=given.tokenizer, text=given.text)
+    lesson = explain(given.topic, source, tokenizer=given.tokenizer, text=given.text)
     if given.format == "json":
         print(lesson.to_json())
-        return EXIT_OK
+        return
     title, _, answer = str(lesson).partition("\n\n")
     show_text(f"{title}\n", style="bold")
     show_text(answer)
-    return EXIT_OK

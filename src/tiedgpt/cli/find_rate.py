@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tiedgpt.train.rates import Sweep
 
 
-def find_rate(options: TrainOptions) -> int:
+def find_rate(options: TrainOptions) -> None:
     """Sweep on the run's own model and batches, show what came of it; leave nothing behind."""
     if options.fork is not None:
         raise UserError(
@@ -35,7 +35,6 @@ def find_rate(options: TrainOptions) -> int:
         with bar("trying rates") as update:
             found = sweep(task, plan, device, progress=update)
     show(found, plan, task.config.n_embd, given=options.lr is not None)
-    return EXIT_OK
 
 
 def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Positional, Repeated, UsageError, parse, prompt_hint
 from tiedgpt.cli.source import EngineOptions, read_text, source_or_newest
-from tiedgpt.errors import EXIT_OK
 from tiedgpt.infer.options import GenerationConfig
 
 if TYPE_CHECKING:
@@ -84,22 +80,18 @@ class Arguments(EngineOptions, GenerationConfig):
         return GenerationConfig(**values)
 
 
-def run(arguments: list[str]) -> int:
-    """Generate; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Generate."""
     given = parse(Arguments, "generate", arguments, ABOUT, groups=GROUPS)
-    return _generate(given, given.config())
-
-
-def _generate(given: Arguments, config: GenerationConfig) -> int:
+    config, human = given.config(), given.format == "human"
     source = source_or_newest(given.source, task="lm")
     if " " in source and not given.prompt and not Path(source).exists():
         raise UsageError(f"there is no model {source!r}", prompt_hint(source))
     prompt = read_text("-", "--prompt") if given.prompt == "-" else given.prompt
     if given.prompt == "-" and not prompt:
         note("standard input is empty: beginning a text")
-    engine = given.engine(source, slots=config.n_slots * min(config.n_samples, MOST_SLOTS))
-    human = given.format == "human"
-    with engine, _telling_of_compilation(engine):
+    slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
+    with given.engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
             found = engine.generate(prompt, config)
             completions = found if config.n > 1 else [found]
@@ -113,7 +105,6 @@ def _generate(given: Arguments, config: GenerationConfig) -> int:
             del answer["error"]  # it would have been raised
         print(json.dumps(answers if config.n > 1 else answers[0], ensure_ascii=False))
     _tell_of_ends(completions, config)
-    return EXIT_OK
 
 
 def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:
@@ -129,20 +120,6 @@ def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> No
         note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
         note(f"the context slid: the first {dropped} tokens were dropped")
-
-
-@contextlib.contextmanager
-def _telling_of_compilation(engine: Engine) -> Iterator[None]:
-    """Say so on stderr where the user waits for kernels to be compiled, or they cannot be kept."""
-    if engine.backend != "kernels":
-        yield
-        return
-    from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
-
-    text = "compiling kernels for this CPU, which takes some ten seconds, once"
-    with warnings.catch_warnings(), telling_of_compilation(lambda: note(text)):
-        warnings.showwarning = lambda message, *_, **__: note(str(message))
-        yield
 
 
 def _streamed(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from tiedgpt.cli.console import fact, note
+from tiedgpt.cli.console import fact
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
 from tiedgpt.plots.table import aligned, visible
 from tiedgpt.tie.findings import megabytes
@@ -39,7 +38,6 @@ WORD = 12
 """Columns of a token in a table."""
 SHOWN = 10
 """Rows of a table of tokens, unless --top asks for more."""
-
 
 Name = Literal[
     "positions", "lens", "dot", "vocabulary", "gradient-split", "attention", "ablate", "page"
@@ -90,28 +88,26 @@ SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "
 """Options of some names alone, which their functions take."""
 
 
-def run(arguments: list[str]) -> int:
-    """Inspect; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Inspect."""
     is_named = arguments and arguments[0].replace("_", "-") in get_args(Name)
     if not is_named and any(one.split("=")[0] == "--html" for one in arguments):
         arguments = ["page", *arguments]
     given = parse(Arguments, "inspect", arguments, ABOUT)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: note(str(message))
-        if given.name == "page":
-            return _page(given)
-        result = _inspect(given)
+    if given.name == "page":
+        _page(given)
+        return
+    result = _inspect(given)
     if given.plot is not None:
         from tiedgpt.cli.inspect_figures import draw
 
         draw(given.name, result, given.plot)
     if given.format == "json":
         print(result.to_json())
-        return EXIT_OK
+        return
     SHOW[given.name](result, given.top or SHOWN)
     if given.plot is not None:
         fact("written", str(given.plot))
-    return EXIT_OK
 
 
 def _inspect(given: Arguments) -> Any:
@@ -162,8 +158,8 @@ def _model(given: Arguments, source: str) -> tuple[Any, Any]:
     return GPT.from_pretrained(source, **given.loading), tokenizer
 
 
-def _page(given: Arguments) -> int:
-    """Write the page with the answers for the text; return the exit code."""
+def _page(given: Arguments) -> None:
+    """Write the page with the answers for the text."""
     from tiedgpt.inspect.opening import open_model
     from tiedgpt.serve.export import export
 
@@ -179,7 +175,6 @@ def _page(given: Arguments) -> int:
     with replacing(given.html) as temporary:
         temporary.write_text(page, encoding="utf-8")
     fact("written", f"{given.html} ({megabytes(len(page.encode()))}): open it in a browser")
-    return EXIT_OK
 
 
 def _progress(done: int, of: int) -> None:

@@ -1,6 +1,7 @@
 """`tiedgpt VERB ...`: finds the verb's file, and turns errors into a line, a hint and an exit code.
 
-Results go to stdout, progress and errors to stderr.
+Results go to stdout, progress and errors to stderr. A verb's `run` returns an exit code, or None
+if all is well; warnings become notes.
 """
 
 from __future__ import annotations
@@ -9,17 +10,12 @@ import errno
 import io
 import os
 import sys
+import warnings
 from dataclasses import fields
 from importlib import import_module
 
 from tiedgpt import __version__
-from tiedgpt.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    CorruptInputError,
-    NoRoomError,
-    TiedGPTError,
-)
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CorruptInputError, NoRoomError, TiedGPTError
 
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
@@ -96,7 +92,11 @@ def _run(arguments: list[str]) -> int:
     elif verb in ("-V", "--version"):
         print(f"tiedgpt {__version__}")
     elif verb in VERBS:
-        return int(import_module(f"tiedgpt.cli.{verb}").run(rest))
+        from tiedgpt.cli.console import note
+
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: note(str(message))
+            return int(import_module(f"tiedgpt.cli.{verb}").run(rest) or EXIT_OK)
     else:
         from tiedgpt.cli.options import no_verb
 

@@ -12,7 +12,7 @@ from typing import Literal
 from tiedgpt.cli.console import fact, note, table
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import newest_run
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.plots.training import Training, panels
 from tiedgpt.train.history import Axis, History, read_history
@@ -38,16 +38,16 @@ class Arguments:
     """json: the curves' numbers."""
 
 
-def run(arguments: list[str]) -> int:
-    """Draw; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Draw."""
     given = parse(Arguments, "plot", arguments, ABOUT)
     histories = open_histories(given.runs)
     if given.format == "json":
         print(json.dumps([_plain(history, given.x) for history in histories], indent=1))
-        return EXIT_OK
+        return
     if given.samples:
         show_samples(histories)
-        return EXIT_OK
+        return
     trainings = [as_training(history, given.x) for history in histories]
     drawn = panels(trainings, label(histories, given.x))
     if given.out is None:
@@ -60,7 +60,6 @@ def run(arguments: list[str]) -> int:
 
         save_figure(drawn, given.out, ", ".join(history.name for history in histories))
         fact("written", str(given.out))
-    return EXIT_OK
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:

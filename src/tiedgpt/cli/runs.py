@@ -11,7 +11,7 @@ from typing import Literal
 from tiedgpt.cli.console import table
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.plot import duration, validated
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.train.runs import RUNS, Standing, runs_in
 
 
@@ -25,13 +25,13 @@ class Arguments:
     """json: a list of objects."""
 
 
-def run(arguments: list[str]) -> int:
-    """List the runs; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """List the runs."""
     given = parse(Arguments, "runs", arguments, "List the runs so far, the newest last.")
     runs = list(runs_in(Path(given.folder)))
     if given.format == "json":
         print(json.dumps([_plain(each) for each in runs], indent=1))
-        return EXIT_OK
+        return
     if not runs and (Path(given.folder) / "run.toml").exists():
         raise UserError(
             f"{given.folder} is a run, not a folder of runs: give `tiedgpt plot {given.folder}` to "
@@ -49,7 +49,6 @@ def run(arguments: list[str]) -> int:
         score = validated(history)
         rows.append((each.path.name, each.task, steps, duration(history.seconds), score, when))
     table(["run", "task", ">steps", ">time", ">validation", ">changed"], rows)
-    return EXIT_OK
 
 
 def _plain(each: Standing) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
-from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.infer.options import require_positive
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Arguments(EngineOptions):
     """Seconds in which running texts may end after SIGTERM."""
 
 
-def run(arguments: list[str]) -> int:
-    """Serve until a signal; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Serve until a signal."""
     given = parse(Arguments, "serve", arguments, ABOUT)
     require_positive("queue", given.queue)
     if not 0 <= given.drain <= 3600:
@@ -81,9 +81,12 @@ def run(arguments: list[str]) -> int:
             f"`tiedgpt serve` needs the package {error.name}: pip install 'tiedgpt[serve]'"
         ) from None
     source = source_or_newest(given.source, task="lm")
-    with open_socket(given.host, given.port) as listener, _engine(source, given) as engine:
+    with (
+        open_socket(given.host, given.port) as listener,
+        given.engine(source, slots=given.slots, queue_size=given.queue) as engine,
+    ):
+        engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
         _serve(given, source, key, engine, listener)
-    return EXIT_OK
 
 
 def _serve(given: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
@@ -135,16 +138,6 @@ def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: in
         f".completions.create(model={name!r}, prompt='Once').choices[0].text)\n"
     )
     sys.stdout.flush()
-
-
-def _engine(source: str, given: Arguments) -> Engine:
-    """Return the engine, which has computed once: kernels are compiled before clients come."""
-    from tiedgpt.cli.generate import _telling_of_compilation
-
-    engine = given.engine(source, slots=given.slots, queue_size=given.queue)
-    with _telling_of_compilation(engine):
-        engine.generate([0], max_new_tokens=2)
-    return engine
 
 
 def _template(source: str) -> Template | None:

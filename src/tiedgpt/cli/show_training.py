@@ -60,20 +60,13 @@ class Display:
         self._seen = 0
         self._unit = self._skipped = ""
 
-    def say(self, text: str) -> None:
-        """Show a note."""
-        note(text, to=self.err)
+    def say(self, *texts: str) -> None:
+        """Show notes."""
+        note(*texts, to=self.err)
 
-    def plan(
-        self,
-        options: TrainOptions,
-        plan: Plan,
-        task: Trained,
-        world: World,
-    ) -> None:
+    def plan(self, options: TrainOptions, plan: Plan, task: Trained, world: World) -> None:
         """Show what is trained, and how long that will take."""
-        for text in task.notes:
-            self.say(text)
+        self.say(*task.notes)
         self._unit, self._growth = task.unit, plan.growth(task.row_units)
         described, config = task.describe(), task.config
         (kind, data), *_ = described.items()
@@ -145,8 +138,7 @@ class Display:
 
     def event(self, event: events.Event) -> None:
         """Show something that happened in training."""
-        for text in getattr(event, "notes", ()):
-            self.say(text)
+        self.say(*getattr(event, "notes", ()))
         match event:
             case events.Started():
                 for group in event.groups if self.show.verbose else ():
@@ -187,11 +179,7 @@ class Display:
         self._progress.update(self._task, completed=event.step, description=status)
 
     def finished(
-        self,
-        directory: RunDirectory,
-        options: TrainOptions,
-        task: Trained,
-        ended: events.Ended,
+        self, directory: RunDirectory, options: TrainOptions, task: Trained, ended: events.Ended
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
         if not self.show.results:

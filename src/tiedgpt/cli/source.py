@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,17 +53,20 @@ class EngineOptions(ModelOptions):
     threads: int | None = None
     """CPU threads that compute; default: the cores that this process may use, at most 16."""
 
-    def engine(self, source: str, **options: Any) -> Engine:
-        """Return the engine of the model; what there is to know of it is noted on stderr."""
+    @contextmanager
+    def engine(self, source: str, **options: Any) -> Iterator[Engine]:
+        """Open the model's engine; what there is to know of it is noted on stderr."""
         from tiedgpt.infer import Engine
+        from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
+        text = "compiling kernels for this CPU, which takes some ten seconds, once"
         engine = Engine(
             source, self.precision, backend=self.backend, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
         )  # fmt: skip
-        for text in engine.notes:
-            note(text)
-        return engine
+        with engine, telling_of_compilation(lambda: note(text)):
+            note(*engine.notes)
+            yield engine
 
 
 def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tiedgpt.cli.options import Positional, parse
-from tiedgpt.errors import EXIT_OK
 
 ABOUT = """Train a tied GPT, the same GPT untied, an untied one of the tied one's size and a tied
 LSTM on the same batches, each once for every seed, and compare their losses, the norms of their
@@ -35,8 +34,8 @@ class Arguments:
     """json: one object with the numbers, on stdout."""
 
 
-def run(arguments: list[str]) -> int:
-    """Run a study; return the exit code."""
+def run(arguments: list[str]) -> None:
+    """Run a study."""
     given = parse(Arguments, "study", arguments, ABOUT)
     from tiedgpt.cli.console import fact, note, show_text, table
     from tiedgpt.data import documents
@@ -52,4 +51,3 @@ def run(arguments: list[str]) -> int:
         table([first, *(f">{name}" for name in others)], rows, title=title)
         show_text(f"\n{study.conclusion()}\n")
         fact("report", f"{given.out}/report.html and report.md")
-    return EXIT_OK

@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`: leave it out")
     if given.verb == "fix" and (given.source is None or given.dest is None):
         raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "name both")
-    source, code = source_or_newest(given.source), EXIT_OK
+    source = source_or_newest(given.source)
     names = {"input_name": given.input, "output_name": given.output}
     result: Any
     show: Callable[[Any], None]
@@ -70,7 +70,6 @@ def run(arguments: list[str]) -> int:
         result, show = ledger(source), _print_ledger
     elif given.verb == "audit":
         result, show = audit(source, **names), _print_audit
-        code = result.exit_code
     else:
         result = fix(source, str(given.dest), keep=given.keep, **names)
         show = _print_repair
@@ -78,7 +77,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         show(result)
-    return code
+    return result.exit_code if given.verb == "audit" else EXIT_OK
 
 
 def _print_repair(repair: Any) -> None:

@@ -124,7 +124,8 @@ def run(arguments: list[str]) -> int:
     if given.find_lr:
         from tiedgpt.cli.find_rate import find_rate
 
-        return find_rate(options)
+        find_rate(options)
+        return EXIT_OK
     if given.compare:
         from tiedgpt.cli.compare import compare
 

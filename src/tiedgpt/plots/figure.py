@@ -14,8 +14,6 @@ from tiedgpt.plots.panel import Grid, Panel
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind people tell apart."""
-
-
 MOST_NAMES = 64
 """More places than this on an axis are numbered."""
 MANY = 2000

@@ -196,11 +196,7 @@ def _prepare(corpus: Corpus, directory: Path, steps: int) -> Setting:
 
 
 def _train_all(
-    setting: Setting,
-    seeds: Sequence[int],
-    out: Path,
-    record: Numbers,
-    say: Callable[[str], None],
+    setting: Setting, seeds: Sequence[int], out: Path, record: Numbers, say: Callable[[str], None]
 ) -> None:
     """Run the trainings that the record lacks, and write it after each."""
     write_json(out / RECORD, record)

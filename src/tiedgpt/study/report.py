@@ -155,12 +155,7 @@ def write_report(study: Study, out: Path) -> None:
 
 
 def _shown(
-    path: Path,
-    x_label: str,
-    xs: Sequence[float],
-    panels: dict[str, Series],
-    *,
-    log_x: bool = False,
+    path: Path, x_label: str, xs: Sequence[float], panels: dict[str, Series], *, log_x: bool = False
 ) -> str:
     """Save a figure of panels; return the Markdown that shows it and its numbers."""
     drawn, parts = [], [f"![{', '.join(panels)}](figures/{path.name})"]
