@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -83,9 +84,9 @@ def lens(
                 logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
                 part = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
                 put(columns, (len(states), ids.shape[1]), (number, rows), part)
-        there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in reversed(states)]
-        watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in there)))
-        watched = join(logits.log_softmax(-1)[:, watch] for logits in reversed(there))
+        there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in states]
+        watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in reversed(there))))
+        watched = join(logits.log_softmax(-1)[:, watch] for logits in there)
     made = {name: numpy(values) for name, values in columns.items()}
     return Lens(
         **subject.text(numpy(watch), made["top_ids"]),
@@ -156,12 +157,10 @@ def attention(
     subject = open_subject(model, tokenizer, text)
     gpt, kept = subject.model, index(layer, subject.model.config.n_layer, "layer")
     shown, numbers = list[Tensor](), list[Tensor]()
+    blocks: Any = gpt.h
 
-    def listen(attn: Any) -> RemovableHandle:
-        return attn.c_attn.register_forward_hook(lambda _, __, qkv: look(attn, qkv[0]))
-
-    def look(attn: Attention, qkv: Tensor) -> None:
-        weights = _weights(attn, qkv)
+    def look(attn: Attention, _: nn.Module, __: Any, qkv: Tensor) -> None:
+        weights = _weights(attn, qkv[0])
         if len(numbers) == kept:
             shown.append(weights)
         several = weights[:, 1:]  # queries 1 to T - 1
@@ -169,8 +168,8 @@ def attention(
         numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
 
     with inference(gpt), ExitStack() as hooks:
-        for block in gpt.h:
-            hooks.enter_context(listen(block.attn))
+        for block in blocks:
+            hooks.enter_context(block.attn.c_attn.register_forward_hook(partial(look, block.attn)))
         states = join(gpt.states(subject.ids))
     entropy, first_share, previous_share = numpy(torch.stack(numbers, 1))
     return AttentionMaps(

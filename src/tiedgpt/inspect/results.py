@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+
+from tiedgpt.tie.findings import plain
 
 NOT_IN_JSON = {"json": False}
 """Metadata of a field that is for Python only: it would be megabytes of text."""
@@ -29,12 +30,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Result):
         kept = (field.name for field in fields(value) if field.metadata.get("json", True))
         return {name: _plain(getattr(value, name)) for name in kept}
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if not isinstance(value, np.ndarray):
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+        return plain(value)
     if not np.issubdtype(value.dtype, np.floating):
         return value.tolist()
     if value.dtype != np.float64:  # 0.1, not 0.10000000149011612

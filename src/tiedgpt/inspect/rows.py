@@ -123,15 +123,15 @@ def vocabulary(
     sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
     with inference(gpt):
         matrices = [_rows(face, final_bias(gpt), counts, sample) for face in finite_faces(gpt)]
-    reachable, fragment = (None, None) if found is None else _reached(found, size)
+    pieces = tuple(piece(found, id) for id in range(size))
     return Vocabulary(
         matrices=tuple(matrices),
         count=counts,
         counted_in=None if counts is None else where,
         unseen=None if counts is None else np.flatnonzero(counts == 0),
-        reachable=reachable,
-        fragment=fragment,
-        pieces=tuple(piece(found, id) for id in range(size)),
+        reachable=None if found is None else _reachable(found, size),
+        fragment=None if found is None else np.array([x.startswith("bytes:\\x") for x in pieces]),
+        pieces=pieces,
     )
 
 
@@ -199,9 +199,8 @@ def _direction(
 def trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], float]:
     """Return Spearman's rho, its interval, and the slope, of numbers against ln count."""
     x, y = np.log(counts[counts > 0]), number[counts > 0].astype(np.float64)
-    a, b = (ranks - ranks.mean() for ranks in (_ranks(x), _ranks(y)))
     with np.errstate(invalid="ignore", divide="ignore"):  # NaN where all counts are equal
-        rho = float(np.clip((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), -1, 1))
+        rho = float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
         slope = float(((x - x.mean()) * y).sum() / np.square(x - x.mean()).sum())
         half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
         low, high = np.tanh(np.arctanh(rho) + np.array([-half, half]))
@@ -214,14 +213,13 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(times) - (times - 1) / 2)[inverse]
 
 
-def _reached(tokenizer: Tokenizer, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (V,) whether a token's text gives the token, and whether it is no whole character."""
-    reachable, fragment = np.zeros(size, bool), np.zeros(size, bool)
+def _reachable(tokenizer: Tokenizer, size: int) -> np.ndarray:
+    """Return (V,) whether a token's text is encoded as this token."""
+    reachable = np.zeros(size, bool)
     for id in range(min(size, len(tokenizer))):
-        fragment[id] = piece(tokenizer, id).startswith("bytes:\\x")
         with contextlib.suppress(UserError):  # no token, or one that characters do not make
             reachable[id] = tokenizer.encode(tokenizer.decode([id])) == [id]
-    return reachable, fragment
+    return reachable
 
 
 def shards_in(source: str | os.PathLike[str]) -> Shards | None:

@@ -1,23 +1,24 @@
 """What a model would predict with a random head of its own in the place of W.
 
-Nothing in the model changes: its hidden states are multiplied by another matrix. The loss is about
-that of a guess among V tokens, and the matrix is V D more parameters.
+A copy that shares all parameters gets the head; the model stays as it is. The loss is about that of
+a guess among V tokens, and the matrix is V D more parameters.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.distributions import chunks, logits_of, measure, put, wide
-from tiedgpt.inspect.opening import Model, Text, numpy, open_subject
+from tiedgpt.inspect.opening import Model, Text, open_subject
+from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.results import Result
-from tiedgpt.tie.heads import inference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +56,23 @@ def random_head(
     if not 0 < std < math.inf:
         raise UserError(f"std must be positive and finite, got {std}")
     subject = open_subject(model, tokenizer, text, least=2)
-    gpt, targets = subject.model, subject.targets
-    size, width = gpt.config.vocab_size, gpt.config.n_embd
+    gpt, size, width = subject.model, subject.model.config.vocab_size, subject.model.config.n_embd
     drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std
-    drawn = drawn.to(targets.device)
-    own: dict[str, torch.Tensor] = {}
-    other: dict[str, torch.Tensor] = {}
-    with inference(gpt):
-        h = gpt.body(subject.ids)
-        for rows in chunks(len(targets)):
-            part = measure(logits_of(gpt, h[:, rows]), targets[rows], top)
-            put(own, targets.shape, rows, part)
-            part = measure(wide(h[0, rows]) @ drawn.to(wide(h).dtype).T, targets[rows], top)
-            put(other, targets.shape, rows, part)
-    likeliest, random = numpy(own["top_ids"][-1]), numpy(other["top_ids"][-1])
-    in_body = (p.numel() for name, p in gpt.named_parameters() if not name.startswith("head."))
+    twin = copy.deepcopy(gpt, {id(parameter): parameter for parameter in gpt.parameters()})
+    twin.head = nn.Linear(width, size, bias=False, device="meta")
+    twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))
+    own, other = (positions(one, None, subject.ids[0], top=top) for one in (gpt, twin))
+    likeliest, random = own.top_ids[-1], other.top_ids[-1]
     return RandomHead(
-        loss=-float(own["logprob"][:-1].double().mean()),
-        random_loss=-float(other["logprob"][:-1].double().mean()),
+        loss=own.loss,
+        random_loss=other.loss,
         uniform_loss=math.log(size),
         parameters=sum(parameter.numel() for parameter in gpt.parameters()),
-        random_parameters=sum(in_body) + size * width,
+        random_parameters=sum(parameter.numel() for parameter in twin.parameters()),
         std=std,
         top_ids=likeliest,
-        top_logprob=numpy(own["top_logprob"][-1]),
+        top_logprob=own.top_logprob[-1],
         random_top_ids=random,
-        random_top_logprob=numpy(other["top_logprob"][-1]),
+        random_top_logprob=other.top_logprob[-1],
         words=subject.text(likeliest, random)["words"],
     )
