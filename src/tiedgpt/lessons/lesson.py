@@ -103,9 +103,10 @@ class Lesson:
     """What could not be measured, and why."""
 
     def say(self, text: str, **numbers: Any) -> None:
-        """Add a paragraph, in which `{name}` stands for a number, or a word kept whole."""
+        """Add a paragraph; `{name}` stands for one of the numbers so far, or a word kept whole."""
         self.numbers |= numbers
-        whole = {n: x.replace(" ", "\xa0") if isinstance(x, str) else x for n, x in numbers.items()}
+        named = self.numbers.items()
+        whole = {n: x.replace(" ", "\xa0") if isinstance(x, str) else x for n, x in named}
         filled = textwrap.fill(text.format(**whole), WIDTH, break_on_hyphens=False)
         self.blocks.append(filled.replace("\xa0", " "))
 

@@ -345,7 +345,6 @@ def _longer_rows(subject: Subject, lesson: Lesson, last: Tensor) -> None:
         best=subject.word(id),
         best_before=float(last.softmax(-1)[id]),
         best_after=float(longer.softmax(-1)[id]),
-        last=subject.word(token),
         read_moved=float((before[-1].softmax(-1) - after[-1].softmax(-1)).abs().sum() / 2),
     )
 
@@ -369,7 +368,6 @@ def _moved_norms(subject: Subject, lesson: Lesson) -> None:
         "{probability_moved:.1g}. Yet the mean norm goes from {norm_before:.3g} to "
         "{norm_after:.3g}, and the rank correlation of old and new norms is "
         "{rank_correlation:.2f}.",
-        last=subject.word(subject.ids[-1]),
         probability_moved=float((after.softmax(-1) - before.softmax(-1)).abs().max()),
         norm_before=float(old.mean()),
         norm_after=float(new.mean()),
@@ -403,7 +401,6 @@ def loss(subject: Subject, lesson: Lesson) -> None:
         "Its gradient with respect to the logits is (P - onehot) / {targets}; autograd's differs "
         "by {gradient_apart:.1g}. A step raises the true token's logit in proportion to 1 - P, and "
         "lowers each other logit in proportion to its P.",
-        targets=n,
         gradient_apart=float((gradient[:-1] - expected).abs().max()),
     )
     with lesson.optional("the gradient of the rows"):
@@ -413,9 +410,7 @@ def loss(subject: Subject, lesson: Lesson) -> None:
             "logits = h W^T, so predicting gives W the gradient (P - onehot)^T h / {targets}. "
             "{rows_reached:,} of {size:,} rows get one, not only the {n_right} that are the true "
             "next token somewhere; those have {right_share:.0%} of its squared norm.",
-            targets=n,
             rows_reached=int((rows.norm(dim=1) > 0).sum()),
-            size=size,
             n_right=len(right),
             right_share=float(rows[right].square().sum() / rows.square().sum()),
         )
@@ -573,6 +568,4 @@ def _ways_to_tune(subject: Subject, lesson: Lesson) -> None:
         rank=rank,
         width=width,
         pair=rank * (size + width),
-        matrix=size * width,
-        kept=lesson.numbers.get("kept"),
     )
