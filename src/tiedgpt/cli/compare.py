@@ -14,22 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiedgpt.cli.console import console, fact, note, table
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import as_training, duration, label
+from tiedgpt.cli.show_training import Show
 from tiedgpt.cli.source import program
 from tiedgpt.cli.train import ABOUT, Arguments, train_run
 from tiedgpt.errors import EXIT_OK, DivergedError, UserError
 from tiedgpt.files import replacing
+from tiedgpt.plots.terminal import print_panels
+from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
 from tiedgpt.train.history import History, read_history
 from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.runs import RUNS, run_name
 from tiedgpt.train.schedule import Growth
-
-if TYPE_CHECKING:
-    from tiedgpt.train.run_directory import RunDirectory
 
 FORMS: tuple[Callable[[Any], str], ...] = (
     str, "{:.4f}".format, "{:,}".format, duration, "{:,.0f}".format, duration,
@@ -60,8 +61,6 @@ def compare(given: Arguments, command: str) -> int:
 
     A recipe that diverges is left as it is, and its `DivergedError` is raised at the end.
     """
-    from tiedgpt.cli.show_training import Show
-
     recipes = read_recipes(given)
     display = Show(verbose=given.verbose, results=False)
     diverged: DivergedError | None = None
@@ -109,19 +108,16 @@ def read_recipes(given: Arguments) -> list[Recipe]:
                     f"--compare {text!r}: --{name.replace('_', '-')} must be the same for all: "
                     "give it outside of --compare"
                 )
-        says = (one.steps, one.minutes) != (base.steps, base.minutes)
-        if says:  # one of the two replaces the other
-            steps, minutes = one.steps, one.minutes
-            one = replace(
-                one,
-                steps=steps if steps != base.steps else None,
-                minutes=minutes if minutes != base.minutes else None,
-            )
+        says_steps, says_minutes = one.steps != base.steps, one.minutes != base.minutes
+        if says_steps or says_minutes:  # one of the two replaces the other
+            steps = one.steps if says_steps else None
+            one = replace(one, steps=steps, minutes=one.minutes if says_minutes else None)
         letters = "".join(c if c.isalnum() or c == "." else " " for c in text)
         slug = "-".join(letters.split())[:60] or "recipe"
         if any(recipe.out == out / slug for recipe in recipes):
             slug += f"-{len(recipes) + 1}"
-        recipes.append(Recipe(text, _sized(one.options()), out / slug, says))
+        says_length = says_steps or says_minutes
+        recipes.append(Recipe(text, _sized(one.options()), out / slug, says_length))
     return recipes
 
 
@@ -134,8 +130,6 @@ def as_long(options: TrainOptions, first: Recipe) -> TrainOptions:
     """Return options that train on as many tokens as the first recipe did."""
     if options.steps is not None:
         return options
-    from tiedgpt.train.run_directory import RunDirectory
-
     steps = RunDirectory(first.out).read_record()["training"]["steps"]
     theirs, ours = _tokens(first.options), _tokens(options)
     return replace(options, steps=max(1, round(steps * theirs / ours)), minutes=None)
@@ -180,9 +174,6 @@ def _link(source: str, target: str) -> None:
 
 def show(histories: Sequence[History], form: str) -> None:
     """Draw validation by tokens, and show where each recipe ends and when it gets to the others."""
-    from tiedgpt.plots.terminal import print_panels
-    from tiedgpt.plots.training import VALIDATION, reached, validation_key, validation_panel
-
     trainings = [as_training(history, "tokens") for history in histories]
     key, unit = validation_key(trainings), label(histories, "tokens")
     target = max((t.curves[key][1][-1] for t in trainings if key in t.curves), default=0.0)

@@ -62,15 +62,14 @@ def say(
     text = text.encode("utf-8", "replace").decode()  # names of files may not be text
     lines = text.split("\n")
     if to.is_terminal:
-        lines = [part for line in lines for part in _wrapped(line, to.width - len(label))]
+        lines = [part for line in lines for part in wrapped(line, to.width - len(label))]
     below = f"\n{' ' * len(label)}"
     to.print(Text.assemble((label, style), (below.join(lines), body)))
 
 
-def _wrapped(line: str, width: int) -> list[str]:
-    parts = textwrap.wrap(
-        line, max(width, 20), break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+def wrapped(line: str, width: int) -> list[str]:
+    """Return a line as several of at most `width` columns; longer words stay whole."""
+    parts = textwrap.wrap(line, max(width, 20), break_long_words=False, break_on_hyphens=False)
     return parts or [""]
 
 

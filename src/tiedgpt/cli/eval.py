@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,6 +18,8 @@ from tiedgpt.cli.console import console, note
 from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.evaluate.saved import keep, read_saved
+from tiedgpt.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore
@@ -79,18 +82,11 @@ def run(arguments: list[str]) -> None:
 
 def _evaluate(given: Arguments) -> None:
     from tiedgpt.data import documents
-    from tiedgpt.evaluate.examples import (
-        Example,
-        ExampleScore,
-        ExamplesScore,
-        read_examples,
-        score_examples,
-    )
-    from tiedgpt.evaluate.texts import TextScore, Windows, WindowScore, score_windows
+    from tiedgpt.evaluate import examples, texts
 
     data: list[Any] = []
     if given.data is not None and given.data.endswith(".jsonl"):
-        data = read_examples(Path(given.data))[: given.limit]
+        data = examples.read_examples(Path(given.data))[: given.limit]
     elif given.data is not None:
         if given.limit is not None:
             raise UserError(
@@ -105,24 +101,22 @@ def _evaluate(given: Arguments) -> None:
         if not data:
             return _harness(engine, given)
         result: ExamplesScore | TextScore
-        if isinstance(data[0], Example):
+        if isinstance(data[0], examples.Example):
             if given.context or given.stride or given.bos:
                 raise UserError("--context, --stride and --bos are for texts: leave them out")
-            kept = _scored(
-                given, data, ExampleScore, lambda n: score_examples(engine, data[n:]), len(data)
-            )
-            result = ExamplesScore(kept)
+            rest = partial(examples.score_examples, engine)
+            kept = _scored(given, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data))
+            result = examples.ExamplesScore(kept)
         else:
-            windows = Windows.of(engine, given.context, given.stride, given.bos)
+            windows = texts.Windows.of(engine, given.context, given.stride, given.bos)
             given = replace(given, context=windows.context, stride=windows.stride)
-            scores = _scored(
-                given, data, WindowScore, lambda n: score_windows(engine, data, windows, skip=n)
-            )
-            result = TextScore(windows, scores)
+            score = partial(texts.score_windows, engine, data, windows)
+            scores = _scored(given, data, texts.WindowScore, lambda n: score(skip=n))
+            result = texts.TextScore(windows, scores)
     if given.format == "json":
         print(json.dumps(result.to_json()))
     else:
-        rows = _of_texts(result) if isinstance(result, TextScore) else _of_examples(result)
+        rows = _of_texts(result) if isinstance(result, texts.TextScore) else _of_examples(result)
         width = max(map(len, rows))
         for name, value in rows.items():
             print(f"{name:<{width}}  {value}")
@@ -130,8 +124,6 @@ def _evaluate(given: Arguments) -> None:
 
 def _trained_on(source: str, data: str) -> bool:
     """Whether the source is a run that was trained on this file or folder."""
-    from tiedgpt.train.run_directory import RunDirectory
-
     options: dict[str, Any] = {}
     with contextlib.suppress(TiedGPTError):  # a damaged record is no reason to stop
         options = RunDirectory(Path(source)).read_record().get("options", {})
@@ -147,8 +139,6 @@ def _scored(
 ) -> list[S]:
     """Return all scores: those that --save holds, then the others, which are added to it."""
     from rich.progress import track
-
-    from tiedgpt.evaluate.saved import keep, read_saved
 
     done = list[S]()
     if given.save is None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tiedgpt.cli.console import bar, fact
 from tiedgpt.errors import UserError
+from tiedgpt.plots.panel import Line, Panel
+from tiedgpt.plots.terminal import print_panels
 from tiedgpt.train.options import TrainOptions
-
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
-    from tiedgpt.train.rates import Sweep
+from tiedgpt.train.plan import Plan, make_plan, training_device
+from tiedgpt.train.rates import BELOW_LOWEST, Sweep, sweep
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.schedule import WIDTH_EXPONENTS, transferred_rate
+from tiedgpt.train.sources import open_sources, prepare
 
 
 def find_rate(options: TrainOptions) -> None:
@@ -20,12 +23,6 @@ def find_rate(options: TrainOptions) -> None:
         raise UserError(
             "--find-lr looks for the rate of a run from its beginning: leave out --fork"
         )
-    from tiedgpt.cli.console import bar
-    from tiedgpt.train.plan import make_plan, training_device
-    from tiedgpt.train.rates import sweep
-    from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.sources import open_sources, prepare
-
     device = training_device(options.device)
     with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:
         run = RunDirectory(Path(scratch))
@@ -39,12 +36,6 @@ def find_rate(options: TrainOptions) -> None:
 
 def show(found: Sweep, plan: Plan, width: int, *, given: bool) -> None:
     """Draw the losses over the rates; say what to try here and at other widths, by which rules."""
-    from tiedgpt.cli.console import fact
-    from tiedgpt.plots.panel import Line, Panel
-    from tiedgpt.plots.terminal import print_panels
-    from tiedgpt.train.rates import BELOW_LOWEST
-    from tiedgpt.train.schedule import WIDTH_EXPONENTS, transferred_rate
-
     first, lowest, rule = found.losses[0], min(found.smoothed), plan.optimizer
     lines = (Line("loss", found.rates, found.smoothed),)
     most = first + 0.25 * (first - lowest)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,6 +17,7 @@ from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
+from tiedgpt.plots.figure import require_figures
 from tiedgpt.plots.table import aligned, visible
 from tiedgpt.tie.findings import megabytes
 
@@ -112,8 +114,6 @@ def run(arguments: list[str]) -> None:
 
 def _inspect(given: Arguments) -> Any:
     """Call the function of this name with its own options."""
-    from inspect import signature
-
     function = getattr(import_module("tiedgpt.inspect"), given.name.replace("-", "_"))
     options = {name: getattr(given, name) for name in SPECIAL}
     options = {name: x for name, x in options.items() if x is not None and x is not False}
@@ -126,8 +126,6 @@ def _inspect(given: Arguments) -> Any:
     if given.top is not None and given.top < 1:
         raise UserError(f"--top must be at least 1, got {given.top}")
     if given.plot is not None:
-        from tiedgpt.plots.figure import require_figures
-
         require_figures(given.plot)
     if given.name != "vocabulary":
         options["text"] = _text(given)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.text import Text
 
-from tiedgpt.cli.console import console
+from tiedgpt.cli.console import console, wrapped
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 
 T = TypeVar("T")
@@ -277,13 +277,11 @@ def show_help(
 
 def _entry(option: Option, width: int) -> Text:
     """Return an option's lines of help."""
-    lines = textwrap.wrap(
-        option.about, width - HELP_COLUMN, break_long_words=False, break_on_hyphens=False
-    )
     typed = f"  {option.typed}"
     below = f"\n{' ' * HELP_COLUMN}"
     gap = below if len(typed) > HELP_COLUMN - 2 else " " * (HELP_COLUMN - len(typed))
-    return Text.assemble((typed, "cyan"), gap, below.join(lines))
+    lines = below.join(wrapped(option.about, width - HELP_COLUMN))
+    return Text.assemble((typed, "cyan"), gap, lines)
 
 
 def no_verb(verb: str, verbs: Iterable[str]) -> UsageError:

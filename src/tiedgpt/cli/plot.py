@@ -13,7 +13,9 @@ from tiedgpt.cli.console import fact, note, table
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import UserError
+from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
+from tiedgpt.plots.terminal import print_panels
 from tiedgpt.plots.training import Training, panels
 from tiedgpt.train.history import Axis, History, read_history
 
@@ -51,13 +53,9 @@ def run(arguments: list[str]) -> None:
     trainings = [as_training(history, given.x) for history in histories]
     drawn = panels(trainings, label(histories, given.x))
     if given.out is None:
-        from tiedgpt.plots.terminal import print_panels
-
         show_summary(histories)
         print_panels(drawn)
     else:
-        from tiedgpt.plots.figure import save_figure
-
         save_figure(drawn, given.out, ", ".join(history.name for history in histories))
         fact("written", str(given.out))
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import UserError
@@ -120,8 +121,6 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
 
 def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
     """Print the address, the limits, and two ways to call it that work as they are."""
-    from tiedgpt.cli.console import console, fact
-
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given.host, given.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
     url = f"http://{host}:{port}"
@@ -142,7 +141,6 @@ def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: in
 
 def _template(source: str) -> Template | None:
     """Return the chat template beside the tokenizer; there is no chat without one of ours."""
-    from tiedgpt.cli.console import note
     from tiedgpt.data.templates import read_template
     from tiedgpt.weights.hub import local_directory
 

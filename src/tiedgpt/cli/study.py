@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from tiedgpt.cli.console import fact, note, show_text, table
 from tiedgpt.cli.options import Positional, parse
 
 ABOUT = """Train a tied GPT, the same GPT untied, an untied one of the tied one's size and a tied
@@ -37,7 +38,6 @@ class Arguments:
 def run(arguments: list[str]) -> None:
     """Run a study."""
     given = parse(Arguments, "study", arguments, ABOUT)
-    from tiedgpt.cli.console import fact, note, show_text, table
     from tiedgpt.data import documents
     from tiedgpt.study import tied_vs_untied
 

@@ -18,17 +18,16 @@ from tiedgpt.cli.options import Positional, Repeated, parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
 from tiedgpt.train.options import TrainOptions, flag
+from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.runs import RUNS, make_longer, run_for, run_name, times_longer
-from tiedgpt.train.tracking import TrackerName
+from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker
 
 if TYPE_CHECKING:
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import Ended
     from tiedgpt.train.parallel import Parallel
     from tiedgpt.train.plan import Plan
-    from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import Sources, Trained
-    from tiedgpt.train.tracking import Tracking
     from tiedgpt.train.trainer import Trainer
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
@@ -172,9 +171,7 @@ def train_run(
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.parallel import joined
     from tiedgpt.train.plan import make_plan, record, training_device
-    from tiedgpt.train.run_directory import RunDirectory
     from tiedgpt.train.sources import open_sources
-    from tiedgpt.train.tracking import Tracking, open_tracker
     from tiedgpt.train.trainer import Trainer
 
     with contextlib.ExitStack() as stack:

@@ -74,11 +74,6 @@ class ExamplesScore:
         return sum(score.chosen == score.answer for score in self.scores)
 
     @property
-    def n_right_by_length(self) -> int:
-        """Examples whose answer is the likeliest a character."""
-        return sum(score.chosen_by_length == score.answer for score in self.scores)
-
-    @property
     def accuracy(self) -> float:
         """The share of `n_right`."""
         return self.n_right / len(self.scores)
@@ -100,8 +95,9 @@ class ExamplesScore:
             "contexts_cut": sum(score.is_cut for score in self.scores),
         }
         if not self.is_cloze:
-            result["accuracy_by_length"] = self.n_right_by_length / n
-            result["accuracy_by_length_interval"] = share_interval(self.n_right_by_length, n)
+            n_right = sum(score.chosen_by_length == score.answer for score in self.scores)
+            result["accuracy_by_length"] = n_right / n
+            result["accuracy_by_length_interval"] = share_interval(n_right, n)
             result["chance"] = math.fsum(1 / len(score.logprobs) for score in self.scores) / n
         return result
 

@@ -23,8 +23,6 @@ class Score:
     """Mean cross-entropy a token, in nats."""
     bits_per_byte: float
     """The whole text's cost in bits over its length in UTF-8 bytes; tokenizers do not matter."""
-    tokens: int
-    """Tokens that were predicted."""
 
 
 @torch.no_grad()
@@ -69,4 +67,4 @@ def score(
         return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
 
     nats, tokens, n_bytes = totals(model, batches, measure, autocast=autocast)
-    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1), int(tokens))
+    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1))
