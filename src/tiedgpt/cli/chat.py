@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import GenerationConfig
-
-if TYPE_CHECKING:
-    from tiedgpt.infer import Engine
 
 ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
 
@@ -53,7 +49,7 @@ def run(arguments: list[str]) -> None:
         assert engine.tokenizer is not None  # a directory with a template has one
         begin = [{"role": "system", "content": given.system}] if given.system else []
         messages, context = [*begin], engine.runner.config.n_positions
-        config = GenerationConfig(
+        config = infer.GenerationConfig(
             max_new_tokens=context, temperature=given.temperature, seed=given.seed
         )
         while (line := _line()) is not None:
@@ -84,7 +80,7 @@ def _line() -> str | None:
     return None if line == "/exit" else line
 
 
-def _reply(engine: Engine, ids: list[int], config: GenerationConfig) -> str:
+def _reply(engine: infer.Engine, ids: list[int], config: infer.GenerationConfig) -> str:
     """Print a reply as it comes; return it."""
     generation, said = engine.stream(ids, config), ""
     try:

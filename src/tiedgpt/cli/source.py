@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
-
-if TYPE_CHECKING:
-    from tiedgpt.infer import Engine
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """How names of texts end, which are no models."""
@@ -54,13 +52,12 @@ class EngineOptions(ModelOptions):
     """CPU threads that compute; default: the cores that this process may use, at most 16."""
 
     @contextmanager
-    def engine(self, source: str, **options: Any) -> Iterator[Engine]:
+    def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:
         """Open the model's engine; what there is to know of it is noted on stderr."""
-        from tiedgpt.infer import Engine
         from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
         text = "compiling kernels for this CPU, which takes some ten seconds, once"
-        engine = Engine(
+        engine = infer.Engine(
             source, self.precision, backend=self.backend, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
         )  # fmt: skip
