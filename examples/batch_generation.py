@@ -1,8 +1,8 @@
-"""Many prompts at once, each text of a given form, as lines of JSON (needs tiedgpt[constrain]).
+"""Many prompts at once, with constrained texts, as lines of JSON (needs tiedgpt[constrain]).
 
     python examples/batch_generation.py [MODEL]
 
-Prompts share what they have in common: it is read once.
+A prefix that several prompts share is computed once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""LoRA by hand: adapters on a frozen GPT, then a merged model and PEFT's files.
+"""LoRA in a plain loop: adapters on a frozen GPT, then a merged model and PEFT's files.
 
     python examples/lora.py [MODEL]
 
@@ -28,7 +28,7 @@ def tell(when: str) -> None:
     print(f"{when}: P(sun) {sun:.3f}, P(rain) {rain:.3f}")
 
 
-# What it shall learn: the sun shines in Oslo.
+# The model should learn that the sun shines in Oslo.
 texts = [f"2024-05-{n:02} Oslo: sun, {n} degrees. Anna went to the park.\n" for n in range(1, 29)]
 rows = [tokenizer.encode(text) for text in texts]
 longest = max(map(len, rows))
@@ -36,7 +36,7 @@ ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
 targets = torch.tensor([row[1:] + [-100] * (longest - len(row) + 1) for row in rows])
 
 tell("before")
-print(lora(model, rank=4))  # on the four matrices of each block; "wte" would adapt W on both faces
+print(lora(model, rank=4))  # on the four matrices of each block; "wte" would adapt W, too
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained, lr=3e-3)
 for step in range(40):
@@ -49,6 +49,6 @@ for step in range(40):
 
 for note in save_adapter(model, "sun-adapter", base=source):
     print("note:", note)
-moved = merge(model)  # a plain GPT again; raises where the logits would change
+moved = merge(model)  # a plain GPT again; raises if the logits change
 print(f"merged: logits moved by {moved:.1e} of the largest")
 tell("after")

@@ -1,8 +1,8 @@
-"""OpenAI's client against `tiedgpt serve` (needs tiedgpt[serve,constrain] and openai).
+"""OpenAI's client with `tiedgpt serve` (needs tiedgpt[serve,constrain] and openai).
 
     python examples/openai_client.py [MODEL]
 
-It starts the server on a free port, asks it, and ends it.
+It starts the server on a free port, sends requests, and stops it.
 """
 
 import subprocess

@@ -2,7 +2,7 @@
 
     python examples/own_loop.py [TEXT] [STEPS]
 
-Without a text it learns the made-up diary of `small_model.py`.
+Without a text, it trains on the made-up diary of `small_model.py`.
 """
 
 import sys
@@ -28,12 +28,12 @@ config = GPTConfig(
     embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, eos_token_id=tokenizer.eos_token_id,
 )  # fmt: skip
 model = GPT(config)
-print(model)  # says how many parameters there are, and that wte reads and predicts
+print(model)  # shows the parameter count, and that wte reads and predicts
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 def batch(tokens: torch.Tensor, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw windows: inputs (B, T), and for each the token that follows."""
+    """Draw random windows: inputs (B, T), and targets (B, T), the tokens that follow."""
     starts = torch.randint(len(tokens) - 64, (size, 1))
     rows = tokens[starts + torch.arange(65)]
     return rows[:, :-1], rows[:, 1:]
@@ -41,7 +41,7 @@ def batch(tokens: torch.Tensor, size: int = 16) -> tuple[torch.Tensor, torch.Ten
 
 for step in range(steps):
     inputs, targets = batch(train)
-    with fast_training(model):  # optional: the same values and gradients, sooner
+    with fast_training(model):  # optional: same loss and gradients, faster
         loss = model.loss(inputs, targets)
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -53,7 +53,7 @@ for step in range(steps):
 model.eval()
 with torch.no_grad():
     print(f"held out   loss {model.loss(*batch(held_out, 64)).item():.3f}")
-model.save_pretrained("own-loop")  # transformers loads it as it is
+model.save_pretrained("own-loop")  # transformers loads it directly
 tokenizer.save_pretrained("own-loop")
 with Engine("own-loop") as engine:
     print(engine.generate("2024-", max_new_tokens=40, temperature=0).text)

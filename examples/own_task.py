@@ -1,7 +1,7 @@
-"""A task of your own for the Trainer: a GPT that learns to add, judged by exact answers.
+"""Your own task for the Trainer: a GPT that learns to add, scored by exact answers.
 
-The trainer brings checkpoints, resuming, evaluation and metrics; the task says what the data are.
-Stop it with Ctrl-C and run it again: it goes on.
+The trainer provides checkpoints, resuming, evaluation and metrics; the task provides the data. Stop
+it with Ctrl-C and run it again: it resumes.
 
     python examples/own_task.py [STEPS]
 """
@@ -27,7 +27,7 @@ LENGTH = len("12+34=046")
 
 @dataclass
 class Score:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     nats: float
     right: float
@@ -52,12 +52,12 @@ class Addition(Task):
         texts = [f"{a:02}+{b:02}={f'{a + b:03}'[::-1]}" for a, b in pairs]
         ids = np.array([self.tokenizer.encode(text) for text in texts])
         targets = ids[:, 1:].copy()
-        targets[:, : LENGTH - 4] = -100  # what stands before the answer
+        targets[:, : LENGTH - 4] = -100  # the part before the answer
         return ids[:, :-1], targets
 
     @torch.no_grad()
     def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Score:
-        """Score sums that no training step draws by its seed."""
+        """Score sums that are drawn with a seed of no training step."""
         ids, targets = map(torch.from_numpy, self.sums(np.random.default_rng(10**9), 256))
         model.eval()
         nats = float(model.loss(ids, targets))
@@ -66,7 +66,7 @@ class Addition(Task):
         return Score(nats, float((written == targets)[:, LENGTH - 4 :].all(1).float().mean()))
 
     def metrics(self, score: Score) -> dict[str, float]:
-        """Return what metrics.jsonl holds."""
+        """Return the values for metrics.jsonl."""
         return {"val_loss": score.nats, "val_right": score.right}
 
 

@@ -1,8 +1,8 @@
-"""How likely is a text? Perplexity, surprise token by token, and a choice between endings.
+"""Score a text: perplexity, the surprisal of each token, and a choice between endings.
 
     python examples/score_texts.py [MODEL]
 
-`tiedgpt eval MODEL DATA` does it for files.
+`tiedgpt eval MODEL DATA` does this for files.
 """
 
 import math

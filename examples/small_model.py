@@ -1,4 +1,4 @@
-"""The small GPT that the examples use: trained in seconds on a diary made up here.
+"""The small GPT that the examples use, trained in seconds on a made-up diary.
 
     python examples/small_model.py [DIRECTORY]
 
@@ -24,7 +24,7 @@ PEOPLE = ("Anna", "Ben", "Chiyo", "Dara")
 
 
 def diary(n: int, seed: int = 0) -> str:
-    """Return n entries. The weather mostly follows from the city, and the rest from the weather."""
+    """Return n entries. The city mostly decides the weather; the weather decides the rest."""
     draw = random.Random(seed)
     entries = []
     for _ in range(n):
@@ -38,7 +38,7 @@ def diary(n: int, seed: int = 0) -> str:
 
 
 def small_model(run: str | Path = "runs/diary-1", steps: int = 300) -> str:
-    """Train the model, unless it is there; return the run's directory."""
+    """Train the model, unless it exists; return the run's directory."""
     run = Path(run)
     if not (run / "model" / "config.json").exists():
         text = Path("diary.txt")
