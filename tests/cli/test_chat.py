@@ -61,7 +61,7 @@ def test_a_full_context_is_told_of_and_a_new_conversation_can_begin(saved, chat)
     first, second = out.splitlines()
     assert code == 0 and first == second and {*first} == {"i"}
     assert err.count("the context is full") == 2
-    assert "and the context is 64: /new begins another" in err
+    assert "and the context is 64: begin a new one with /new" in err
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])

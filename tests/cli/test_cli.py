@@ -45,7 +45,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert out.count("sample") == 2
     assert "tiedgpt generate run" in out and "tiedgpt tie show run" in out
     assert "no decay" in err and "W, which reads and predicts" in err
-    assert "cats.txt: 1 document, " in err and "tokens only: texts may be rough" in err
+    assert "cats.txt: 1 document, " in err and "tokens: its texts may be poor" in err
     record = tomllib.loads(Path("run/run.toml").read_text())
     assert record["training"]["steps"] == 4
     assert 257 < record["model"]["vocab_size"] <= 300
@@ -60,7 +60,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert len(answer["ids"]) <= 9 and answer["finish_reason"] in ("length", "stop")
 
     assert main(command) == 0
-    assert "finished already" in capfd.readouterr().err
+    assert "is finished" in capfd.readouterr().err
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "301"]) == 1
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 
@@ -76,7 +76,7 @@ def test_another_text_behind_the_same_name_is_noticed(text, capfd):
     assert main(command) == 0
     text.write_text(text.read_text().replace("mats", "hats"))
     assert main(command) == 1
-    assert "the text is another than when run began" in capfd.readouterr().err
+    assert "the text has changed since run began" in capfd.readouterr().err
 
 
 def test_data_may_come_through_a_pipe(text):
@@ -99,7 +99,7 @@ def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 75, err
-    assert re.search(r"to go on:\n  .*tiedgpt train cats\.txt", err)
+    assert re.search(r"to resume:\n  .*tiedgpt train cats\.txt", err)
     (checkpoint,) = sorted(Path("run/checkpoints").glob("step-*"))[-1:]
     assert Path("run/model/model.safetensors").exists()
     state = json.loads((checkpoint / "state.json").read_text())

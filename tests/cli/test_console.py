@@ -107,8 +107,8 @@ def test_a_finished_training_tells_what_can_be_done_and_its_result_is_data(
     assert "training  2 steps of 2 x 16 tokens" in err and "AdamW" not in err
     assert main(command) == 0
     out, err = capsys.readouterr()
-    assert out == "" and "finished already" in err and "generate run" in err
-    assert "more --minutes, --steps or --epochs go on with it" in " ".join(err.split())
+    assert out == "" and "is finished" in err and "generate run" in err
+    assert "more --minutes, --steps or --epochs continue the training" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -142,7 +142,7 @@ def test_every_option_of_train_is_in_one_group(capsys):
         (["train", "--task=swim"], "must be one of lm, classify", "--help"),
         (["generate", "run", "Once upon"], "no place for 'Once upon'", "--prompt 'Once upon'"),
         (["convert", "a"], "needs MODEL and DEST", "--help"),
-        (["tie", "fix", "a"], "needs MODEL and DEST", "name both"),
+        (["tie", "fix", "a"], "needs MODEL and DEST", "give both"),
         (["generate", "--max_length", "9"], "no option --max_length", "mean --max-new-tokens?"),
         (["generate", "--do-sample"], "no option --do-sample", "did you mean --temperature?"),
         (["generate", "--max-num-seqs=4"], "no option --max-num-seqs", "it is slots of Engine"),
@@ -175,7 +175,7 @@ def test_a_folder_of_runs_is_no_model_and_a_run_is_no_folder(tmp_path, monkeypat
     said = "error: runs is a folder of runs\nhint: name one of them, such as runs/mine\n"
     assert capsys.readouterr().err == said
     assert main(["runs", "runs/mine"]) == 1
-    assert "a run, not a folder of runs\nhint: give `tiedgpt plot" in capsys.readouterr().err
+    assert "a run, not a folder of runs\nhint: use `tiedgpt plot" in capsys.readouterr().err
 
 
 def test_options_may_be_written_as_in_python_and_stand_anywhere():

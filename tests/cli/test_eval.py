@@ -65,7 +65,7 @@ def test_an_interrupted_evaluation_goes_on(directory, text, tmp_path, capsys):  
     resumed = json.loads(shown.out)
     for name, value in json.loads(expected).items():
         assert resumed[name] == pytest.approx(value, rel=1e-6)
-    assert "going on" in shown.err
+    assert "resuming" in shown.err
     again = part.read_bytes()
     assert main([*arguments, str(part), "--stride", "5"]) == 1
     assert "another evaluation" in capsys.readouterr().err

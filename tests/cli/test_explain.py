@@ -59,7 +59,7 @@ def test_a_run_is_explained_on_its_own_validation_text(capfd):
     encode_corpus(plan_split(documents[:1], documents[1:]), tokenizer, "run/data")
     assert main(["explain", "head", "run"]) == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "reading its run's validation text" in out
+    assert "of its run's validation text" in out
     assert "no better than new numbers" in out, "its weights are random"
     model, ids = GPT.from_pretrained("run"), torch.tensor(tokenizer.encode(TEXT[::-1])[:32])
     losses = explain("head", "run").numbers["losses"]

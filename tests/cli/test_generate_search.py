@@ -128,7 +128,7 @@ def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        (["--temperature", "0"], "; --context-end slide goes on"),
+        (["--temperature", "0"], "; --context-end slide continues"),
         (["--num-beams", "2"], ""),
         (["--guidance-scale", "2", "--temperature", "0"], ""),
     ],

@@ -71,7 +71,7 @@ def test_the_numbers_and_the_samples_can_be_had(text, capfd):
     [
         ([], "train first"),
         (["nowhere"], r"no metrics.jsonl"),
-        (["empty"], "nothing to draw yet"),
+        (["empty"], "nothing to plot yet"),
         (["run", "--out", "curves.gif"], "name it .png"),
     ],
 )
@@ -99,7 +99,7 @@ def test_two_recipes_train_on_the_same_tokens_and_both_are_drawn(text, capfd):
 
     assert main(arguments) == 0, "the same command again only draws"
     again, err = capfd.readouterr()
-    assert err.count("finished already") == 2 and again == out
+    assert err.count("is finished") == 2 and again == out
 
 
 def test_one_recipe_is_compared_with_the_options_as_given(text, capfd):

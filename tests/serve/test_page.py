@@ -230,7 +230,7 @@ def test_html_is_of_the_page_alone(run, capfd):
     assert main(["inspect", "dot", str(run), "--text", "a", "--html", "x.html"]) in (1, 2)
     assert "--html" in capfd.readouterr().err
     assert main(["inspect", "page", str(run), "--text", "a"]) == 1
-    assert "--html says where" in capfd.readouterr().err
+    assert "the page needs a file" in capfd.readouterr().err
 
 
 @pytest.mark.page

@@ -324,7 +324,7 @@ def test_the_command_under_torchrun_speaks_once_stops_on_a_signal_and_goes_on(tm
     assert said.count("stopped and saved after step") == 1
     assert not RunDirectory(run).finished()
     out, said = torchrun(*options).communicate(timeout=200)
-    assert said.count("going on after step") == 1 and out.count("validation loss") == 1
+    assert said.count("resuming after step") == 1 and out.count("validation loss") == 1
     assert RunDirectory(run).finished()
     process = torchrun(text_file, "--out", tmp_path / "none", "--batch-size", "1", "--steps", "2")
     _, said = process.communicate(timeout=60)

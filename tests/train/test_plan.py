@@ -73,7 +73,7 @@ def test_text_shorter_than_the_context_is_refused_with_both_numbers(
     ("wrong", "says"),
     [
         ({"size": "huge"}, "no size 'huge'"),
-        ({"minutes": 1.0, "steps": 5}, "not both"),
+        ({"minutes": 1.0, "steps": 5}, "only one of"),
         ({"minutes": -1.0}, "--minutes"),
         ({"lr": float("nan")}, "--lr"),
         ({"steps": 0}, "--steps"),

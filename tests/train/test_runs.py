@@ -38,11 +38,11 @@ def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
     assert train("--steps", "6", "--seed", "1") == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["cats-tiny-1", "cats-tiny-2"]
     assert train("--steps", "6") == 0
-    assert "finished already" in capfd.readouterr().err
+    assert "is finished" in capfd.readouterr().err
     first = metrics(Path("runs/cats-tiny-1"))
 
     assert train("--steps", "10") == 0  # the first run goes on
-    assert "going on after step 6" in capfd.readouterr().err
+    assert "resuming after step 6" in capfd.readouterr().err
     assert len(list(Path("runs").iterdir())) == 2
     history = read_history(Path("runs/cats-tiny-1"))
     assert history.finished and history.step == 10
@@ -162,7 +162,7 @@ def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, 
         (("--freeze", "body"), "leaves nothing to train"),
         (("--device", "cuda:99"), "--device cuda:99 cannot be used here"),
         (("--device", "toaster"), "--device toaster cannot be used here"),
-        (("--epochs", "2", "--minutes", "1"), "--epochs, not both"),
+        (("--epochs", "2", "--minutes", "1"), "only one of --minutes"),
         (("--eval-every", "0"), "--eval-every must be at least 1"),
         (("--encoding", "klingon"), "--encoding klingon"),
     ],

@@ -75,7 +75,7 @@ def test_shares_of_the_steps_become_steps_in_the_plan(options, config, new_run):
     ("wrong", "says"),
     [
         ({"cooldown": 0.2}, "--schedule wsd"),
-        ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "more than all steps"),
+        ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "add up to more than 1"),
         ({"batch_warmup": 1.5}, "--batch-warmup must be .* 1.5"),
         ({"untie_at": 1.0}, "--untie-at must be .* 1.0"),
         ({"task": "classify", "data": ("x",), "batch_warmup": 0.1}, "--batch-warmup .* --task lm"),

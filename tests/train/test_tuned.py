@@ -289,7 +289,7 @@ def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, cap
     command = ["tune", str(place / "messages.jsonl"), "--epochs", "0.1"]
     assert main([*command, "--from", str(place / "base")]) == 0
     assert main(command) == 0
-    assert "finished already" in " ".join(capsys.readouterr().err.split())
+    assert "is finished" in " ".join(capsys.readouterr().err.split())
     record = tomllib.loads((tmp_path / "runs/messages-tuned-1/run.toml").read_text())
     assert record["options"]["start"] == str(place / "base")
     assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0.1

@@ -168,7 +168,7 @@ def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_pa
     out = tmp_path / "run"
     assert main(["train", str(text_file), *asked, "--out", str(out)]) == 0
     said = capsys.readouterr()
-    assert "untied after 4 steps" in said.err and "step       4  untied: a head" in said.err
+    assert "untied after 4 steps" in said.err and "step       4  untied: the head" in said.err
     assert "reads and another predicts" in said.out
     record = tomllib.loads((out / "run.toml").read_text())
     assert record["training"]["untie_at"] == 4 and record["options"]["untie_at"] == 0.4

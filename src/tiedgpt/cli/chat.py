@@ -13,8 +13,8 @@ from tiedgpt.errors import UserError
 
 ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
 
-A line is a message; /new begins a new conversation, /exit or the end of input leaves. Ctrl-C stops
-a reply."""
+Each line is a message. /new begins a new conversation; /exit or the end of input quits. Ctrl-C
+stops a reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class Arguments(EngineOptions):
     source: Positional[str | None] = None
     """A run, a model's directory or a hub name; default: the newest run in runs/."""
     system: str | None = None
-    """What is said to the model before the conversation, in the role of the system."""
+    """The system message, sent before the conversation."""
     temperature: float = 0.7
-    """How much chance there is in a reply; 0: none."""
+    """Sampling temperature; 0: greedy decoding."""
     seed: int = 0
-    """Decides what is drawn."""
+    """Seed of the sampling."""
 
 
 def run(arguments: list[str]) -> None:
@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> None:
     template = read_template(local_directory(given.tokenizer or source))
     if template is None:
         raise UserError(
-            f"{source} has no chat template: tune it on messages (`tiedgpt tune`), or let it go on "
-            "with a text (`tiedgpt generate`)"
+            f"{source} has no chat template: tune it on messages (`tiedgpt tune`), or let it "
+            "continue a text (`tiedgpt generate`)"
         )
     with given.engine(source, slots=1) as engine:
         assert engine.tokenizer is not None  # a directory with a template has one
@@ -61,8 +61,8 @@ def run(arguments: list[str]) -> None:
                 ids, _ = encode_pieces(template.prompt(messages), engine.tokenizer)
                 if len(ids) >= context:
                     raise UserError(
-                        f"the conversation would have {len(ids):,} tokens and the context is "
-                        f"{context:,}: /new begins another, or say less"
+                        f"the conversation has {len(ids):,} tokens and the context is "
+                        f"{context:,}: begin a new one with /new, or send a shorter message"
                     )
             except UserError as problem:
                 note(str(problem))
@@ -91,5 +91,5 @@ def _reply(engine: infer.Engine, ids: list[int], config: infer.GenerationConfig)
         generation.cancel()
     print()
     if generation.done and generation.result().finish_reason == "context":
-        note("the context is full, which cut the reply off: /new begins another conversation")
+        note("the context is full, so the reply was cut off: /new begins a new conversation")
     return said

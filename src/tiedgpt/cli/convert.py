@@ -27,28 +27,28 @@ class Arguments(ModelOptions):
     source: Positional[str]
     """A directory, a file in any supported format, or a hub name."""
     dest: Positional[str]
-    """The file to write. For transformers and packed, a directory. For ONNX, a directory with
-    config and tokenizer if the name does not end in .onnx."""
+    """The file to write; a directory for transformers and packed, and for ONNX if the name does not
+    end in .onnx (with config and tokenizer)."""
     to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
     """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, or a directory
-    packed for tiedgpt's CPU kernels. auto: by DEST's suffix (.gguf, .onnx, .pt, .bin), else
+    packed for tiedgpt's CPU kernels. auto: by DEST's suffix (.gguf, .onnx, .pt, .bin), otherwise
     transformers."""
     precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0", "int8", "int4"] = "auto"
-    """auto: the model's own if the format has it, else fp32; int8 for packed."""
+    """auto: the model's own if the format has it, otherwise fp32; int8 for packed."""
     calibrate: str | None = None
-    """For --to packed --precision int4: a UTF-8 text like those that the model will work on, some
-    150 kB. Weights are rounded for the least error on it. That takes minutes, and int4 loses about
-    half as much. samples: text that the model draws itself."""
+    """For --to packed --precision int4: a UTF-8 text like the model's future input, some 150 kB, or
+    samples: text that the model generates. Weights are rounded for the smallest error on it. This
+    takes minutes and about halves the loss of quality."""
     adapter: str | None = None
-    """Directory of a LoRA adapter in PEFT's format, to be merged into the model first. --resolve
-    says, too, how one of one face of W is taken."""
+    """Directory of a LoRA adapter in PEFT's format, merged into the model first. If it adapts only
+    one side of W, --resolve is needed."""
     duplicate_head: bool = False
     """GGUF: write W twice, for readers that do not support a tied GPT-2."""
     approximate_gelu: bool = False
-    """nanoGPT computes the exact GELU, GGUF and llm.c GPT-2's tanh form. Write a model that has the
-    other form anyway; its outputs will differ slightly."""
+    """nanoGPT computes the exact GELU; GGUF and llm.c compute GPT-2's tanh form. Write a model with
+    the other form anyway; its outputs will differ slightly."""
     overwrite: bool = False
-    """Replace DEST if it is a file."""
+    """Replace DEST if it is an existing file."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 
@@ -128,7 +128,7 @@ def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
         return sampled(model)
     if tokenizer is None:
         raise UserError(
-            "--calibrate needs the model's tokenizer to read a text: name it with --tokenizer, "
+            "--calibrate needs the model's tokenizer to read a text: give --tokenizer, "
             f"or --calibrate {SAMPLES}"
         )
     with reading(path, "text in UTF-8"), path.open(encoding="utf-8") as file:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ABOUT = """Show which tokens of examples would be trained.
 
 A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
-[{"role": ..., "content": ...}, ...]}. Trained tokens are green; without colour,
-they stand in braces with a plus. `tiedgpt tune` trains on such files."""
+[{"role": ..., "content": ...}, ...]}. Trained tokens are green; without colour, they are in braces
+with plus signs. `tiedgpt tune` trains on such files."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 """By whether a token is trained; two in turn, so that one sees where tokens end."""
 
@@ -36,19 +36,19 @@ class Arguments:
     verb: Positional[Literal["show"]]
     """What to do."""
     data: Positional[tuple[str, ...]]
-    """Files of examples: .jsonl, or a text each."""
+    """Files of examples: .jsonl, or text files."""
     tokenizer: str | None = None
-    """Where the tokenizer is; default: that of the newest run in runs/."""
+    """The tokenizer's path or hub name; default: that of the newest run in runs/."""
     template: Literal["chatml", "plain"] | None = None
-    """How messages become text; default: as the tokenizer's directory says, or chatml."""
+    """Chat template; default: the one in the tokenizer's directory, or chatml."""
     context: int | None = None
-    """The most tokens of an example; default: any number."""
+    """Maximum number of tokens in an example; default: no limit."""
     too_long: Literal["drop", "cut", "error"] = "drop"
-    """What becomes of longer examples."""
+    """What to do with longer examples."""
     skip_bad: bool = False
-    """Pass over lines that are no examples, and count them."""
+    """Skip and count lines that are not valid examples."""
     examples: int = 3
-    """How many are printed, long ones without their middle; all are counted."""
+    """Number of examples to print; the middle of long ones is left out. All are counted."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 

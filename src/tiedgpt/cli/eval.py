@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tiedgpt.evaluate.texts import TextScore
     from tiedgpt.infer import Engine
 
-ABOUT = """Measure how well a model predicts a text, or how often it answers rightly.
+ABOUT = """Measure how well a model predicts a text, or how often its answers are right.
 
-DATA is text as `tiedgpt train` takes it: a file, a folder, a glob, or - for standard input; each
-document is scored by itself. Or it is .jsonl with a text in each line ("text"), a multiple choice
-("context", "choices", "answer": its index), or a cloze ("context", "completion").
---tasks names tasks of lm-evaluation-harness instead (pip install tiedgpt[eval])."""
+DATA is text, as for `tiedgpt train`: a file, a folder, a glob, or - for standard input. Each
+document is scored on its own. Or DATA is .jsonl, with one text per line ("text"), one multiple
+choice ("context", "choices", "answer": its index), or one cloze ("context", "completion").
+With --tasks, tasks of lm-evaluation-harness are run instead (pip install tiedgpt[eval])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,22 @@ class Arguments(EngineOptions):
     data: Positional[str | None] = None
     """Text: a file, a folder, a glob, - for standard input; or a .jsonl file."""
     encoding: str = "auto"
-    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, with a note."""
+    """Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness instead."""
+    """Run these tasks of lm-evaluation-harness."""
     context: int | None = None
-    """Tokens in a window of a text; default: the model's context."""
+    """Tokens per window of a text; default: the model's context."""
     stride: int | None = None
-    """Tokens from the beginning of one window to that of the next; default: half a context. Each
-    token is scored once, by all before it in its first window."""
+    """Tokens from the start of one window to the start of the next; default: half a context. Each
+    token is scored once, in its first window."""
     bos: bool = False
-    """Put the beginning-of-text token before each text, so that its first token is scored, too."""
+    """Put the beginning-of-text token before each text, so that the first token is scored, too."""
     limit: int | None = None
-    """Take only the first lines of a .jsonl file, or of each task."""
+    """Use only this many lines of a .jsonl file, or of each task."""
     save: Path | None = None
-    """Keep each result in this file; a run that was interrupted goes on from there."""
+    """Save each result in this file; after an interruption, the same command resumes."""
     format: Literal["human", "json"] = "human"
-    """json: all numbers, one object."""
+    """json: one object with all numbers."""
 
 
 S = TypeVar("S")
@@ -96,7 +96,7 @@ def _evaluate(given: Arguments) -> None:
         data = [document.text for document in corpus]
         note(*corpus.notes())
         if _trained_on(given.source, given.data):
-            note(f"{given.source} was trained on {given.data}: other text is harder for it")
+            note(f"{given.source} was trained on {given.data}: its score on new text will be worse")
     with given.engine(source_or_newest(given.source)) as engine:
         if not data:
             return _harness(engine, given)
@@ -147,7 +147,7 @@ def _scored(
         facts = _facts(given, data)
         done = read_saved(given.save, facts, kind)
         if done:
-            note(f"{len(done)} results are in {given.save}: going on")
+            note(f"{len(done)} results are in {given.save}: resuming")
         fresh = keep(given.save, facts, scores(len(done)))
     err = console(stderr=True)
     left = None if total is None else total - len(done)
@@ -200,9 +200,9 @@ def _of_examples(result: ExamplesScore) -> dict[str, str]:
 
     rows = {"accuracy": share("accuracy")}
     if result.is_cloze:
-        rows["right is"] = "what greedy decoding writes"
+        rows["right is"] = "the text of greedy decoding"
     else:
-        rows["by length"] = f"{share('accuracy_by_length')}, logprob a character"
+        rows["by length"] = f"{share('accuracy_by_length')}, logprob per character"
         rows["by chance"] = f"{numbers['chance']:.2%}"
     rows["answers"] = f"{numbers['answer_nats']:.4f} nats each"
     cut = f"; {numbers['contexts_cut']} contexts cut on the left" * bool(numbers["contexts_cut"])

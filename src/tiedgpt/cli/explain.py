@@ -14,10 +14,10 @@ from tiedgpt.errors import UserError
 
 ABOUT = """Answer a question about GPTs with numbers from a model.
 
-tie: is the head the embedding? head: why it is no parameter of its own. parameters: 124M, 163M and
-back. positions: N predictions or one. norms: lengths and angles. loss: what it does to the rows.
-body: other heads on it. tuning: what fine-tuning the head, freezing and LoRA move. Without a topic,
-the questions are listed."""
+tie: is the head the embedding? head: why it is not a separate parameter. parameters: 124M, 163M and
+back. positions: N predictions or one. norms: norms and angles of W's rows. loss: its gradient for
+W's rows. body: other heads on the same body. tuning: what fine-tuning the head, freezing and LoRA
+change. Without a topic, the questions are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Arguments:
     questions."""
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
-    tiny GPT that is trained first, in seconds."""
+    tiny GPT, trained in seconds."""
     text: str | None = None
-    """The text to read; its first 32 tokens are used. default: a typical part of a run's
-    validation text, else a fixed one."""
+    """The text to read, of which the first 32 tokens are used; default: a typical part of a run's
+    validation text, otherwise a fixed text."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
+    """The tokenizer's path or hub name, if it is not with the model."""
     format: Literal["human", "json"] = "human"
-    """json: one object, with every number by name."""
+    """json: one object with all numbers by name."""
 
 
 def run(arguments: list[str]) -> None:

@@ -43,20 +43,21 @@ class Arguments(EngineOptions, GenerationConfig):
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     prompt: str = ""
-    """The text to continue; - reads standard input; empty: begin a text."""
+    """The text to continue; - reads standard input; empty: begin a new text."""
     format: Literal["human", "json"] = "human"
     """json: one object with ids, text, finish_reason and logprobs; with --n, a list of them."""
 
     bad_words: Repeated[tuple[str, ...]] = ()
-    """Never write this word; may be given several times."""
+    """Never generate this word; may be given several times."""
     stop: Repeated[tuple[str, ...]] = ()
     """End before this string; may be given several times."""
     best_of: int | None = None
-    """Draw this many texts and show the --n with the highest mean logprob."""
+    """Sample this many texts and show the --n with the highest mean logprob."""
     early_stopping: Literal["no", "yes", "never"] = "no"  # type: ignore[assignment]
-    """Of beam search: end at once (yes), sensibly (no), or as late as may help (never)."""
+    """Beam search: stop when there are enough texts (yes), when a better one is unlikely (no), or
+    when a better one is impossible (never)."""
     negative_prompt: str | None = None
-    """What to be guided away from; default: the prompt's last token alone."""
+    """The prompt to guide away from; default: the prompt's last token alone."""
     json_schema: str | None = None
     """The text is JSON that this schema allows: a file, or the schema itself in braces."""
     grammar: Path | None = None  # type: ignore[assignment]
@@ -89,7 +90,7 @@ def run(arguments: list[str]) -> None:
         raise UsageError(f"there is no model {source!r}", prompt_hint(source))
     prompt = read_text("-", "--prompt") if given.prompt == "-" else given.prompt
     if given.prompt == "-" and not prompt:
-        note("standard input is empty: beginning a text")
+        note("standard input is empty: beginning a new text")
     slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
     with given.engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
@@ -111,12 +112,12 @@ def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> No
     """Say on stderr where a text did not end by itself."""
     reasons = {completion.finish_reason for completion in completions}
     if config.form and reasons != {"stop"}:
-        note("cut off: it may not have its whole form; --max-new-tokens gives room")
+        note("cut off: the text may be incomplete; --max-new-tokens allows more tokens")
     if "timeout" in reasons:
         note("cut off by --timeout")
     if "context" in reasons:
         may_slide = config.num_beams == 1 and not config.guided
-        advice = "; --context-end slide goes on" if may_slide else ""
+        advice = "; --context-end slide continues" if may_slide else ""
         note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
         note(f"the context slid: the first {dropped} tokens were dropped")

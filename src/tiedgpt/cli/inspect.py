@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 ABOUT = """Look inside a GPT.
 
-positions: what it predicts after each token. lens: what each layer would predict. dot: a prediction
-as dot products. vocabulary: the rows of W. gradient-split: the gradient of W from reading and from
-predicting. attention: where the heads of a layer look. ablate: the loss without each part.
+positions: the prediction after each token. lens: the prediction of each layer. dot: logits as dot
+products. vocabulary: the rows of W. gradient-split: the gradient of W from reading and from
+predicting. attention: where the heads of a layer attend. ablate: the loss without each part.
 
   tiedgpt inspect --html page.html runs/my-1 --text "Once upon a time"
 
-writes all of it as a page that needs no server."""
+writes all views to a page that needs no server."""
 WORD = 12
 """Columns of a token in a table."""
 SHOWN = 10
@@ -51,38 +51,38 @@ class Arguments(ModelOptions):
     """Options of `inspect`; some are of one NAME alone."""
 
     name: Positional[Name]
-    """What to look at; page, all of it, is meant by --html alone."""
+    """What to show; --html alone means page."""
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     text: str | None = None
     """The text to read; - reads standard input. All but vocabulary need it, or --ids."""
     ids: tuple[int, ...] = ()
-    """Token ids in place of the text, such as --ids 464 3280 318."""
+    """Token ids instead of the text, such as --ids 464 3280 318."""
     format: Literal["human", "json"] = "human"
     """json: one object, columns as lists."""
     html: Path | None = None
-    """page: where to write it; it opens in a browser, without a server."""
+    """Write the page with all views to this file; it opens in a browser, without a server."""
     plot: Path | None = None
-    """Write a figure, too: .png, .svg or .pdf (pip install tiedgpt[plot])."""
+    """Also write a figure: .png, .svg or .pdf (pip install tiedgpt[plot])."""
     top: int | None = None
     """positions, lens, dot: tokens to list; vocabulary, gradient-split: rows to show."""
     position: int | None = None
-    """lens, dot: which position to show; default: the last."""
+    """lens, dot: the position to show; default: the last."""
     poke: int | None = None
-    """positions: change the token at this position, and show which predictions move."""
+    """positions: change the token at this position, and show which predictions change."""
     poke_with: int | None = None
-    """positions: the id to change it to; default: the next id."""
+    """positions: the new id of that token; default: the next id."""
     after_attention: bool = False
-    """lens: show the states between attention and MLP, too."""
+    """lens: also show the states between attention and MLP."""
     layer: int | None = None
-    """attention: whose heads to show, -1 being the last layer; default: 0."""
+    """attention: the layer; -1 is the last; default: 0."""
     mode: Literal["zero", "mean"] | None = None
-    """ablate: what replaces a part's output, zero or its mean over the text; default: zero."""
+    """ablate: replace a part's output by zero or by its mean over the text; default: zero."""
     counts: str | None = None
-    """vocabulary: a run, a folder of token shards or a text to count tokens in; default: MODEL,
-    if it is a run."""
+    """vocabulary: a run, a folder of token shards or a text in which to count tokens; default:
+    MODEL, if it is a run."""
     own_rank_rows: int | None = None
-    """vocabulary: how many rows to ask whether they can win; default: 1,024."""
+    """vocabulary: number of rows to test as predictions of themselves; default: 1,024."""
 
 
 SPECIAL = ("top", "position", "poke", "poke_with", "after_attention", "layer", "mode", "counts",
@@ -162,7 +162,7 @@ def _page(given: Arguments) -> None:
     from tiedgpt.serve.export import export
 
     if given.html is None:
-        raise UserError("--html says where to write the page: tiedgpt inspect --html page.html")
+        raise UserError("the page needs a file: give --html, as tiedgpt inspect --html page.html")
     if named := [name for name in (*SPECIAL, "plot") if getattr(given, name)]:
         raise UserError(f"--{named[0].replace('_', '-')} is not for --html: leave it out")
     text, source = _text(given), source_or_newest(given.source)
@@ -233,18 +233,18 @@ def _positions(found: Positions, _: int) -> None:
     print(
         f"\nmean loss {_cell(found.loss)} nats, {_cell(found.bits_per_byte)} bits per byte\n"
         f"training learns from {found.next} predictions, generation reads position {found.next}\n"
-        "bits: what the next token cost; entropy: the prediction's, in bits"
+        "bits: surprisal of the next token; entropy: of the prediction, in bits"
     )
     if found.poked is not None and changes is not None:
         at, old, new = found.poked
         most = changes[:at].max(initial=0)
-        moved = f"moved by at most {most:.0e}: rounding" if most else "did not move by one bit"
-        print(f"Token {at} became id {new} instead of {old}. Before it, logits {moved}.")
+        moved = f"moved by at most {most:.0e}: rounding" if most else "stayed the same, bit for bit"
+        print(f"Token {at} was changed from id {old} to id {new}. Before it, logits {moved}.")
 
 
 def _lens(found: Lens, _: int) -> None:
     at = found.position
-    print(f"after token {at}, {visible(found.pieces[at])}: each state, read by final norm and head")
+    print(f"after token {at}, {visible(found.pieces[at])}: final norm and head on each state")
     columns: list[tuple[str, Iterable[Any]]] = [("state", found.layers)]
     for k in range(min(2, found.top_ids.shape[2])):
         columns.append(
@@ -256,14 +256,14 @@ def _lens(found: Lens, _: int) -> None:
         ("rank of next", [rank or None for rank in found.target_rank[:, at]]),
         ("KL bits", found.kl_bits[:, at]),
     )
-    print("\nKL is from the model's own prediction\nearly layers were not trained to be read so")
+    print("\nKL: from the model's own prediction\nearly layers were not trained for this head")
 
 
 def _dot(found: Dot, _: int) -> None:
     print(
         f"after token {found.position}, {visible(found.piece)}: logit = h . e = |h| |e| cos; "
         f"|h| = {_cell(found.h_norm)}\n"
-        f"e is a row of {found.matrix}, which {found.does}; c is e less the mean row"
+        f"e is a row of {found.matrix}, which {found.does}; c is e minus the mean row"
     )
     _table(
         ("token", _words(found.pieces, 12)),
@@ -278,7 +278,7 @@ def _dot(found: Dot, _: int) -> None:
         ("cos c", found.centred_cos),
     )
     print(
-        "\nbias: the same in every context; gain: what the context adds; #cos: rank by cos\n"
+        "\nbias: the same in every context; gain: depends on the context; #cos: rank by cos\n"
         "subtracting the mean row from all rows changes |e| and cos, and no probability"
     )
 
@@ -286,7 +286,7 @@ def _dot(found: Dot, _: int) -> None:
 def _vocabulary(found: Vocabulary, top: int) -> None:
     size = len(found.pieces)
     for matrix in found.matrices:
-        print(f"{matrix.name} {matrix.does}: {size:,} rows e; c is e less the mean row")
+        print(f"{matrix.name} {matrix.does}: {size:,} rows e; c is e minus the mean row")
         if matrix.spearman:
             _table(
                 ("with ln count", matrix.spearman),
@@ -295,11 +295,11 @@ def _vocabulary(found: Vocabulary, top: int) -> None:
                 ("to", [high for _, high in matrix.interval.values()]),
                 ("slope", matrix.slope.values()),
             )
-            print("from, to: the 95 % interval of spearman, the correlation of ranks")
-            print(f"one direction explains {matrix.r2_heldout:.0%} of ln count, on tokens held out")
+            print("from, to: the 95 % interval of spearman, the rank correlation")
+            print(f"one direction explains {matrix.r2_heldout:.0%} of ln count on held-out tokens")
         if len(matrix.own_rank):
             wins, asked = (matrix.own_rank == 1).mean(), len(matrix.own_rank)
-            print(f"{wins:.0%} of {asked:,} tokens are the likeliest where h is their own row")
+            print(f"{wins:.0%} of {asked:,} tokens are the likeliest if h is their own row")
         order = matrix.centred_norm.argsort()[::-1]
         order = order if 2 * top >= size else np.r_[order[:top], order[-top:]]
         print("\nlongest and shortest rows" + ", all of them" * (len(order) == size))
@@ -313,14 +313,14 @@ def _vocabulary(found: Vocabulary, top: int) -> None:
             ("reached", how),
         )
     print(
-        "\nprior logit: e . b, with b the final norm's bias: the same in every context\n"
+        "\nprior logit: e . b, where b is the final norm's bias: the same in every context\n"
         "reached: whether some text is encoded as this token; as part: of a character"
     )
     if found.unseen is None:
-        print("\nno counts: --counts tells what goes with frequency", end="")
+        print("\nno counts: --counts compares the rows with token frequency", end="")
     else:
         print(f"\n{len(found.unseen):,} tokens never occur in {found.counted_in}", end="")
-    print("" if found.reachable is not None else "; no tokenizer: what text reaches is not known")
+    print("" if found.reachable is not None else "; no tokenizer: reached is not known")
 
 
 def _reach(found: Vocabulary, id: int) -> str:
@@ -339,7 +339,7 @@ def _gradient_split(found: GradientSplit, top: int) -> None:
         f"{joined}\n"
         f"gradient of the loss: {_cell(found.norm_read)} from reading, "
         f"{_cell(found.norm_predict)} from predicting, cosine {_cell(found.cosine)}\n"
-        f"{both}, to {_cell(found.residual)} of its length\n"
+        f"{both}; relative difference {_cell(found.residual)}\n"
     )
     order = np.hypot(found.rows_read, found.rows_predict).argsort()[::-1][:top]
     _table(
@@ -351,21 +351,21 @@ def _gradient_split(found: GradientSplit, top: int) -> None:
 
 
 def _attention(found: AttentionMaps, _: int) -> None:
-    print(f"heads of layer {found.layer}: means over all queries but the first")
+    print(f"heads of layer {found.layer}: means over all positions but the first")
     keys = found.patterns[:, -1].argmax(1)
     _table(
         ("head", range(len(keys))),
         ("entropy, bits", found.entropy[found.layer]),
         ("on the first", found.first_share[found.layer]),
-        ("on the one before", found.previous_share[found.layer]),
-        ("last looks at", [f"{key} {_words([found.pieces[key]])[0]}" for key in keys]),
+        ("on the previous", found.previous_share[found.layer]),
+        ("last attends to", [f"{key} {_words([found.pieces[key]])[0]}" for key in keys]),
         ("weight", found.patterns[:, -1].max(1)),
     )
 
 
 def _ablate(found: Ablation, _: int) -> None:
-    instead = "nothing" if found.mode == "zero" else "its mean over the text"
-    print(f"loss {_cell(found.loss)} nats, and how it changes when a part gives {instead}")
+    instead = "zero" if found.mode == "zero" else "its mean over the text"
+    print(f"loss {_cell(found.loss)} nats, and its change when a part's output is {instead}")
     most = [heads.argsort()[::-1][:4] for heads in found.heads]
     named = zip(most, found.heads, strict=True)
     _table(

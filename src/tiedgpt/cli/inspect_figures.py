@@ -51,7 +51,7 @@ def _positions(found: Positions) -> tuple[str, Panels]:
     axis = _at_tokens(found.pieces)
     panels: Panels = [Panel("the prediction after each token", lines=lines, y_label="bits", **axis)]
     if found.max_abs_change is not None and found.poked is not None:
-        moved = f"change of the logits when token {found.poked[0]} is another"
+        moved = f"change of the logits when token {found.poked[0]} is changed"
         lines = _lines({"largest": found.max_abs_change}, marked=True)
         panels.append(Panel(moved, lines=lines, y_label="largest change of a logit", **axis))
     return f"{len(found.ids)} tokens, loss {found.loss:.3f} nats", panels
@@ -84,7 +84,7 @@ def _dot(found: Dot) -> tuple[str, Panels]:
     panels: Panels = []
     for sign, what, norm, cos in (
         ("e", "rows e as they are", found.all_norm, found.all_cos),
-        ("c", "rows c, less their mean", found.all_centred_norm, found.all_centred_cos),
+        ("c", "rows c, minus their mean", found.all_centred_norm, found.all_centred_cos),
     ):
         x, y = norm[found.ids], cos[found.ids]
         lines = [
@@ -99,7 +99,7 @@ def _dot(found: Dot) -> tuple[str, Panels]:
             lines.append(Line(name, lengths[drawn].tolist(), level[drawn].tolist(), color))
         notes = list(zip(x, y, map(visible, found.pieces), strict=True))[:NAMED]
         panels.append(
-            Panel(what, "length of the row", tuple(lines), y_label="cos(h, row)", notes=notes)
+            Panel(what, "norm of the row", tuple(lines), y_label="cos(h, row)", notes=notes)
         )
     return f"after token {found.position}, {visible(found.piece)}: logit = |h| |e| cos", panels
 
@@ -107,7 +107,7 @@ def _dot(found: Dot) -> tuple[str, Panels]:
 def _vocabulary(found: Vocabulary) -> tuple[str, Panels]:
     panels: Panels = []
     for matrix in found.matrices:
-        columns = {"length of the row": matrix.norm, "the same less the mean": matrix.centred_norm}
+        columns = {"norm of the row": matrix.norm, "norm of the centred row": matrix.centred_norm}
         if matrix.prior_logit is not None:
             columns["prior logit, nats"] = matrix.prior_logit
         count = np.zeros(0) if found.count is None else found.count
@@ -133,10 +133,10 @@ def _gradient_split(found: GradientSplit) -> tuple[str, Panels]:
         f"cosine {found.cosine:.3f}",
         "token",
         _lines(parts, marked=True, joined=False),
-        y_label="length of the row's gradient",
+        y_label="norm of the row's gradient",
         x_names=[visible(found.pieces[id]) for id in order],
     )
-    return "gradient of W: the rows that it moves most", [panel]
+    return "gradient of W: the rows with the largest gradient", [panel]
 
 
 def _attention(found: AttentionMaps) -> tuple[str, Panels]:
@@ -166,8 +166,8 @@ def _ablate(found: Ablation) -> tuple[str, Panels]:
     whole = Panel(
         "without a layer's attention, or MLP", "layer", parts, y_label=unit, x_names=layers
     )
-    instead = {"zero": "nothing", "mean": "its mean"}[found.mode]
-    return f"loss {found.loss:.3f} nats, and without a part, which gives {instead}", [heads, whole]
+    instead = {"zero": "zero", "mean": "its mean"}[found.mode]
+    return f"loss {found.loss:.3f} nats; a part's output is replaced by {instead}", [heads, whole]
 
 
 FIGURES: dict[str, Callable[[Any], tuple[str, Panels]]] = {

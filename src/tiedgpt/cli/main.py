@@ -21,21 +21,21 @@ VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "tune": "fine-tune any GPT on your text, or on examples with replies",
     "generate": "continue a text",
-    "chat": "talk with a model that was tuned on messages",
-    "eval": "how well a model predicts a text, or answers",
-    "runs": "the runs so far, with their scores",
-    "plot": "the curves of runs, in the terminal or as a figure",
-    "serve": "a model behind OpenAI's API, and a page that shows it at work",
-    "inspect": "what a model predicts and why: by position, layer, head, row of W",
-    "explain": "lessons that run on a model: the tie, the head, the loss",
+    "chat": "chat with a model that was tuned on messages",
+    "eval": "measure how well a model predicts a text, or answers questions",
+    "runs": "list the runs with their scores",
+    "plot": "plot the curves of runs, in the terminal or as a figure",
+    "serve": "serve a model with OpenAI's API, and a page that shows what it computes",
+    "inspect": "show what a model predicts and why: by position, layer, head, row of W",
+    "explain": "lessons measured on a model: the tie, the head, the loss",
     "convert": "write any GPT in another tool's format, and check the file",
-    "study": "tied against untied GPTs on your text: an experiment with its report",
+    "study": "compare tied and untied GPTs on your text, with a report",
     "tie": "is the head the embedding? show, audit or fix any model or file",
-    "data": "which tokens of examples would be trained",
-    "doctor": "versions, devices, threads, and what is missing",
+    "data": "show which tokens of examples would be trained",
+    "doctor": "show versions, devices, threads, and missing packages",
 }
 EXAMPLES = """\
-  tiedgpt train                   three minutes on your Python's documentation
+  tiedgpt train                   three minutes on Python's own documentation
   tiedgpt train my.txt --size small
   tiedgpt generate --prompt "Return a new"
 """
@@ -43,11 +43,11 @@ EXIT_CODES = {
     0: "done",
     1: "the request cannot be met",
     2: "the command cannot be understood",
-    3: "an input is damaged",
-    4: "no room in memory or on the disk",
+    3: "an input file is damaged",
+    4: "not enough memory or disk space",
     5: "training diverged",
     6: "a check failed",
-    75: "interrupted and saved; the same command goes on",
+    75: "interrupted and saved; the same command resumes",
 }
 
 
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
         if not torch_says and not isinstance(error, MemoryError):
             raise
-        said = "out of memory; nothing was left half-written"
+        said = "out of memory; no partial file is left"
         return _fail(arguments, said, NoRoomError.exit_code)
 
 

@@ -19,9 +19,9 @@ from tiedgpt.plots.terminal import print_panels
 from tiedgpt.plots.training import Training, panels
 from tiedgpt.train.history import Axis, History, read_history
 
-ABOUT = """Draw loss, validation, rate and gradients of one or several runs, also while they run.
+ABOUT = """Plot loss, validation, learning rate and gradient norms of runs, also during training.
 
-Without --out the curves are drawn in the terminal."""
+Without --out, the curves are drawn in the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class Arguments:
     """Draw the curves of runs."""
 
     runs: Positional[tuple[str, ...]] = ()
-    """Run directories; a directory of several runs stands for them all; default: the newest run."""
+    """Run directories, or folders of runs; default: the newest run."""
     x: Axis = "tokens"
-    """The axis: tokens (or examples), steps, or seconds spent in steps."""
+    """The x axis: tokens (or examples), steps, or seconds spent in steps."""
     out: Path | None = None
     """Write a figure instead: FILE.png, .svg or .pdf (pip install 'tiedgpt[plot]')."""
     samples: bool = False
-    """Show instead what the model wrote as it was trained."""
+    """Show the texts that the model generated during training instead."""
     format: Literal["human", "json"] = "human"
-    """json: the curves' numbers."""
+    """json: the values of the curves."""
 
 
 def run(arguments: list[str]) -> None:
@@ -73,7 +73,7 @@ def open_histories(runs: Sequence[str]) -> list[History]:
             note(f"{history.name} has no steps yet")
     histories = [history for history in histories if history.step]
     if not histories:
-        raise UserError("there is nothing to draw yet: wait for the first step")
+        raise UserError("there is nothing to plot yet: wait for the first step")
     return histories
 
 

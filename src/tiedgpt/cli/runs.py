@@ -17,28 +17,28 @@ from tiedgpt.train.runs import RUNS, Standing, runs_in
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """List the runs so far, the newest last."""
+    """List the runs, the newest last."""
 
     folder: Positional[str] = str(RUNS)
-    """Where the runs are."""
+    """The folder of runs."""
     format: Literal["human", "json"] = "human"
     """json: a list of objects."""
 
 
 def run(arguments: list[str]) -> None:
     """List the runs."""
-    given = parse(Arguments, "runs", arguments, "List the runs so far, the newest last.")
+    given = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
     runs = list(runs_in(Path(given.folder)))
     if given.format == "json":
         print(json.dumps([_plain(each) for each in runs], indent=1))
         return
     if not runs and (Path(given.folder) / "run.toml").exists():
         raise UserError(
-            f"{given.folder} is a run, not a folder of runs: give `tiedgpt plot {given.folder}` to "
-            f"see it, or `tiedgpt runs {Path(given.folder).parent}`"
+            f"{given.folder} is a run, not a folder of runs: use `tiedgpt plot {given.folder}`, or "
+            f"`tiedgpt runs {Path(given.folder).parent}`"
         )
     if not runs:
-        raise UserError(f"there is no run in {given.folder}: train first, or name a folder of runs")
+        raise UserError(f"there is no run in {given.folder}: train first, or give another folder")
     rows = []
     for each in runs:
         history = each.history

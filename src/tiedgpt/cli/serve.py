@@ -26,11 +26,11 @@ ABOUT = """Serve a model with OpenAI's API.
 
   tiedgpt serve runs/my-1 --port 8000
 
-Open the address in a browser to see the model at work: every prediction, the matrix that reads and
-predicts, its rows, layers and heads.
+Open the address in a browser for a page that shows every prediction, the matrix W and its rows, the
+layers and the heads.
 
-The key may also come by the environment variable TIEDGPT_API_KEY, which other users of this
-machine do not see."""
+The key can also be given in the environment variable TIEDGPT_API_KEY, which other users of this
+machine cannot see."""
 KEY = "TIEDGPT_API_KEY"
 
 
@@ -41,23 +41,23 @@ class Arguments(EngineOptions):
     source: Positional[str | None] = None
     """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
     host: str = "127.0.0.1"
-    """The address to listen on; other machines reach 0.0.0.0, which needs a key or --insecure."""
+    """The address to listen on; 0.0.0.0 is open to other machines and needs a key or --insecure."""
     port: int = 8000
-    """The port; 0 takes a free one."""
+    """The port; 0: any free port."""
     api_key: str | None = None
-    """What clients must send as Authorization: Bearer KEY, on every route but /health."""
+    """The key that clients must send as Authorization: Bearer KEY, on every route but /health."""
     insecure: bool = False
-    """Let anybody who reaches the address use the model without a key."""
+    """Allow other machines to use the model without a key."""
     allow_host: Repeated[tuple[str, ...]] = ()
-    """Another name by which clients call this server; may be given several times."""
+    """Another host name that clients use for this server; may be given several times."""
     name: str | None = None
-    """The model's name for clients; default: its directory's."""
+    """The model's name for clients; default: the name of its directory."""
     slots: int = 8
-    """Texts that are written at a time."""
+    """Maximum number of texts that are generated at the same time."""
     queue: int = 64
-    """Texts that may wait; beyond that clients are told to try again."""
+    """Maximum number of texts that wait; further requests get status 429."""
     drain: float = 30.0
-    """Seconds in which running texts may end after SIGTERM."""
+    """Seconds that running texts have to finish after SIGTERM."""
 
 
 def run(arguments: list[str]) -> None:
@@ -68,10 +68,10 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"drain must be from 0 to 3,600 seconds, got {given.drain}")
     key = os.environ.get(KEY) or None if given.api_key is None else given.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):
-        raise UserError("--api-key must be of ASCII letters, digits and signs, without blanks")
+        raise UserError("--api-key must be ASCII letters, digits and symbols, without spaces")
     if not key and not given.insecure and not _is_local(given.host):
         raise UserError(
-            f"--host {given.host} lets other machines use the model: give --api-key (or {KEY}), or "
+            f"--host {given.host} lets other machines use the model: give --api-key (or {KEY}) or "
             "--insecure"
         )
     try:

@@ -79,7 +79,7 @@ class Display:
             + ("" if task.trained is None else f"; {task.trained:,} are trained"),
             "chosen": plan.reason,
             "training": self._training(plan, task, world),
-            "saved in": f"{self.out}; Ctrl-C saves and stops, the same command goes on",
+            "saved in": f"{self.out}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else memory_line(plan),
         }
         if self.show.verbose:
@@ -87,9 +87,9 @@ class Display:
             facts |= {
                 "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
                 f"heads, {config.n_positions} positions",
-                "schedule": f"peak rate {plan.lr:g}, {plan.warmup:,} steps of warm-up, then "
+                "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
-                "checked": f"every {counted(plan.eval_every, 'step')} on about {part:,} "
+                "evaluated": f"every {counted(plan.eval_every, 'step')} on about {part:,} "
                 f"{task.unit}, at the end on all",
             }
         for label, text in facts.items():
@@ -110,8 +110,8 @@ class Display:
         epochs = self._growth.units_before(plan.steps) / task.epoch_rows / task.row_units
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
-            f"a step's batch in {parts} parts": parts > 1,
-            "blocks computed again in backward": plan.recompute == "blocks",
+            f"each batch in {parts} micro-batches": parts > 1,
+            "activation checkpointing": plan.recompute == "blocks",
             f"batches grow for {plan.batch_warmup:,} steps": plan.batch_warmup,
             f"rows grow for {plan.length_warmup:,} steps": plan.length_warmup,
             f"untied after {plan.untie_at or 0:,} steps": plan.untie_at is not None,
@@ -144,7 +144,7 @@ class Display:
                 for group in event.groups if self.show.verbose else ():
                     fact("optimizer", str(group), to=self.err)
                 if event.step:
-                    self.say(f"going on after step {event.step:,}")
+                    self.say(f"resuming after step {event.step:,}")
                 self._progress.reset(self._task, completed=event.step)
             case events.Replanned():
                 self._progress.update(self._task, total=event.plan.steps)
@@ -154,12 +154,12 @@ class Display:
                 self._stepped(event)
             case events.Skipped():
                 self.say(
-                    f"step {event.step:,} was skipped, the weights stay: {event.why} "
-                    f"({event.skipped_in_all:,} so far)"
+                    f"step {event.step:,} was skipped, without an update: {event.why} "
+                    f"({event.skipped_in_all:,} skipped so far)"
                 )
                 self._skipped = f"{event.skipped_in_all:,} skipped  "
             case events.Untied():
-                self.err.print(f"step {event.step:>7,}  untied: a head begins as W's copy")
+                self.err.print(f"step {event.step:>7,}  untied: the head begins as a copy of W")
             case events.Evaluated():
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),
@@ -207,11 +207,11 @@ class Display:
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
             if seen < READABLE and not options.continues:
-                self.say(f"trained on {seen:,} tokens only: texts may be rough")
-        score = f"validation {_scored(ended.metrics, 4)}, on all that was held out"
+                self.say(f"trained on only {seen:,} tokens: its texts may be poor")
+        score = f"validation {_scored(ended.metrics, 4)}, on all held-out data"
         part = f"loss {ended.sample_nats:.4f}"
         if part not in score:
-            score += f"; {part} on the part scored between steps"
+            score += f"; {part} on the part scored during training"
         fact("score", score, to=out)
         fact("model", _parameters(config, task.describe(config)), to=out)
         loads = ", which transformers loads too" if theirs else ""

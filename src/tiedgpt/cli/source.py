@@ -24,13 +24,13 @@ class ModelOptions:
     """How a model's file is understood: options of all verbs that open one."""
 
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the model."""
+    """The tokenizer's path or hub name, if it is not with the model."""
     n_head: int | None = None
-    """The number of heads, where the file does not say it (minGPT, bare weights)."""
+    """The number of heads, if the file does not hold it (minGPT, bare weights)."""
     activation_function: str | None = None
-    """gelu_new or gelu, where the file does not say it (some of nanoGPT's)."""
+    """gelu_new or gelu, if the file does not hold it (some nanoGPT files)."""
     resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do where the file holds two different matrices, or its head is missing (tie)."""
+    """What to do if the file holds two different matrices, or if its head is missing (tie)."""
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -44,19 +44,19 @@ class EngineOptions(ModelOptions):
     """How a model is opened to compute with it."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """auto: the model's own; int8 and int4 on CPUs."""
+    """auto: the model's own; int8 and int4 are for CPUs."""
     backend: Literal["auto", "torch", "kernels"] = "auto"
-    """What computes: torch, or our own kernels for CPUs; auto: kernels for what is packed, int8,
-    int4, and on a CPU for 5 million parameters or more."""
+    """Compute with torch or with tiedgpt's CPU kernels; auto: kernels for packed models, int8 and
+    int4, and on a CPU from 5 million parameters."""
     threads: int | None = None
-    """CPU threads that compute; default: the cores that this process may use, at most 16."""
+    """Number of CPU threads; default: the cores that this process may use, at most 16."""
 
     @contextmanager
     def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:
         """Open the model's engine; what there is to know of it is noted on stderr."""
         from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
 
-        text = "compiling kernels for this CPU, which takes some ten seconds, once"
+        text = "compiling kernels for this CPU; this takes some ten seconds, once"
         engine = infer.Engine(
             source, self.precision, backend=self.backend, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
@@ -87,7 +87,7 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     runs = [run for run in runs if task is None or can_generate(run)]
     if not runs:
         what = "no run" if task is None else f"no run of --task {task}"
-        raise UserError(f"no run is named and runs/ has {what}: name one, or train first")
+        raise UserError(f"no MODEL was given and runs/ has {what}: name one, or train first")
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     note(f"newest run: {newest}")
     return newest

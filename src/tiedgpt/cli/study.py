@@ -9,12 +9,14 @@ from typing import Literal
 from tiedgpt.cli.console import fact, note, show_text, table
 from tiedgpt.cli.options import Positional, parse
 
-ABOUT = """Train a tied GPT, the same GPT untied, an untied one of the tied one's size and a tied
-LSTM on the same batches, each once for every seed, and compare their losses, the norms of their
-rows, the gradient of W and samples. On two cores that takes about ten minutes, and less with fewer
---steps. Into --out go report.html, which is one file, report.md with its figures, study.json with
-all numbers, and the trained GPTs. The same command goes on where it was stopped: finished trainings
-are kept, and the one that was cut begins anew, which costs a minute at most."""
+ABOUT = """Train four models on the same batches, once per seed: a tied GPT, the same GPT untied, an
+untied GPT with as many parameters as the tied one, and a tied LSTM. Compare their losses, the norms
+of W's rows, the gradients of W and samples. This takes about ten minutes on two cores, or less with
+fewer --steps.
+
+The directory --out gets report.html (one file), report.md with its figures, study.json with all
+numbers, and the trained GPTs. The same command resumes: finished models are kept, and the
+unfinished one begins again, which costs a minute at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,13 @@ class Arguments:
     name: Positional[Literal["tied-vs-untied"]]
     """The experiment."""
     data: Positional[tuple[str, ...]] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
     steps: int = 600
-    """Steps of each training."""
+    """Training steps of each model."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of first weights and of the order of batches; two at least. default: 0 1 2."""
+    """Seeds of the initial weights and the order of batches, at least two; default: 0 1 2."""
     out: str = "runs/tied-vs-untied"
-    """The directory of the trainings and the report."""
+    """The directory for the models and the report."""
     format: Literal["human", "json"] = "human"
     """json: one object with the numbers, on stdout."""
 

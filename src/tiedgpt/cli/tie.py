@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 ABOUT = """Is the output head the same matrix as the input embedding?
 
-  tiedgpt tie show [MODEL]       every parameter once: who shares it, its cost
-  tiedgpt tie audit [MODEL]      is it the same, and is that what is claimed?
-  tiedgpt tie fix MODEL DEST     write a corrected copy; MODEL is only read
+  tiedgpt tie show [MODEL]       every parameter once: its names, its cost
+  tiedgpt tie audit [MODEL]      compare the file with what its config claims
+  tiedgpt tie fix MODEL DEST     write a corrected copy; MODEL is not changed
 
 The exit code of audit is 0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
 NOT_FOR = {"show": ("dest", "keep", "input", "output"), "audit": ("dest", "keep"), "fix": ()}
@@ -42,11 +42,12 @@ class Arguments:
     dest: Positional[str | None] = None
     """fix: the new directory, which must not exist."""
     keep: Literal["input", "output", "both"] | None = None
-    """fix: if two matrices differ, whose values stay, or both; the model is untied then."""
+    """fix: if two matrices differ, keep the values of input or output; both: keep an untied
+    model."""
     input: str | None = None
-    """audit, fix: name of the tensor that reads, if names do not tell."""
+    """audit, fix: name of the tensor that reads, if it is not recognised."""
     output: str | None = None
-    """audit, fix: name of the tensor that predicts, if names do not tell."""
+    """audit, fix: name of the tensor that predicts, if it is not recognised."""
     format: Literal["human", "json"] = "human"
     """json: one object."""
 
@@ -61,7 +62,7 @@ def run(arguments: list[str]) -> int:
             typed = "DEST" if name == "dest" else f"--{name}"
             raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`: leave it out")
     if given.verb == "fix" and (given.source is None or given.dest is None):
-        raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "name both")
+        raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "give both")
     source = source_or_newest(given.source)
     names = {"input_name": given.input, "output_name": given.output}
     result: Any
@@ -106,7 +107,7 @@ def _print_ledger(ledger: Ledger) -> None:
         bold=(*shared, len(rows) - 1),
         title=f"{ledger.source} ({ledger.format})",
     )
-    show_text("\nmultiply-adds: per token; looking up a row takes none")
+    show_text("\nmultiply-adds: per token; the embedding lookup takes none")
     show_text(ledger.explain)
     if ledger.left_out:
         show_text(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")

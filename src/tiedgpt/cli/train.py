@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
 
-ABOUT = """Train a GPT on your text, or --start from one that was trained already.
+ABOUT = """Train a GPT on your text, from scratch or from a trained model (--start).
 
-With --task, train a head on its body from examples in .jsonl, one a line:
+With --task, train another head on labelled examples, one JSON object per line:
   classify  {"text": ..., "label": ...}
   tag       {"tokens": [...], "labels": [...]}
             or {"text": ..., "labels": [[from, to, label]]}
   choose    {"text": ..., "choices": [...], "answer": 0}
   answer    {"question": ..., "context": ..., "answer": ...}
 
-The same command again goes on where the last one stopped."""
+To resume a stopped run, give the same command again."""
 GROUPS = {
     "data": "task val text_field encoding tokenizer vocab_size",
     "model": "size start fork width context dropout window bias freeze untie_at",
@@ -59,17 +59,18 @@ class RunArguments:
     """Options of `train` and `tune` that do not decide the weights."""
 
     out: str | None = None
-    """The run's directory; default: runs/NAME-1, then -2 for other options, and so on."""
+    """The run's directory; default: runs/NAME-1, or -2 and so on for other options."""
     track: TrackerName | None = None
-    """Send the metrics to a tracker, too: trackio, wandb or tensorboard."""
+    """Also send the metrics to this tracker."""
     verify_resume: bool = False
-    """Only prove, in a few steps, that a killed and resumed run equals an unbroken one here."""
+    """Do not train; check in a few steps that a killed and resumed run equals an uninterrupted
+    one."""
     verbose: bool = False
-    """Show the schedule and the optimizer's groups as well."""
+    """Also show the schedule and the parameter groups."""
     format: Literal["human", "json"] = "human"
     """json: one object with the result, on stdout."""
     parallel: Literal["ddp", "fsdp"] | None = None
-    """Under torchrun: ddp, the default, has the model in each process; fsdp shares it out."""
+    """With torchrun: ddp keeps the whole model in each process, fsdp shards it; default: ddp."""
 
     def __post_init__(self) -> None:
         """Leave the checks to `TrainOptions`, whose errors are one line."""
@@ -83,7 +84,7 @@ class RunArguments:
         require_launch(self.parallel)
         for name in ("verify_resume", "find_lr", "compare"):
             if launched() and getattr(self, name, False):
-                raise UserError(f"{flag(name)} is for one process: leave out torchrun")
+                raise UserError(f"{flag(name)} runs in one process: leave out torchrun")
 
     def run(self, options: TrainOptions, command: str) -> int:
         """Train, or prove that a run resumes; return the exit code."""
@@ -98,14 +99,14 @@ class RunArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunArguments, TrainOptions):
-    """Train a GPT. The same command again goes on where the last one stopped."""
+    """Train a GPT. To resume a stopped run, give the same command again."""
 
     data: Positional[tuple[str, ...]] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
     compare: Repeated[tuple[str, ...]] = ()
-    """Train once for each --compare, with these options beside the others, and draw both curves."""
+    """Train one run for each --compare, with these options added, and draw their curves."""
     find_lr: bool = False
-    """Only look for a learning rate, in a short sweep over rising ones; nothing is left behind."""
+    """Do not train; suggest a learning rate from a short sweep. No files are written."""
 
     def options(self) -> TrainOptions:
         """Return what decides the run, checked."""
@@ -146,10 +147,10 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
         print(f"{name:<22} {digest[:16]} {same} {resumed[name][:16]}")
     if unlike:
         raise CheckFailedError(
-            f"a resumed run differs from an unbroken one in {', '.join(unlike)}: matmuls are not "
-            "repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
+            f"a resumed run differs from an uninterrupted one in {', '.join(unlike)}: matmuls are "
+            "not repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
         )
-    print("a run that is killed and resumed equals one that never stopped, bit for bit")
+    print("a run that is killed and resumed equals an uninterrupted one, bit for bit")
     return EXIT_OK
 
 
@@ -190,8 +191,8 @@ def train_run(
         )
         if found is None:
             display.say(
-                f"{directory.path} finished already: `{program()} generate {directory.path}` "
-                "writes texts with it; more --minutes, --steps or --epochs go on with it"
+                f"{directory.path} is finished: `{program()} generate {directory.path}` "
+                "generates text; more --minutes, --steps or --epochs continue the training"
             )
             return EXIT_OK
         asked, task, plan = found
@@ -211,7 +212,7 @@ def train_run(
         ended = shown(trainer, display, tracking)
         if not ended.finished:
             steps = trainer.plan.steps
-            display.say(f"stopped and saved after step {ended.step:,} of {steps:,}; to go on:")
+            display.say(f"stopped and saved after step {ended.step:,} of {steps:,}; to resume:")
             display.err.print(f"  {command}")
             return EXIT_INTERRUPTED
         if world.leads:
@@ -250,11 +251,11 @@ def prepared(
 
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():
-            display.say(f"{source}: looked for on the Hugging Face hub")
+            display.say(f"{source}: not a path, looking on the Hugging Face hub")
     out, tables = directory.path, directory.read_record()
     if tables and digest != tables.get("text", {}).get("sha256"):
         raise UserError(
-            f"the text is another than when {out} began: give another --out, or the same text"
+            f"the text has changed since {out} began: give another --out, or the same text"
         )
     if (times := require_same(options, directory)) is not None:
         tables = make_longer(directory, options, times)
@@ -276,8 +277,8 @@ def require_same(options: TrainOptions, directory: RunDirectory) -> float | None
     times = times_longer(options, tables) if differences and directory.finished() else None
     if differences and times is None:
         raise UserError(
-            f"{out} holds a run of other options ({'; '.join(differences)}): give the same "
-            f"options to go on, or another --out, with --fork {out} to begin where it stands"
+            f"{out} holds a run with other options ({'; '.join(differences)}): give the same "
+            f"options to resume, or another --out, with --fork {out} to begin from its weights"
         )
     return times
 

@@ -15,14 +15,14 @@ from tiedgpt.train.options import DEFAULT_EPOCHS
 from tiedgpt.train.runs import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
 
-ABOUT = """Fine-tune a GPT on your text, or on examples with replies, lines of .jsonl:
+ABOUT = """Fine-tune a GPT on text, or on examples with replies, one per line of .jsonl:
   {"prompt": ..., "completion": ...}     the completion is trained
   {"messages": [{"role": ..., "content": ...}, ...]}
-                                         the assistant's are trained
-Lines of {"text": ...} and text files are trained whole.
+                                         the assistant's messages are trained
+In {"text": ...} lines and text files, all tokens are trained.
 
-The same command again goes on where the last one stopped. model/ is what it writes; with --lora
-the adapter alone is beside it, in PEFT's format."""
+To resume a stopped run, give the same command again. The result is in model/. With --lora, the
+adapter is also in adapter/, in PEFT's format."""
 GROUPS = {
     "data": "val template too_long skip_bad packing text_field encoding",
     "model": "from_ lora lora_targets freeze context dropout",
@@ -36,7 +36,7 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunArguments, TuneOptions):
-    """Fine-tune a GPT. The same command again goes on where the last one stopped."""
+    """Fine-tune a GPT. To resume a stopped run, give the same command again."""
 
     data: Positional[tuple[str, ...]]
     """Examples in .jsonl, or text: files, folders, globs, - for standard input."""
@@ -45,21 +45,21 @@ class Arguments(RunArguments, TuneOptions):
     epochs: float | None = None
     """Train for this many passes over the data; default: 3."""
     minutes: float | None = None
-    """Train for about this long instead, as measured here."""
+    """Train for about this many minutes instead."""
     context: int | None = None
-    """Tokens in a row, which is filled with examples; default: the model's positions."""
+    """Tokens per row, which is filled with examples; default: the model's context."""
     batch_size: int | None = None
-    """Rows in a step; default: 8,192 tokens, fewer of little data."""
+    """Rows per step; default: 8,192 tokens, or fewer for little data."""
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
-    """Of the blocks' matrices; auto: adamw. The rest goes by AdamW."""
+    """Optimizer of the blocks' matrices; auto: adamw. AdamW trains all other parameters."""
     lr: float | None = None
     """Peak learning rate; default: 6.25e-5 x 768 / width, with --lora ten times that."""
     eval_every: int | None = None
-    """Steps between evaluations; default: four times an epoch."""
+    """Steps between evaluations; default: four evaluations per epoch."""
     val: str | None = None
-    """Validate on this; default: a tenth of the text, or one in twenty examples."""
+    """Validate on this data; default: a tenth of the text, or one in twenty examples."""
     out: str | None = None
-    """The run's directory; default: runs/NAME-tuned-1, then -2 for other options, and so on."""
+    """The run's directory; default: runs/NAME-tuned-1, or -2 and so on for other options."""
     HIDDEN: ClassVar = (
         *("start", "examples", "task", "size", "width", "tokenizer", "vocab_size", "fork"),
         *("window", "bias", "untie_at", "batch_warmup", "length_warmup"),
@@ -68,7 +68,7 @@ class Arguments(RunArguments, TuneOptions):
     def options(self) -> TuneOptions:
         """Return what decides the run, checked."""
         if not self.data:
-            raise UserError("name what to tune on: a .jsonl file of examples, or text")
+            raise UserError("DATA is missing: give a .jsonl file of examples, or text")
         given = {option.name: getattr(self, option.name) for option in fields(TuneOptions)}
         if not (self.minutes or self.steps or self.epochs):
             given["epochs"] = float(DEFAULT_EPOCHS)

@@ -38,64 +38,65 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 128
-    """Tokens to generate at the most."""
+    """Maximum number of tokens to generate."""
     temperature: float = 1.0
-    """0 takes the likeliest token; 1 draws from the model's own distribution."""
+    """0: greedy decoding; 1: sample from the model's own distribution."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens only."""
+    """Sample only from the k likeliest tokens."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together reach this probability (nucleus)."""
+    """Nucleus sampling: sample from the likeliest tokens that together reach this probability."""
     min_p: float | None = None
-    """Drop tokens less likely than this share of the likeliest one's probability."""
+    """Drop tokens whose probability is below this share of the highest probability."""
     typical_p: float | None = None
     """Locally typical sampling: keep this much probability mass (Meister et al. 2022)."""
     repetition_penalty: float = 1.0
     """Above 1, tokens already in the prompt or the text become less likely."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated before."""
+    """Subtracted from the logits of tokens that were already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens as often as they were generated before."""
+    """Subtracted from a token's logit once for each time that it was generated."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these ids; -inf rules one out."""
+    """Added to the logits of these ids; -inf excludes an id."""
     bad_words: Sequence[str | Sequence[int]] = ()
-    """Texts or sequences of ids that are never completed. A text is ruled out as it is encoded,
-    alone and after a blank; spelt with other tokens it may still appear."""
+    """Texts or sequences of ids that are never completed. A text is excluded as it is encoded,
+    alone and after a space; encoded with other tokens, it may still appear."""
     processors: Sequence[Processor] = ()
-    """Functions that change the logits first, in turn."""
+    """Functions that change the logits before all other options, in this order."""
     seed: int | None = None
-    """The same seed draws the same text; default: a new one each time."""
+    """The same seed gives the same text; default: a new seed each time."""
     stop: str | Sequence[str] = ()
     """The text ends before the first of these strings."""
     stop_ids: Sequence[int] = ()
     """The text ends with the first of these ids, as with the end-of-text token."""
     context_end: ContextEnd = "stop"
-    """When the context is full: stop, or slide on from the later half of what was seen."""
+    """When the context is full: stop, or slide (drop the older half and continue)."""
     timeout: float | None = None
-    """Seconds after which the text ends as it is, waiting for a slot included."""
+    """End the text after this many seconds, including the wait for a slot."""
     top_logprobs: int = 0
-    """For each new token, return that many of the likeliest with their logprobs."""
+    """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = False
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
     speculate: Literal["ngram"] | None = None
     """N-gram speculative decoding: same output, faster on repetitive text."""
     draft_tokens: int = 10
-    """Tokens that are drafted at the most."""
+    """Maximum number of tokens to draft per step."""
     n: int = 1
-    """Texts for each prompt."""
+    """Number of texts per prompt."""
     best_of: int | None = None
-    """Draw this many texts and return the n with the highest mean logprob."""
+    """Sample this many texts and return the n with the highest mean logprob."""
     num_beams: int = 1
-    """Above 1: beam search with that many beams, for the likeliest text."""
+    """Above 1: beam search with this many beams."""
     length_penalty: float = 1.0
-    """Of beam search: above 0 longer texts gain, below 0 shorter ones."""
+    """Beam search: above 0 favours longer texts, below 0 shorter ones."""
     early_stopping: EarlyStopping = False
-    """Of beam search: end at once (True), sensibly (False), or as late as may help ("never")."""
+    """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
+    or when a better one is impossible ("never")."""
     guidance_scale: float = 1.0
-    """Above 1: away from how the negative prompt would go on; twice the work."""
+    """Classifier-free guidance: above 1, away from the negative prompt; twice the computation."""
     negative_prompt: Prompt | None = None
-    """What to be guided away from; None: the prompt's last token alone."""
+    """The prompt to guide away from; None: the prompt's last token alone."""
     regex: str | None = None
-    """The text matches this regular expression (Rust's syntax) as a whole."""
+    """The whole text matches this regular expression (Rust's syntax)."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that this schema allows."""
     grammar: str | None = None

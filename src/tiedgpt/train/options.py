@@ -118,96 +118,108 @@ class TrainOptions:
     """What was not set is derived: from the time, the text and the machine, or from `size`."""
 
     data: tuple[str, ...] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; none: Python's own docs."""
+    """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
     task: TaskName = "lm"
-    """lm: predict text. The others read .jsonl: classify texts, tag words, choose, answer."""
+    """lm: predict text. The others need .jsonl: classify texts, tag words, choose an answer, or
+    find the answer in a text."""
     start: str | None = None
     """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
     size: str = AUTO
-    """auto: by text, time and speed, and mini with --task or --steps; nano, tiny, little, mini,
-    small, medium; gpt1 .. gpt3-175b."""
+    """auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, little,
+    mini, small, medium, gpt1 .. gpt3-175b."""
     width: int | None = None
-    """Width of the states; heads and rate go with it; default: the size's."""
+    """Width of the hidden states; the heads and the learning rate follow; default: the size's."""
     minutes: float | None = None
-    """Train for about this long, as measured here; default: 3, or 3 epochs of labelled examples."""
+    """Train for about this many minutes; default: 3, or 3 epochs of labelled examples."""
     steps: int | None = None
     """Train for this many steps instead."""
     epochs: float | None = None
     """Train for this many passes over the data instead."""
     tokenizer: str = "bpe"
-    """bpe: trained on the data, or --start's; char: its characters; a directory, file or name."""
+    """bpe: trained on the data (with --start: the model's own); char: the data's characters; or a
+    directory, file or hub name."""
     val: str | None = None
     """Validate on this text, or these examples; default: a tenth of the data."""
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
     encoding: str = "auto"
-    """Of text that is not UTF-8: cp1252, utf-16, ...; auto: guessed, with a note."""
+    """Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note."""
     fork: str | None = None
-    """Begin with the weights and the optimizer of this run (its --out), under these options."""
+    """Begin a new run with the weights and the optimizer state of this run (its --out)."""
     seed: int = 0
-    """Decides the first weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary that is trained; default: with --size auto one for
-    each 1,000 characters of text, 384 to 8,192; else the size's."""
+    """Size of the vocabulary to train; default: with --size auto one token per 1,000 characters of
+    text, 384 to 8,192; else the size's."""
     context: int | None = None
-    """Tokens in a sequence; default: the size's, fewer for short text with --size auto; the
-    most that --start has."""
+    """Tokens per sequence; default: the size's, or fewer for short text with --size auto; with
+    --start, the model's context."""
     batch_size: int | None = None
-    """Sequences in a step; default: the size's, fewer for short runs with --size auto; 8 after
-    --start; 32 examples."""
+    """Sequences per step; default: the size's, or fewer for short runs with --size auto; 8 with
+    --start; 32 labelled examples."""
     micro_batch: int | None = None
-    """Sequences computed at a time, their gradients added up; default: what fits, 8,192 tokens."""
+    """Sequences computed at a time (gradient accumulation); default: what fits, at most 8,192
+    tokens."""
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
-    """Of the blocks' matrices: auto is muon, and adamw after --start. The rest goes by AdamW."""
+    """Optimizer of the blocks' matrices; auto: muon, or adamw with --start. AdamW trains all other
+    parameters."""
     lr: float | None = None
-    """Peak learning rate; default: by the size, the width and the optimizer; see --verbose."""
+    """Peak learning rate; default: by size, width and optimizer, shown by --verbose."""
     warmup: float = 0.05
-    """Share of the steps in which the rate rises to its peak; then it goes by the schedule."""
+    """Share of the steps in which the learning rate rises to its peak."""
     schedule: Schedule = "linear"
-    """Of the rate: linear falls to 0, wsd stays and then falls to 0, cosine falls to a tenth."""
+    """Learning rate after the warm-up: linear decays to 0; wsd stays constant, then decays to 0;
+    cosine decays to a tenth."""
     cooldown: float = DEFAULT_COOLDOWN
-    """Share of the steps in which the rate of wsd falls."""
+    """With --schedule wsd: share of the steps in which the learning rate decays."""
     batch_warmup: float = 0.0
-    """Share of the steps in which batches grow, from an eighth; the rate is not rescaled."""
+    """Share of the steps in which the batch grows from an eighth to its full size; the learning
+    rate is not rescaled."""
     length_warmup: float = 0.0
-    """Share of the steps in which rows grow, from an eighth of the context; the rest is cut."""
+    """Share of the steps in which rows grow from an eighth of the context to all of it; the rest of
+    each row is not trained."""
     untie_at: float | None = None
-    """After this share of the steps W only reads; a head of its own, a copy at first, predicts."""
+    """Untie after this share of the steps: a copy of W becomes the head, and W only reads."""
     freeze: str | None = None
-    """What stays as it is: wte, h.0, h.*.attn, body (all but the head); several with commas, of
-    which the last that fits decides: +h.11 is trained."""
+    """Parameters to freeze, separated by commas: wte, h.0, h.*.attn, body (all but the head).
+    +h.11 is trained again; the last match decides."""
     weight_decay: float | None = None
-    """Of the blocks' matrices; W, norms and biases have none; default: 0.1, and
-    0.3 for small sizes."""
+    """Weight decay of the blocks' matrices; W, norms and biases have none; default: 0.1, or 0.3 for
+    small sizes."""
     grad_clip: float = 1.0
-    """Largest norm of a step's gradient."""
+    """Clip the gradient to this norm."""
     eval_every: int | None = None
-    """Steps between evaluations; default: a tenth of all."""
+    """Steps between evaluations; default: a tenth of the steps."""
     sample_prompt: str | None = None
-    """What the samples begin with that are shown at evaluations."""
+    """Prompt of the samples that are shown at evaluations."""
     skip_limit: int = 10
-    """Stop when so many of the last 200 steps were skipped, their gradient not being finite."""
+    """Stop when this many of the last 200 steps were skipped because of a gradient that is not
+    finite."""
     patience: int | None = None
-    """Stop after so many evaluations without improvement; default: once validation has turned."""
+    """Stop after this many evaluations without improvement; default: when the validation loss has
+    risen again."""
     keep: Keep = "best"
-    """best: publish the weights that validated best; last: the last ones, after all steps."""
+    """best: keep the weights with the best validation loss; last: train all steps and keep the
+    last weights."""
     dropout: float | None = None
-    """On embeddings, attention and what blocks add; default: --start's, 0.1 for published sizes
-    and where --size auto expects many passes, else 0."""
+    """Dropout of embeddings, attention and residual branches; default: the model's with --start;
+    0.1 for published sizes, or if --size auto expects many epochs; else 0."""
     window: int | None = None
     """Every second block sees only the last N positions, as in GPT-3; default: all."""
     bias: bool = True
     """Train without biases in linear layers and LayerNorms, as nanoGPT does."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the matmuls; auto measures which is faster here. Weights stay fp32."""
+    """dtype of the matmuls; auto: the faster one, measured here. Weights stay in fp32."""
     device: str = "auto"
-    """Where it is trained: cpu, cuda, cuda:1, mps; auto: on a GPU where there is one."""
+    """Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one."""
     memory: str | None = None
-    """Most that a process may take: 2 (GB), 800MB; it decides --micro-batch; default: no limit."""
+    """Memory limit of a process, as 2 (GB) or 800MB; decides --micro-batch; default: no limit."""
     recompute: Literal["auto", "off", "blocks"] = "auto"
-    """Compute blocks again in backward instead of keeping them; auto: where --memory needs it."""
+    """blocks: activation checkpointing (recompute blocks in backward); auto: if --memory needs
+    it."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the blocks; auto: on a GPU. Not the same bits as without."""
+    """Compile the blocks with torch.compile; auto: only on a GPU. Results are not bit-identical to
+    uncompiled training."""
 
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
@@ -220,7 +232,7 @@ class TrainOptions:
         if self.size not in (AUTO, *SIZES):
             raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
         if sum(given is not None for given in (self.minutes, self.steps, self.epochs)) > 1:
-            raise UserError("give one of --minutes, --steps and --epochs, not both")
+            raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
             for name in names.split():
                 value = getattr(self, name)
@@ -246,12 +258,12 @@ class TrainOptions:
             raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
             raise UserError(
-                f"--warmup {self.warmup} and --cooldown {self.cooldown} are more than all steps"
+                f"--warmup {self.warmup} and --cooldown {self.cooldown} add up to more than 1"
             )
         if self.width is not None and (self.width < 1 or self.width % self._head_width()):
             raise UserError(
-                f"--width {self.width}: the heads of --size {self.named_size} are "
-                f"{self._head_width()} wide, and a width is a multiple of that"
+                f"--width must be a multiple of {self._head_width()}, the head size of --size "
+                f"{self.named_size}, got {self.width}"
             )
 
     @property

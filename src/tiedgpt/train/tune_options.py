@@ -29,27 +29,28 @@ class TuneOptions(TrainOptions):
     """
 
     weight_decay: float | None = 0.01
-    """Of the blocks' matrices; W, norms and biases have none."""
+    """Weight decay of the blocks' matrices; W, norms and biases have none."""
     dropout: float | None = 0.1
-    """On embeddings and what blocks add; attention has none."""
+    """Dropout of embeddings and residual branches; attention has none."""
     patience: int | None = 4
-    """Stop after so many evaluations without improvement."""
+    """Stop after this many evaluations without improvement."""
     examples: bool = False
     """Whether the data are examples with replies, and not text."""
     template: Literal["chatml", "plain"] | None = None
-    """How messages become text; default: as --from says, or chatml."""
+    """Chat template; default: the one of --from, or chatml."""
     too_long: Literal["drop", "cut", "error"] = "drop"
-    """What becomes of examples longer than the context."""
+    """What to do with examples longer than the context."""
     skip_bad: bool = False
-    """Pass over lines that are no examples, and count them."""
+    """Skip and count lines that are not valid examples."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """on: several examples or texts in a row, each as if alone there; off: an example in a row, and
-    text runs on from row to row; auto: on for examples, off for text."""
+    """on: several examples or texts per row, which do not attend to each other; off: one example
+    per row, and text continues from row to row; auto: on for examples, off for text."""
     lora: int | None = None
-    """Train adapters of this rank (LoRA), not the matrices; 8 is usual. model/ has them merged."""
+    """Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds the merged
+    model."""
     lora_targets: str | None = None
-    """What adapters are put on, with commas: attn.c_attn, h.0.*, wte, ...; wte adapts W on both
-    its faces; default: the four matrices of each block."""
+    """Matrices that get adapters, separated by commas: attn.c_attn, h.0.*, wte, ...; wte adapts W
+    for reading and predicting; default: the four matrices of each block."""
 
     def __post_init__(self) -> None:
         if self.start is None:
@@ -61,7 +62,7 @@ class TuneOptions(TrainOptions):
         if self.lora_targets is not None and self.lora is None:
             raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
         if self.lora is not None and self.freeze is not None:
-            raise UserError("--lora freezes all but the adapters: give it without --freeze")
+            raise UserError("--lora freezes everything but the adapters: give it without --freeze")
         if self.lora is not None and self.lora < 1:
             raise UserError(f"--lora must be a rank of at least 1, got {self.lora}")
         super().__post_init__()
