@@ -47,7 +47,7 @@ def tie(subject: Subject, lesson: Lesson) -> None:
     elif subject.audit.comparison is not None:
         lesson.say(
             f"The two matrices differ: {subject.reads} and {subject.predicts} "
-            f"{subject.audit.comparison}. tiedgpt.tie.tie(model) makes them one."
+            f"{subject.audit.comparison}. tiedgpt.tie.tie(model) makes them one matrix."
         )
 
 
@@ -67,7 +67,7 @@ def _two_uses(subject: Subject, lesson: Lesson) -> None:
         rows.append(("predict", shape, subject.predicts or "", f"{predict:.1g}"))
     lesson.table(("use", f"by hand, for {t} tokens", "matrix", ">difference"), rows)
     lesson.say(
-        "The difference is to what the model computes. `tiedgpt tie audit` compares names and "
+        "The difference is from the model's own output. `tiedgpt tie audit` compares names and "
         f"storage; its verdict: {subject.audit.verdict} ({subject.audit.claim_source})."
     )
 
@@ -84,12 +84,12 @@ def _changed_row(subject: Subject, lesson: Lesson) -> None:
     moved = (after - before).abs()
     follows = "No logit uses the row: this matrix only reads."
     if moved[:, id].max() > 0:
-        follows = "The row was not read, so it predicted: one matrix does both."
+        follows = "The text does not read this row, so the row predicts: one matrix does both."
     moved[:, id] = 0
     lesson.say(
         "A test without names: the text does not contain the token {token}. Double the token's row "
-        "in {reads}. Its logit after the last token goes from {logit_before:.3f} to "
-        "{logit_after:.3f}; every other logit moves by {others_moved:.1g}. " + follows,
+        "in {reads}. Its logit after the last token changes from {logit_before:.3f} to "
+        "{logit_after:.3f}; every other logit changes by {others_moved:.1g}. " + follows,
         token=subject.word(id),
         reads=subject.reads,
         logit_before=float(before[-1, id]),
@@ -107,10 +107,10 @@ def _equal_head(subject: Subject, lesson: Lesson) -> None:
     with torch.no_grad():
         apart = float((logits - subject.logits()).abs().max())
     lesson.say(
-        "Equal values are not a tie. A copy of this model got a head of its own with the same "
-        "values. Its logits differ by {copy_apart:.1g}, so comparing values does not tell the two "
-        "models apart. But after one step of SGD (learning rate {rate}) its two matrices differ by "
-        "up to {drift:.2g}; the standard deviation of W is {deviation:.2g}. So compare storage.",
+        "Equal values are not a tie. A copy of this model got an untied head with the same values. "
+        "Its logits differ by {copy_apart:.1g}, so comparing values cannot distinguish the two "
+        "models. But after one step of SGD (learning rate {rate}), its two matrices differ by up "
+        "to {drift:.2g}; the standard deviation of W is {deviation:.2g}. So compare storage.",
         copy_apart=apart,
         rate=RATE,
         drift=float((read - predict).abs().max()) * RATE,
@@ -124,8 +124,8 @@ def head(subject: Subject, lesson: Lesson) -> None:
         "The head has no matrix of its own: training only the head trains these numbers, and "
         "freezing the embedding freezes the head."
         if subject.tied
-        else "This model is untied: its head has a matrix of its own ({predicts}), and training "
-        "one leaves the other as it is."
+        else "This model is untied: its head has its own matrix ({predicts}), and training one "
+        "does not change the other."
     )
     lesson.say(
         "named_parameters() lists {n_names} parameters. {reads} is one of them, with {matrix:,} "
@@ -142,16 +142,16 @@ def head(subject: Subject, lesson: Lesson) -> None:
             "predicting": (split.norm_predict, int((split.rows_predict > 0).sum())),
         }
         lesson.table(
-            ("gradient of the loss", ">norm", ">rows of W that get one"),
+            ("gradient of the loss", ">norm", ">rows with a gradient"),
             [
                 (f"from {use}", f"{norm:.3g}", f"{n:,} of {len(split.pieces):,}")
                 for use, (norm, n) in parts.items()
             ],
         )
-        joined = "backward() adds both into one .grad" if subject.tied else "they stay apart"
+        joined = "backward() adds both into one .grad" if subject.tied else "they stay separate"
         lesson.say(
-            f"Their cosine is {{cosine:.2f}}; {joined}. Reading gives a gradient to the rows of "
-            "the text's tokens only. Predicting gives one to every row, through the softmax.",
+            f"Their cosine is {{cosine:.2f}}; {joined}. Reading gives a gradient only to the rows "
+            "of the text's tokens. Predicting gives one to every row, through the softmax.",
             cosine=split.cosine,
         )
         for use, name in (("reading", "read"), ("predicting", "predict")):
@@ -189,7 +189,8 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
     )
     tied, untied = tiny_model(), tiny_model(tied=False)
     larger = (
-        " After so few steps the larger model is ahead; `tiedgpt study tied-vs-untied` measures it."
+        " After so few steps, the larger model is better; `tiedgpt study tied-vs-untied` measures "
+        "it."
         if untied.loss < tied.loss
         else ""
     )
@@ -197,7 +198,7 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
     lesson.say(
         why + "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
         "steps. Tied: {tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: "
-        "{untied_size:,} parameters, held-out loss {untied_loss:.3f}. Their ln V is "
+        "{untied_size:,} parameters, held-out loss {untied_loss:.3f}. Equal probabilities: ln V = "
         "{tiny_uniform:.3f}." + larger,
         tied_size=sizes[0],
         tied_loss=tied.loss,
@@ -225,14 +226,14 @@ def parameters(subject: Subject, lesson: Lesson) -> None:
         lesson.numbers |= {"tied": one.total, "untied": two.total}
         lesson.numbers["multiply_adds"] = columns["multiply-adds per token"]
         lesson.table(
-            ("", ">tied", ">a head of its own", ">difference"),
+            ("", ">tied", ">untied", ">difference"),
             [(name, f"{a:,}", f"{b:,}", f"{b - a:+,}") for name, (a, b) in columns.items()],
         )
         lesson.say(
             "The difference is V D = {v:,} x {d:,} = {matrix:,}. tiedgpt.tie.tie(model) shares the "
-            "matrix again: {again:,} parameters. Training in fp32 takes 16 bytes a parameter: "
-            "weight, gradient and two moments. Sharing saves memory but no arithmetic: reading is "
-            "a lookup, and predicting takes V D multiply-adds either way.",
+            "matrix again: {again:,} parameters. Training in fp32 takes 16 bytes per parameter: "
+            "weight, gradient and two moments. Sharing saves memory but no computation: reading is "
+            "a lookup, and predicting takes V D multiply-adds in both cases.",
             v=v,
             d=d,
             matrix=v * d,
@@ -243,8 +244,8 @@ def parameters(subject: Subject, lesson: Lesson) -> None:
         for tied in (True, False)
     )
     lesson.say(
-        "The same count for GPT-2: {gpt2_tied:,} tied, {gpt2_untied:,} with a head of its own. The "
-        "difference is 50,257 x 768 = {gpt2_matrix:,}.",
+        "The same count for GPT-2: {gpt2_tied:,} tied, {gpt2_untied:,} untied. The difference is "
+        "50,257 x 768 = {gpt2_matrix:,}.",
         gpt2_tied=tied,
         gpt2_untied=untied,
         gpt2_matrix=untied - tied,
@@ -267,8 +268,8 @@ def positions(subject: Subject, lesson: Lesson) -> None:
     lesson.say(
         "One pass over {tokens} tokens gives logits ({tokens}, {size:,}): a prediction at each "
         "position. {targets} positions have a true next token, and training learns from all of "
-        "them: the mean loss is {loss:.3f} nats. The last position has none. Generation needs only "
-        "that one; its likeliest token is {following}.",
+        "them: the mean loss is {loss:.3f} nats. The last position has no next token. Generation "
+        "needs only this position; its likeliest token is {following}.",
         tokens=n,
         size=size,
         targets=n - 1,
@@ -279,15 +280,16 @@ def positions(subject: Subject, lesson: Lesson) -> None:
     poked[at] = (poked[at] + 1) % size
     moved = (subject.logits(ids=poked) - logits).abs().amax(-1)
     lesson.say(
-        "This works because no position sees later tokens. Change token {at}: the logits before it "
-        "move by {moved_before:.1g}, those from it on by up to {moved_after:.2g}. So each position "
-        "predicts what generation would predict after the same tokens.",
+        "This works because no position sees later tokens. When token {at} changes, the logits "
+        "before it change by {moved_before:.1g}, and the logits from there on by up to "
+        "{moved_after:.2g}. So each position makes the prediction that generation would make after "
+        "the same tokens.",
         at=at,
         moved_before=float(moved[:at].max()),
         moved_after=float(moved[at:].max()),
     )
     lesson.say(
-        "The head costs V D multiply-adds a position: {head_cost:,} for the whole text, "
+        "The head takes V D multiply-adds per position: {head_cost:,} for the whole text, "
         "{one_cost:,} for the one position that generation needs.",
         head_cost=n * subject.weight.numel(),
         one_cost=subject.weight.numel(),
@@ -317,8 +319,9 @@ def norms(subject: Subject, lesson: Lesson) -> None:
     )
     by_cosine = (F.normalize(h) @ F.normalize(rows).T).argmax(-1)
     lesson.say(
-        "The largest logit need not have the largest cosine: at {differ} of {tokens} positions of "
-        "the text another token has it, and the norm of the row decides.",
+        "The token with the largest logit need not have the largest cosine. At {differ} of "
+        "{tokens} positions of the text, another token has a larger cosine, and the norms of the "
+        "rows decide.",
         differ=int((by_cosine != logits.argmax(-1)).sum()),
         tokens=len(h),
     )
@@ -337,11 +340,11 @@ def _longer_rows(subject: Subject, lesson: Lesson, last: Tensor) -> None:
     twin = subject.untied() if subject.tied else subject.module
     before, after = (subject.logits(twin, changed=new) for new in (None, {subject.reads: rows}))
     lesson.say(
-        "Where a row predicts, its norm scales one logit: with twice the row of {best}, the "
-        "token's probability goes from {best_before:.3f} to {best_after:.3f}. Where a row is read, "
-        "it is added to the position's and goes through all layers: with twice the row of {last} "
-        "(in a copy with two matrices), {read_moved:.1%} of the probability of what comes next "
-        "moves to other tokens.",
+        "On the output side, the norm of a row scales one logit: with twice the row of {best}, the "
+        "token's probability changes from {best_before:.3f} to {best_after:.3f}. On the input "
+        "side, the row is added to the position embedding and passes through all layers: with "
+        "twice the row of {last} (in an untied copy), {read_moved:.1%} of the next token's "
+        "probability moves to other tokens.",
         best=subject.word(id),
         best_before=float(last.softmax(-1)[id]),
         best_after=float(longer.softmax(-1)[id]),
@@ -362,12 +365,12 @@ def _moved_norms(subject: Subject, lesson: Lesson) -> None:
     old, new = rows.norm(dim=1), changed[subject.reads].norm(dim=1)
     ranks = torch.stack([norm.argsort().argsort() for norm in (old, new)]).double()
     lesson.say(
-        "A norm does not say how important a token is. Subtract one vector (here twice the row of "
-        "{last}) from all rows of W and add it to all positions. The sum of token and position "
-        "stays, all logits move by the same amount, and no probability moves by more than "
-        "{probability_moved:.1g}. Yet the mean norm goes from {norm_before:.3g} to "
-        "{norm_after:.3g}, and the rank correlation of old and new norms is "
-        "{rank_correlation:.2f}.",
+        "The norm of a row does not tell how important a token is. Subtract one vector (here twice "
+        "the row of {last}) from all rows of W, and add it to all position embeddings. Each sum of "
+        "token and position stays the same, all logits of a position change by the same amount, "
+        "and no probability changes by more than {probability_moved:.1g}. But the mean norm "
+        "changes from {norm_before:.3g} to {norm_after:.3g}, and the rank correlation of old and "
+        "new norms is {rank_correlation:.2f}.",
         probability_moved=float((after.softmax(-1) - before.softmax(-1)).abs().max()),
         norm_before=float(old.mean()),
         norm_after=float(new.mean()),
@@ -387,8 +390,8 @@ def loss(subject: Subject, lesson: Lesson) -> None:
     lesson.say(
         "The loss is the mean of -ln P(true next token) over {targets} positions: {by_hand:.4f} "
         "nats by hand, {loss:.4f} by cross_entropy. exp(loss) is the perplexity, {perplexity:,.1f}:"
-        " a choice among that many equally likely tokens has the same loss. Equal probabilities "
-        "for all tokens cost ln V = ln {size:,} = {uniform:.3f} nats.",
+        " a choice among that many equally likely tokens has the same loss. With equal "
+        "probabilities for all tokens, the loss is ln V = ln {size:,} = {uniform:.3f} nats.",
         targets=n,
         by_hand=-float(probs.gather(1, targets[:, None]).log().mean()),
         loss=value,
@@ -398,7 +401,7 @@ def loss(subject: Subject, lesson: Lesson) -> None:
     )
     expected = (probs - F.one_hot(targets, size)) / n
     lesson.say(
-        "Its gradient with respect to the logits is (P - onehot) / {targets}; autograd's differs "
+        "The gradient with respect to the logits is (P - onehot) / {targets}; autograd's differs "
         "by {gradient_apart:.1g}. A step raises the true token's logit in proportion to 1 - P, and "
         "lowers each other logit in proportion to its P.",
         gradient_apart=float((gradient[:-1] - expected).abs().max()),
@@ -408,8 +411,8 @@ def loss(subject: Subject, lesson: Lesson) -> None:
         right = torch.unique(targets)
         lesson.say(
             "logits = h W^T, so predicting gives W the gradient (P - onehot)^T h / {targets}. "
-            "{rows_reached:,} of {size:,} rows get one, not only the {n_right} that are the true "
-            "next token somewhere; those have {right_share:.0%} of its squared norm.",
+            "{rows_reached:,} of {size:,} rows get a gradient, not only the {n_right} rows of true "
+            "next tokens; those have {right_share:.0%} of its squared norm.",
             rows_reached=int((rows.norm(dim=1) > 0).sum()),
             n_right=len(right),
             right_share=float(rows[right].square().sum() / rows.square().sum()),
@@ -422,8 +425,9 @@ def body(subject: Subject, lesson: Lesson) -> None:
     with lesson.optional("the states"):
         lesson.say(
             "The body is everything up to the last norm: ids {ids} -> states {states}, one vector "
-            "a token. A head turns states into an answer; the one over the vocabulary gives logits "
-            "{logits}. transformers calls the body GPT2Model, and both together GPT2LMHeadModel.",
+            "per token. A head turns states into an answer; the head over the vocabulary gives "
+            "logits {logits}. transformers calls the body GPT2Model, and both together "
+            "GPT2LMHeadModel.",
             ids=(1, len(subject.ids)),
             states=(1, *subject.state().shape),
             logits=(1, *subject.logits().shape),
@@ -432,9 +436,9 @@ def body(subject: Subject, lesson: Lesson) -> None:
     with lesson.optional("other heads"):
         _heads(subject, lesson, own)
     lesson.say(
-        "The model has {total:,} parameters. {own:,} of them are the vocabulary head's alone. "
-        "The {matrix:,} of {reads} belong to the body, which reads with them. So leaving out a "
-        "tied head makes a model no smaller, and a new head leaves the matrix as it is.",
+        "The model has {total:,} parameters. {own:,} of them belong only to the vocabulary head. "
+        "The {matrix:,} of {reads} belong to the body, which reads with them. So a model without "
+        "its tied head is not smaller, and a new head does not change the matrix.",
         total=ledger(subject.module).total,
         own=own,
         matrix=subject.weight.numel(),
@@ -467,9 +471,9 @@ def _heads(subject: Subject, lesson: Lesson, own: int) -> None:
 def tuning(subject: Subject, lesson: Lesson) -> None:
     """Show what moves on either side of W: with the head alone, with adapters, with W frozen."""
     follows = (
-        "the same ones that read: the model has no head apart from its embedding."
+        "the same ones that read: the head of this model is its embedding."
         if subject.tied
-        else "and leaves those that read, {reads}, as they are."
+        else "and does not change those that read, {reads}."
     )
     lesson.say(
         "Training only the head trains {matrix:,} of {total:,} numbers, " + follows,
@@ -518,12 +522,11 @@ def _step_of_the_head(subject: Subject, lesson: Lesson) -> None:
         losses["the new rows read and predict"] = subject.logits(changed=reads)
     lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in losses.items()}
     said = "; ".join(f"{name}, {x:.4f}" for name, x in lesson.numbers["losses"].items())
-    both = " The columns are equal because the rows are: no training of the head spares the input."
+    both = " Both columns are equal: training the head always changes the input, too."
     lesson.say(
-        "That was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
-        "moved: the text's by {seen_moved:.2g} on average, the others by {others_moved:.2g}."
-        + both * subject.tied
-        + f" The loss: {said}.",
+        "This was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
+        "moved: the text's tokens by {seen_moved:.2g} on average, the others by "
+        "{others_moved:.2g}." + both * subject.tied + f" The loss: {said}.",
         rate=RATE,
         n_moved=int((far > 0).sum()),
         size=len(far),
@@ -562,8 +565,8 @@ def _ways_to_tune(subject: Subject, lesson: Lesson) -> None:
     )  # fmt: skip
     lesson.say(
         "An adapter of W is one pair P Q, {size:,} x {rank} and {rank} x {width:,}: {pair:,} "
-        "numbers in the place of {matrix:,}. Row i gets P_i Q, where it is read and where it "
-        "predicts; all rows move within the same {rank} directions." + share,
+        "numbers instead of {matrix:,}. Row i changes by P_i Q, where it is read and where it "
+        "predicts. All rows change within the same {rank} directions." + share,
         size=size,
         rank=rank,
         width=width,
