@@ -165,7 +165,7 @@ def _record(out: Path, corpus: Corpus, steps: int) -> Numbers:
         if name != "runs" and record[name] != value:
             raise UserError(
                 f"{out} holds a study of another {name.replace('_', ' ')} ({record[name]}, not "
-                f"{value}): give the same text and options to go on, or another --out"
+                f"{value}): give the same text and options to resume, or another --out"
             )
     return record
 

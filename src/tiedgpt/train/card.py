@@ -168,7 +168,7 @@ def _what(model: Model, untied_at: int | None, predicts: str) -> str:
         tie = predicts
     elif gpt.head is None:
         untied = count + gpt.wte.weight.numel()
-        tie = f"**Tied**: {predicts}; with a head of its own the model would have {untied:,}"
+        tie = f"**Tied**: {predicts}; an untied model would have {untied:,}"
     else:
         tie = "**Untied**" + (f" after {untied_at:,} steps" if untied_at is not None else "")
         tie += f": {predicts}"

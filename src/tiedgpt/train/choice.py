@@ -140,7 +140,7 @@ def choose(
         return made, reason, ""
     warning = (
         f"{text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
-        f"{passes:,.0f} epochs would learn it by heart, so this run ends after {MOST_PASSES}, in "
-        f"about {most / fast:,.0f} s; more text is worth more than more time"
+        f"{passes:,.0f} epochs would memorize it, so this run ends after {MOST_PASSES}, in about "
+        f"{most / fast:,.0f} s; more text helps more than more time"
     )
     return replace(made, epochs=float(MOST_PASSES), minutes=None), reason, warning

@@ -383,6 +383,6 @@ def _said_once(world: World) -> Iterator[None]:
         if not world.leads:
             raise SystemExit(TiedGPTError.exit_code) from None
         raise TiedGPTError(
-            "another process of this run has ended; the same command goes on from the last "
+            "another process of this run has ended; the same command resumes from the last "
             "checkpoint"
         ) from None

@@ -201,7 +201,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     """Return a plan of which all is decided but the number of steps, and what depends on it."""
     config, device = task.config, world.device
     if options.untie_at is not None and not config.tie_word_embeddings:
-        raise UserError("--untie-at: the model to begin with has a head of its own already")
+        raise UserError("--untie-at: the model to start from is untied already")
     one_shape = task.unit == "tokens" and not options.length_warmup
     compiles, _ = decide(options.compile, device, one_shape=one_shape)
     draft = Plan(

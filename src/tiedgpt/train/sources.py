@@ -218,7 +218,7 @@ def prepare(
     if (run.data if isinstance(sources, Texts) else run.tokenizer).exists():
         if not run.tokenizer.is_dir():
             raise CorruptInputError(
-                f"{run.tokenizer} is missing: without it the run cannot go on; train in another "
+                f"{run.tokenizer} is missing: without it the run cannot resume; train in another "
                 "--out"
             )
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)

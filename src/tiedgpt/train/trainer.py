@@ -255,12 +255,12 @@ class Trainer:
         if self.step < self.plan.steps:
             self.notes.append(
                 f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
-                f"step {best:,}; more --minutes, --steps or --epochs train on"
+                f"step {best:,}; more --minutes, --steps or --epochs continue"
             )
         if self.plan.keep == "last" and nats > WORSE * best_loss:
             self.notes.append(
                 f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
-                f"({nats:.4f}): --keep best publishes those weights"
+                f"({nats:.4f}): --keep best keeps those weights"
             )
         elif self.plan.keep == "best" and best_loss < nats and self._load_best(best):
             line["best_step"] = best
@@ -334,7 +334,7 @@ class Trainer:
         kept, advice = "nothing was saved yet", ""
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
-            advice = f", or go on from there with --fork {run.path}"
+            advice = f", or continue from there with --fork {run.path}"
         return DivergedError(
             f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}: train "
             f"again with a lower --lr in another --out{advice}"
