@@ -26,6 +26,8 @@ START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
 START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
+DURATIONS = ("steps", "minutes", "epochs")
+"""Options that say for how long is trained; one of them is given."""
 EVALUATIONS = 10
 """Of a run, before its end."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
@@ -231,7 +233,7 @@ class TrainOptions:
             )
         if self.size not in (AUTO, *SIZES):
             raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
-        if sum(given is not None for given in (self.minutes, self.steps, self.epochs)) > 1:
+        if sum(getattr(self, name) is not None for name in DURATIONS) > 1:
             raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
             for name in names.split():
@@ -276,6 +278,13 @@ class TrainOptions:
         """Whether the size of a fresh model is to be chosen: see `choice.py`."""
         fresh = self.task == "lm" and not self.continues
         return fresh and self.size == AUTO and self.width is None and self.steps is None
+
+    @property
+    def duration(self) -> tuple[str, float]:
+        """For how long is trained: in which of `DURATIONS` it is said, and how many."""
+        given = {name: getattr(self, name) for name in DURATIONS}
+        default = ("minutes", DEFAULT_MINUTES) if self.task == "lm" else ("epochs", DEFAULT_EPOCHS)
+        return next(((name, many) for name, many in given.items() if many is not None), default)
 
     @property
     def named_size(self) -> str:

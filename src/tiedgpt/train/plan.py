@@ -186,13 +186,12 @@ def make_plan(
     share = many.growth(task.row_units).units_before(MANY) / (
         MANY * draft.batch_size * task.row_units
     )  # of the tokens of whole batches, as batches and rows grow
-    steps, epochs, minutes = options.steps, options.epochs, None
-    if epochs is None and options.minutes is None and options.task != "lm":
-        epochs = DEFAULT_EPOCHS
-    if steps is None and epochs is not None:
-        steps = math.ceil(epochs * task.epoch_rows / draft.batch_size / share)
-    elif steps is None:
-        minutes = options.minutes or DEFAULT_MINUTES
+    unit, amount = options.duration
+    minutes, steps = None, int(amount)
+    if unit == "epochs":
+        steps = math.ceil(amount * task.epoch_rows / draft.batch_size / share)
+    elif unit == "minutes":
+        minutes = amount
         steps = round(measured_steps(minutes, task, draft, world) / share)
     return replace(of_steps(draft, options, steps), minutes=minutes, reason=reason)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.errors import CorruptInputError
 from tiedgpt.train.history import History, read_history
-from tiedgpt.train.options import AUTO, DEFAULT_EPOCHS, DEFAULT_MINUTES, TrainOptions
+from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 
@@ -41,11 +41,8 @@ def run_for(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> P
     longer = None
     for _, path in sorted(numbered.items(), reverse=True):
         run = RunDirectory(path)
-        try:
-            tables = run.read_record()
-        except TiedGPTError:
-            continue
-        if not tables and not run.in_use():
+        tables = _tables(run)
+        if not run.record.exists() and not run.in_use():
             return path  # what an attempt left that never came to its first step
         if not tables or tables.get("text", {}).get("sha256") != digest:
             continue
@@ -60,16 +57,21 @@ def tuned_from(options: TuneOptions, runs: Iterable[Path]) -> str | None:
     """Return what the newest run of these options was tuned from, whichever `start` they name."""
     records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
     for record in sorted(records, key=os.path.getmtime, reverse=True):
-        try:
-            tables = RunDirectory(record.parent).read_record()
-        except CorruptInputError:
-            continue
+        tables = _tables(RunDirectory(record.parent))
         then = tables.get("options", {})
         if "too_long" in then:
             same = replace(options, start=then["start"])
             if not same.differences(then) or times_longer(same, tables):
                 return str(then["start"])
     return None
+
+
+def _tables(run: RunDirectory) -> dict[str, Any]:
+    """Return what run.toml says; {} where there is none, or it is damaged."""
+    try:
+        return run.read_record()
+    except CorruptInputError:
+        return {}
 
 
 def _number(path: Path, name: str) -> int:
@@ -79,24 +81,12 @@ def _number(path: Path, name: str) -> int:
 
 def times_longer(options: TrainOptions, tables: dict[str, Any]) -> float | None:
     """Return how many times as long options ask for as a recorded run; None where more differs."""
-    then = {"steps": None, "minutes": None, "epochs": None, **tables.get("options", {})}
-    lengths = {name: then[name] for name in ("steps", "minutes", "epochs")}
-    if replace(options, **lengths).differences(then):
+    then = tables.get("options", {})
+    as_then = replace(options, **{name: then.get(name) for name in DURATIONS})
+    if as_then.differences(then):
         return None
-    (unit, before), (now_unit, now) = (
-        _length(options.task, **lengths),
-        _length(options.task, options.steps, options.minutes, options.epochs),
-    )
+    (unit, before), (now_unit, now) = as_then.duration, options.duration
     return now / before if unit == now_unit and now > before else None
-
-
-def _length(
-    task: str, steps: int | None, minutes: float | None, epochs: float | None
-) -> tuple[str, float]:
-    """Return in which unit it is said how long is trained, and how long."""
-    given = {"steps": steps, "minutes": minutes, "epochs": epochs}
-    default = ("minutes", DEFAULT_MINUTES) if task == "lm" else ("epochs", float(DEFAULT_EPOCHS))
-    return next(((unit, value) for unit, value in given.items() if value), default)
 
 
 def make_longer(run: RunDirectory, options: TrainOptions, times: float) -> dict[str, Any]:
@@ -109,7 +99,7 @@ def make_longer(run: RunDirectory, options: TrainOptions, times: float) -> dict[
     tables = run.read_record()
     step = run.reopen()
     plan = longer_plan(recorded(tables)[1], options, step, times)
-    given = {name: getattr(options, name) for name in ("steps", "minutes", "epochs")}
+    given = {name: getattr(options, name) for name in DURATIONS}
     options_now = {"options": tables["options"] | given}
     run.write_record({**tables, **options_now, **plan_tables(plan)})
     return run.read_record()
@@ -132,10 +122,7 @@ def runs_in(folder: Path = RUNS) -> Iterator[Standing]:
     """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
     metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
     for changed, path in sorted(metrics):
-        try:
-            tables = RunDirectory(path).read_record()
-        except CorruptInputError:
-            tables = {}
+        tables = _tables(RunDirectory(path))
         steps = tables.get("training", {}).get("steps")
         task = str(tables.get("options", {}).get("task", "lm"))
         yield Standing(path, task, read_history(path), steps, changed)
