@@ -41,8 +41,9 @@ from tiedgpt.plots.training import reached
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import Plan, make_plan, training_device
+from tiedgpt.train.plan import make_plan, training_device
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import open_sources, prepare
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling

@@ -10,10 +10,10 @@ from tiedgpt.errors import UserError
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.terminal import print_panels
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan, make_plan, training_device
+from tiedgpt.train.plan import make_plan, training_device
 from tiedgpt.train.rates import BELOW_LOWEST, Sweep, sweep
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.schedule import WIDTH_EXPONENTS, transferred_rate
+from tiedgpt.train.schedule import WIDTH_EXPONENTS, Plan, transferred_rate
 from tiedgpt.train.sources import open_sources, prepare
 
 

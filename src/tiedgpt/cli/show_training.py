@@ -24,8 +24,8 @@ from tiedgpt.train.blocks import decide
 from tiedgpt.train.memory import memory_line
 from tiedgpt.train.options import TrainOptions, counted
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import Trained
 from tiedgpt.train.tasks.labelled import Labelled
 from tiedgpt.train.tasks.tuned import TunedExamples

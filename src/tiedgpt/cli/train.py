@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import Ended
     from tiedgpt.train.parallel import Parallel
-    from tiedgpt.train.plan import Plan
+    from tiedgpt.train.schedule import Plan
     from tiedgpt.train.sources import Sources, Trained
     from tiedgpt.train.trainer import Trainer
 

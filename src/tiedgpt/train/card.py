@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -20,12 +20,10 @@ from tiedgpt.train.history import History, history
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.options import AUTO, SIZES, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.task import Task
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 from tiedgpt.weights.save import OUR_CARD
-
-if TYPE_CHECKING:
-    from tiedgpt.train.task import Task
 
 PIPELINES = {
     "lm": "text-generation", "classify": "text-classification", "tag": "token-classification",

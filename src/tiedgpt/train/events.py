@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Group
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.task import Score
 
 

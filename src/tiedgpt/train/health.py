@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.train.objective import Arrays, Loss, Model
 from tiedgpt.train.parallel import World, own_part
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.step import train_step
 
 SKIPS_AMONG = 200

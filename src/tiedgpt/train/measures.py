@@ -24,11 +24,9 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import plain_matrix
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-
-if TYPE_CHECKING:
-    from tiedgpt.train.parallel import World
-    from tiedgpt.train.plan import Plan
-    from tiedgpt.train.task import Task
+from tiedgpt.train.parallel import World
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.task import Task
 
 PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,

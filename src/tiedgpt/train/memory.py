@@ -10,7 +10,6 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +19,10 @@ from tiedgpt.infer.room import free_memory
 from tiedgpt.train.blocks import in_training
 from tiedgpt.train.measures import forget_peak, held_memory, peak_memory
 from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.parallel import World
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.step import train_step
-
-if TYPE_CHECKING:
-    from tiedgpt.train.parallel import World
-    from tiedgpt.train.plan import Plan
-    from tiedgpt.train.task import Task
+from tiedgpt.train.task import Task
 
 PLAIN = 100_000_000
 """Bytes that rows must add to be told from noise."""

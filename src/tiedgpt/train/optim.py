@@ -16,10 +16,9 @@ from torch import nn
 from tiedgpt.core.model import GPT
 from tiedgpt.tie.surgery import tie, untie
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.schedule import Rule
+from tiedgpt.train.schedule import Plan, Rule
 
 if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
     from tiedgpt.train.task import Task
 
 Optimizers = list[torch.optim.Optimizer]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.train.schedule import Rule, Schedule, transferred_rate
+from tiedgpt.train.schedule import Keep, Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
@@ -48,7 +48,6 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
 )
 """Numbers, the least and the most that each may be, and that in words."""
-Keep = Literal["best", "last"]
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
 
 

@@ -7,7 +7,6 @@ import time
 import timeit
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +15,17 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.train.blocks import in_training
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.parallel import World
+from tiedgpt.train.schedule import Dtype, Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
-
-Dtype = Literal["fp32", "bf16"]
 MEASURED = 0.01
 """Of the time: so long a size is measured, if its steps are not longer."""
 FOR_STEPS = 0.5
 """Of the time, at least, whatever the last evaluation takes."""
 SAMPLE_SHARE = 0.1
 """Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def faster_dtype(config: GPTConfig, device: torch.device) -> Dtype:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
-
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
-    from tiedgpt.train.task import Task
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.task import Task
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]

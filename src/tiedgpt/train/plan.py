@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -16,26 +16,17 @@ from tiedgpt.train.blocks import decide
 from tiedgpt.train.choice import choose
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
-from tiedgpt.train.options import (
-    DEFAULT_EPOCHS,
-    DEFAULT_MINUTES,
-    EVALUATIONS,
-    Keep,
-    TrainOptions,
-    parse_bytes,
-)
+from tiedgpt.train.options import DEFAULT_MINUTES, EVALUATIONS, TrainOptions, parse_bytes
 from tiedgpt.train.pace import (
-    DTYPES,
     MEASURED,
     SAMPLE_SHARE,
-    Dtype,
     faster_dtype,
     for_steps,
     measured_steps,
     step_seconds,
 )
 from tiedgpt.train.parallel import World
-from tiedgpt.train.schedule import Growth, Rule, Schedule, learning_rate
+from tiedgpt.train.schedule import Plan, Recompute
 from tiedgpt.train.task import Task
 
 MICRO_BATCH_TOKENS = 8192
@@ -45,112 +36,6 @@ SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
 MANY = 1000
 """Steps, of which shares are whole numbers."""
-COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
-"""Numbers of a plan that are 1 at the least."""
-Recompute = Literal["off", "blocks"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run's numbers; with the data and the seed they decide every weight."""
-
-    steps: int
-    batch_size: int
-    """Sequences in a step."""
-    micro_batch: int
-    """Sequences computed at a time."""
-    optimizer: Rule
-    """Of the blocks' matrices."""
-    lr: float
-    warmup: int
-    """Steps of warm-up."""
-    weight_decay: float
-    grad_clip: float
-    dtype: Dtype
-    seed: int
-    eval_every: int
-    """Steps between evaluations on a part of the validation text."""
-    eval_batches: int
-    """Batches of that part; the last evaluation takes all, up to two million tokens."""
-    save_every: int
-    skip_limit: int = 10
-    """Steps that are not finite, of the last 200, that end the run."""
-    patience: int | None = None
-    """Evaluations without improvement that end the run."""
-    keep: Keep = "best"
-    """Which weights are published; with "best" the run ends when validation has turned."""
-    schedule: Schedule = "linear"
-    cooldown: int = 0
-    """Last steps, in which the rate of wsd falls."""
-    batch_warmup: int = 0
-    """First steps, in which the batch grows."""
-    length_warmup: int = 0
-    """First steps, in which the rows of a batch grow."""
-    untie_at: int | None = None
-    """Steps after which W only reads, and a head that begins as its copy predicts."""
-    memory: int | None = None
-    """Bytes that training may take in all, where that was asked for."""
-    recompute: Recompute = "off"
-    """Whether "blocks" are computed again in backward; the same bits."""
-    compile: Literal["on", "off"] = "off"
-    """Whether blocks are compiled."""
-    minutes: float | None = None
-    """The time from which the steps were measured; None where it does not decide."""
-    size: str = ""
-    """The name of the shape, of a fresh model."""
-    reason: str = ""
-    """Why this size was chosen, where it was."""
-    since: int = 0
-    """Steps after which this plan came into force."""
-    before: Plan | None = None
-    """The plan of the steps until then."""
-
-    def __post_init__(self) -> None:
-        kinds = get_type_hints(Plan)
-        sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
-        if not sound or any(getattr(self, name) < 1 for name in COUNTS):
-            raise CorruptInputError(f"no training goes by this plan: {self}")
-
-    def at(self, step: int) -> Plan:
-        """Return the plan that is in force for a step, from 0."""
-        return self if self.before is None or step >= self.since else self.before
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
-        plan = self.at(step)
-        return learning_rate(
-            step,
-            peak=plan.lr,
-            warmup=plan.warmup,
-            steps=plan.steps,
-            schedule=plan.schedule,
-            cooldown=plan.cooldown,
-        )
-
-    def growth(self, row_units: int) -> Growth:
-        """Return the shapes of the batches; `row_units` are the tokens of a whole row."""
-        return Growth(
-            batch_size=self.batch_size,
-            micro_batch=self.micro_batch,
-            row_units=row_units,
-            batch_warmup=self.batch_warmup,
-            length_warmup=self.length_warmup,
-        )
-
-    def untied(self, step: int) -> bool:
-        """Whether the state after `step` steps has the head that the run makes on its way."""
-        return self.untie_at is not None and step > self.untie_at
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of matrix products, where it is not the weights' own."""
-        return None if self.dtype == "fp32" else DTYPES[self.dtype]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of this type, of one of several, or one of a `Literal`."""
-    kinds = get_args(kind) or (kind,)
-    return value in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def training_device(name: str = "auto") -> torch.device:

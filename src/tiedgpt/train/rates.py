@@ -14,7 +14,7 @@ import torch
 from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.train.blocks import in_training
 from tiedgpt.train.optim import groups_and_optimizers, set_rate
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 

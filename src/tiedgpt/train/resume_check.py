@@ -25,8 +25,9 @@ from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Stepped
 from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan, make_plan, record, recorded, training_device
+from tiedgpt.train.plan import make_plan, record, recorded, training_device
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import fork_options, open_sources, prepare
 from tiedgpt.train.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""What changes from step to step: the rate, the rows of a batch, their length. Pure functions.
+"""A run's plan, and what it says of each step: the rate, the rows of a batch, their length.
 
 The rate is not rescaled where a batch is small: neither AdamW's nor Muon's update grows with the
 gradient.
@@ -7,12 +7,23 @@ gradient.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+from tiedgpt.errors import CorruptInputError
+
+if TYPE_CHECKING:
+    import torch
 
 Rule = Literal["adamw", "muon"]
 """How matrices of the blocks are updated."""
 Schedule = Literal["linear", "wsd", "cosine"]
+Keep = Literal["best", "last"]
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["off", "blocks"]
+COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
+"""Numbers of a plan that are 1 at the least."""
 COSINE_FLOOR = 0.1
 """Of the peak, where cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
 FIRST_SHARE = 8
@@ -109,3 +120,108 @@ def _grown(step: int, whole: int, unit: int, warmup: int) -> int:
         return whole
     share = (1 + (FIRST_SHARE - 1) * step / warmup) / FIRST_SHARE
     return min(whole, unit * math.ceil(share * whole / unit))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run's numbers; with the data and the seed they decide every weight."""
+
+    steps: int
+    batch_size: int
+    """Sequences in a step."""
+    micro_batch: int
+    """Sequences computed at a time."""
+    optimizer: Rule
+    """Of the blocks' matrices."""
+    lr: float
+    warmup: int
+    """Steps of warm-up."""
+    weight_decay: float
+    grad_clip: float
+    dtype: Dtype
+    seed: int
+    eval_every: int
+    """Steps between evaluations on a part of the validation text."""
+    eval_batches: int
+    """Batches of that part; the last evaluation takes all, up to two million tokens."""
+    save_every: int
+    skip_limit: int = 10
+    """Steps that are not finite, of the last 200, that end the run."""
+    patience: int | None = None
+    """Evaluations without improvement that end the run."""
+    keep: Keep = "best"
+    """Which weights are published; with "best" the run ends when validation has turned."""
+    schedule: Schedule = "linear"
+    cooldown: int = 0
+    """Last steps, in which the rate of wsd falls."""
+    batch_warmup: int = 0
+    """First steps, in which the batch grows."""
+    length_warmup: int = 0
+    """First steps, in which the rows of a batch grow."""
+    untie_at: int | None = None
+    """Steps after which W only reads, and a head that begins as its copy predicts."""
+    memory: int | None = None
+    """Bytes that training may take in all, where that was asked for."""
+    recompute: Recompute = "off"
+    """Whether "blocks" are computed again in backward; the same bits."""
+    compile: Literal["on", "off"] = "off"
+    """Whether blocks are compiled."""
+    minutes: float | None = None
+    """The time from which the steps were measured; None where it does not decide."""
+    size: str = ""
+    """The name of the shape, of a fresh model."""
+    reason: str = ""
+    """Why this size was chosen, where it was."""
+    since: int = 0
+    """Steps after which this plan came into force."""
+    before: Plan | None = None
+    """The plan of the steps until then."""
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Plan)
+        sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
+        if not sound or any(getattr(self, name) < 1 for name in COUNTS):
+            raise CorruptInputError(f"no training goes by this plan: {self}")
+
+    def at(self, step: int) -> Plan:
+        """Return the plan that is in force for a step, from 0."""
+        return self if self.before is None or step >= self.since else self.before
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        plan = self.at(step)
+        return learning_rate(
+            step,
+            peak=plan.lr,
+            warmup=plan.warmup,
+            steps=plan.steps,
+            schedule=plan.schedule,
+            cooldown=plan.cooldown,
+        )
+
+    def growth(self, row_units: int) -> Growth:
+        """Return the shapes of the batches; `row_units` are the tokens of a whole row."""
+        return Growth(
+            batch_size=self.batch_size,
+            micro_batch=self.micro_batch,
+            row_units=row_units,
+            batch_warmup=self.batch_warmup,
+            length_warmup=self.length_warmup,
+        )
+
+    def untied(self, step: int) -> bool:
+        """Whether the state after `step` steps has the head that the run makes on its way."""
+        return self.untie_at is not None and step > self.untie_at
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of matrix products, where it is not the weights' own."""
+        import torch  # not for `--help`
+
+        return None if self.dtype == "fp32" else torch.bfloat16
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of this type, of one of several, or one of a `Literal`."""
+    kinds = get_args(kind) or (kind,)
+    return value in kinds or type(value) in kinds or (type(value) is int and float in kinds)

@@ -9,7 +9,6 @@ own first checkpoint.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT
 from tiedgpt.data import (
     Corpus,
     Document,
@@ -32,15 +30,13 @@ from tiedgpt.data import (
     python_documentation,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
-from tiedgpt.tie import add_tokens
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
 from tiedgpt.train.options import AUTO, TrainOptions
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Task
+from tiedgpt.train.task import Pretrained, Task
 from tiedgpt.train.tasks import LABELLED
 from tiedgpt.train.tasks.example_set import ExampleSet, read_example_set
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
@@ -51,31 +47,6 @@ from tiedgpt.tune.freezing import moving
 
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
-
-
-class Pretrained:
-    """The GPT at a SOURCE; a head on it, other than that over the vocabulary, stays there."""
-
-    def __init__(self, source: str, *, keep_head: bool, n_tokens: int = 0) -> None:
-        self.source, self.keep_head, self.n_tokens = source, keep_head, n_tokens
-
-    @functools.cached_property
-    def gpt(self) -> GPT:
-        """The model, in fp32, read once; with new rows where it has fewer than `n_tokens`."""
-        gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
-        if (n_new := self.n_tokens - gpt.config.vocab_size) > 0:
-            add_tokens(gpt, n_new)
-        return gpt
-
-    def put_into(self, gpt: GPT) -> None:
-        """Copy its weights into a model of its shape, and let go of them."""
-        theirs, ours = self.gpt.state_dict(), gpt.state_dict()
-        if {n: t.shape for n, t in theirs.items()} != {n: t.shape for n, t in ours.items()}:
-            raise UserError(
-                f"{self.source} is another model than when this run began: give another --out"
-            )
-        gpt.load_state_dict(theirs)
-        del self.gpt
 
 
 class Forked:
@@ -183,7 +154,7 @@ Trained = LanguageModelling | Labelled | TunedExamples
 def open_sources(options: TrainOptions) -> Sources:
     """Open what is to be trained on: examples, texts, or Python's documentation."""
     if isinstance(options, TuneOptions) and options.examples:
-        return read_example_set(options, lambda s, n: Pretrained(s, keep_head=True, n_tokens=n))
+        return read_example_set(options)
     if options.task != "lm":
         return read_examples(LABELLED[options.task], options.data, options.val)
     how = {"text_field": options.text_field, "encoding": options.encoding}

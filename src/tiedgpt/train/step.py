@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ from tiedgpt.errors import DivergedError
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.parallel import World
-
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
+from tiedgpt.train.schedule import Plan
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,50 @@ else has a default, which suits a GPT or a head on one.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
+from tiedgpt.tie import add_tokens
 from tiedgpt.train import optim
 from tiedgpt.train.objective import Arrays, Loss, Model, body_of
+from tiedgpt.train.schedule import Plan
 from tiedgpt.weights.save import save_tokenizer
 
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
-    from tiedgpt.train.sources import Pretrained
+
+class Pretrained:
+    """The GPT at a SOURCE; a head on it, other than that over the vocabulary, stays there."""
+
+    def __init__(self, source: str, *, keep_head: bool, n_tokens: int = 0) -> None:
+        self.source, self.keep_head, self.n_tokens = source, keep_head, n_tokens
+
+    @functools.cached_property
+    def gpt(self) -> GPT:
+        """The model, in fp32, read once; with new rows where it has fewer than `n_tokens`."""
+        gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
+        if (n_new := self.n_tokens - gpt.config.vocab_size) > 0:
+            add_tokens(gpt, n_new)
+        return gpt
+
+    def put_into(self, gpt: GPT) -> None:
+        """Copy its weights into a model of its shape, and let go of them."""
+        theirs, ours = self.gpt.state_dict(), gpt.state_dict()
+        if {n: t.shape for n, t in theirs.items()} != {n: t.shape for n, t in ours.items()}:
+            raise UserError(
+                f"{self.source} is another model than when this run began: give another --out"
+            )
+        gpt.load_state_dict(theirs)
+        del self.gpt
 
 
 class Score(Protocol):

@@ -41,8 +41,9 @@ from tiedgpt.train.measures import Measures
 from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Optimizers, groups_and_optimizers, set_rate, untie_in_training
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import FIRST_PART, Plan, plan_tables, replanned
+from tiedgpt.train.plan import FIRST_PART, plan_tables, replanned
 from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import begin_fork
 from tiedgpt.train.step import StepResult, train_step
 from tiedgpt.train.task import Score, Task

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tiedgpt.data import (
     TEMPLATES,
@@ -17,11 +16,9 @@ from tiedgpt.data import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.task import Pretrained
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.hub import local_directory
-
-if TYPE_CHECKING:
-    from tiedgpt.train.sources import Pretrained
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, but 50 where that is not more than one in 10."""
@@ -52,18 +49,15 @@ class ExampleSet:
         return whole.hexdigest()
 
 
-def read_example_set(
-    options: TuneOptions, start_of: Callable[[str, int], Pretrained]
-) -> ExampleSet:
+def read_example_set(options: TuneOptions) -> ExampleSet:
     """Read the examples that options name; without --val a part is held out, by what it says.
 
-    `start_of` opens the model to tune with so many tokens at least. Raises `UserError` or
-    `CorruptInputError`, with file and line, for what is no example, and where nothing is left to
-    train or to validate on.
+    Raises `UserError` or `CorruptInputError`, with file and line, for what is no example, and where
+    nothing is left to train or to validate on.
     """
     assert options.start is not None
     tokenizer, context = Tokenizer.from_pretrained(options.start), options.context
-    context = context or start_of(options.start, 0).gpt.config.n_positions
+    context = context or Pretrained(options.start, keep_head=True).gpt.config.n_positions
     template = TEMPLATES[options.template] if options.template else local_directory(options.start)
 
     def reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
@@ -86,7 +80,7 @@ def read_example_set(
         given = EncodedExamples.gather(of_val)
         notes += [f"--val: {note}" for note in of_val.notes()]
     train, held_out = _split(train, given)
-    start = start_of(options.start, len(whole))
+    start = Pretrained(options.start, keep_head=True, n_tokens=len(whole))
     new_ids = tuple(range(len(tokenizer), len(whole)))
     used = of_train.template if of_train.kind == "messages" else None
     packing = options.packing != "off"

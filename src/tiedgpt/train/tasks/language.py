@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +17,10 @@ from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
 from tiedgpt.train.options import counted
-from tiedgpt.train.plan import Plan
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Task
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.task import Pretrained, Task
 from tiedgpt.tune import freeze
-
-if TYPE_CHECKING:
-    from tiedgpt.train.sources import Pretrained
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000

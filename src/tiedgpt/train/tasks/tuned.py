@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -29,16 +29,13 @@ from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.task import Task
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.task import Pretrained, Task
 from tiedgpt.train.tasks.example_set import ExampleSet
 from tiedgpt.train.tasks.language import SAMPLE_TOKENS, LanguageModelling, what_predicts
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
-
-if TYPE_CHECKING:
-    from tiedgpt.train.sources import Pretrained
 
 
 class Tuned(Task):
