@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import read_json, remove, replacing, require_room, write_json, writing
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.parallel import World, laid_out_like
 from tiedgpt.train.task import Task
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
@@ -29,6 +29,7 @@ KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""
 
 NAME = re.compile(r"step-(\d{6,})")
+FILES = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
 def save_checkpoint(
@@ -135,21 +136,12 @@ def first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, dic
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Return the manifest; `CorruptInputError` unless every file has its size and sha256."""
-    try:
-        manifest = read_json(path / "manifest.json")
-    except UserError as error:
-        raise CorruptInputError(str(error)) from None
-    if set(manifest) != {"model.safetensors", "optimizer.safetensors", "state.json"}:
-        raise CorruptInputError(f"{path / 'manifest.json'} does not list a checkpoint's files")
-    for name, known in manifest.items():
-        file = path / name
-        try:
-            found = _identity(file)
-        except OSError as error:
-            raise CorruptInputError(f"cannot read {file}: {error.strerror}") from None
-        if known != found:
-            raise CorruptInputError(f"{file} is not what was saved")
+    """Return the manifest; `TiedGPTError` unless every file is there and is what was saved."""
+    manifest = read_json(path / "manifest.json")
+    for name in FILES:
+        with reading(path / name, "file of a checkpoint"):
+            if manifest.get(name) != _identity(path / name):
+                raise CorruptInputError(f"{path / name} is not what was saved")
     return manifest
 
 

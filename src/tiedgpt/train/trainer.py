@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiedgpt.errors import CorruptInputError, DivergedError
+from tiedgpt.errors import DivergedError, TiedGPTError
 from tiedgpt.train.blocks import compile_now, in_training
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
@@ -91,20 +91,17 @@ class Trainer:
         is kept.
         """
         try:
-            yield from self._events()
+            yield self._begin()
+            while not self._enough() and not self.world.any(self.stop_requested()):
+                yield from self._replan()
+                yield from self._untie()
+                yield self._next_step()
+                self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
+                yield from self._pause()
+            self._save()
+            yield self._finish() if self._enough() else self._stop()
         except DivergedError as error:
             raise self._diagnosed(error) from None
-
-    def _events(self) -> Iterator[Event]:
-        yield self._begin()
-        while not self._enough() and not self.world.any(self.stop_requested()):
-            yield from self._replan()
-            yield from self._untie()
-            yield self._next_step()
-            self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
-            yield from self._pause()
-        self._save()
-        yield self._finish() if self._enough() else self._stop()
 
     def _begin(self) -> Started:
         """Build the model and bring back the newest checkpoint, or begin at step 0."""
@@ -287,7 +284,7 @@ class Trainer:
             verify(path)
             groups_and_optimizers(self.task, self.model, self.plan, best)
             load_weights(path, self.task, self.model)
-        except CorruptInputError as error:
+        except TiedGPTError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
             return False
         return True
