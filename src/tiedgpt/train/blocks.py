@@ -10,6 +10,7 @@ the gradients are the same bit for bit, dropout included.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -19,7 +20,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Block
-from tiedgpt.train.fast import fast_training
-from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
-
-if TYPE_CHECKING:
-    from tiedgpt.train.plan import Plan
+from tiedgpt.errors import DivergedError
+from tiedgpt.train.objective import Arrays, Loss, Model, body_of
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.step import train_step
 
 COMPILERS = ("g++", "clang++", "c++", "cl")
 M_MMAP_THRESHOLD = -3
@@ -125,18 +125,15 @@ def missing(device: torch.device) -> str | None:
 
 
 def compile_now(task: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
-    """Compile by a loss and its gradient, which are thrown away; return the seconds it took.
+    """Compile by a step that changes nothing; return the seconds it took.
 
     The random streams are left where they were.
     """
     began = time.perf_counter()
     device = next(model.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    part = tuple(tensor[: plan.micro_batch] for tensor in on_device(batch, device))
-    with torch.random.fork_rng(devices), fast_training(model):
-        with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-            Objective(model)(*part, task=task).backward()
+    part = tuple(array[: plan.micro_batch] for array in batch)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with contextlib.suppress(DivergedError):
+            train_step(model, [], part, plan, task=task)
     model.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
     return time.perf_counter() - began

@@ -12,11 +12,11 @@ import os
 import platform
 import re
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -169,12 +169,8 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         return known[0] if known and dtype == "bf16" else None
     n = 1024
     x = torch.ones(n, n, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, device=device)
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        F.linear(x, x)
-        seconds.append(time.perf_counter() - began)
-    return 2.0 * n**3 / min(seconds)
+    seconds = min(timeit.repeat(functools.partial(F.linear, x, x), number=1, repeat=5))
+    return 2.0 * n**3 / seconds
 
 
 def held_memory(device: torch.device) -> int:

@@ -333,10 +333,6 @@ class TrainOptions:
         """Return how often a run is evaluated on its way."""
         return EVALUATIONS
 
-    def attention_dropout(self, dropout: float) -> float:
-        """Return the dropout of attention weights, of a model with this one elsewhere."""
-        return dropout
-
     def _head_width(self) -> int:
         return self.shape.n_embd // self.shape.n_head
 

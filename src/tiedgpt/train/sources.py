@@ -239,7 +239,8 @@ def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
         )
     if dropout is None:
         return config
-    attention = options.attention_dropout(dropout)
+    # Fine-tuning drops no attention weights: with dropout, attention loses its fast kernels.
+    attention = 0.0 if isinstance(options, TuneOptions) else dropout
     return replace(config, embd_pdrop=dropout, attn_pdrop=attention, resid_pdrop=dropout)
 
 

@@ -76,10 +76,6 @@ class TuneOptions(TrainOptions):
         """Return how often a run is evaluated on its way: four times an epoch."""
         return max(1, round(4 * (self.epochs or DEFAULT_EPOCHS)))
 
-    def attention_dropout(self, dropout: float) -> float:
-        """Return 0: with dropout attention loses its fast kernels."""
-        return 0.0
-
     def peak_rate(self, config: GPTConfig) -> float:
         """Return the peak learning rate."""
         times = LORA_RATE if self.lora is not None and self.lr is None else 1

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tiedgpt.core.loss import IGNORED
+from tiedgpt.errors import UserError
 from tiedgpt.heads import (
     Head,
     MultipleChoice,
@@ -22,7 +23,7 @@ from tiedgpt.heads import (
 )
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.tasks.labelled import Example, Labelled, Malformed, Row
+from tiedgpt.train.tasks.labelled import Example, Labelled, Row
 
 OUTSIDE = "O"
 """The label of what no span covers."""
@@ -77,9 +78,9 @@ class Tag(Labelled):
         words, labels = list_in(record, "tokens"), list_in(record, "labels")
         for word in words:
             if not isinstance(word, str) or not word.strip():
-                raise Malformed(f"{word!r} in 'tokens' is no word")
+                raise UserError(f"{word!r} in 'tokens' is no word")
         if len(words) != len(labels):
-            raise Malformed(f"{len(words)} tokens and {len(labels)} labels: each needs one")
+            raise UserError(f"{len(words)} tokens and {len(labels)} labels: each needs one")
         return Example((" ".join(words),), tuple(words), tuple(map(label_name, labels)))
 
     def prepare(self, example: Example) -> Row | None:
@@ -143,12 +144,12 @@ class Choose(Labelled):
         text, choices = text_in(record, "text"), list_in(record, "choices")
         for choice in choices:
             if not isinstance(choice, str) or not choice.strip():
-                raise Malformed(f"{choice!r} in 'choices' is no text")
+                raise UserError(f"{choice!r} in 'choices' is no text")
         if len(choices) < 2:
-            raise Malformed("one choice leaves nothing to choose: give two or more")
+            raise UserError("one choice leaves nothing to choose: give two or more")
         answer = record.get("answer")
         if type(answer) is not int or not 0 <= answer < len(choices):
-            raise Malformed(
+            raise UserError(
                 f"the answer {answer!r} is no number of a choice, 0 to {len(choices) - 1}"
             )
         spaced = text[-1].isspace()
@@ -210,19 +211,19 @@ class Answer(Labelled):
         start, end, answer = (record.get(key) for key in ("start", "end", "answer"))
         if answer is not None:
             if not isinstance(answer, str) or not answer.strip():
-                raise Malformed(f"the answer {answer!r} is no text")
+                raise UserError(f"the answer {answer!r} is no text")
             start = context.find(answer) if start is None else start
             end = start + len(answer) if type(start) is int and end is None else end
         if type(start) is not int or type(end) is not int:
-            raise Malformed("neither an 'answer' nor 'start' and 'end' say where the answer is")
+            raise UserError("neither an 'answer' nor 'start' and 'end' say where the answer is")
         if start < 0:
-            raise Malformed(f"the answer {answer!r} is not in the context")
+            raise UserError(f"the answer {answer!r} is not in the context")
         if not start < end <= len(context):
-            raise Malformed(
+            raise UserError(
                 f"from {start} to {end} is no part of a context of {len(context)} characters"
             )
         if answer is not None and context[start:end] != answer:
-            raise Malformed(f"from {start} to {end} the context says {context[start:end][:40]!r}")
+            raise UserError(f"from {start} to {end} the context says {context[start:end][:40]!r}")
         offset = len(question) + 1
         return Example((f"{question}\n{context}",), (offset + start, offset + end))
 
@@ -252,11 +253,11 @@ def token_spans(
 ) -> Iterator[tuple[int, int]]:
     """Yield the first and the last token that have a byte of characters [start, end).
 
-    Raises `Malformed` where the tokens are not the text byte for byte.
+    Raises `UserError` where the tokens are not the text byte for byte.
     """
     pieces = [tokenizer.token_bytes(id) for id in ids]
     if b"".join(pieces) != text.encode():
-        raise Malformed("the tokenizer does not keep this text as it is: no place can be found")
+        raise UserError("the tokenizer does not keep this text as it is: no place can be found")
     starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # in bytes
     for start, end in spans:
         first, after = len(text[:start].encode()), len(text[:end].encode())
@@ -268,9 +269,9 @@ def text_in(record: Mapping[str, Any], field: str) -> str:
     value = record.get(field)
     if not isinstance(value, str):
         held = ", ".join(map(repr, record)) or "nothing"
-        raise Malformed(f"no string in the field {field!r}; it holds {held}")
+        raise UserError(f"no string in the field {field!r}; it holds {held}")
     if not value.strip():
-        raise Malformed(f"the field {field!r} is empty")
+        raise UserError(f"the field {field!r} is empty")
     return value
 
 
@@ -278,21 +279,21 @@ def list_in(record: Mapping[str, Any], field: str) -> list[Any]:
     """Return a list with something in it, or say that there is none."""
     value = record.get(field)
     if not isinstance(value, list) or not value:
-        raise Malformed(f"no list in the field {field!r}")
+        raise UserError(f"no list in the field {field!r}")
     return value
 
 
 def label_name(value: Any) -> str:
     """Return a label's name; numbers may be labels, too."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        raise Malformed(f"the label {value!r} is neither a name nor a whole number")
+        raise UserError(f"the label {value!r} is neither a name nor a whole number")
     return str(value)
 
 
 def _spans(labels: Any, n_characters: int) -> list[tuple[int, int, str]]:
     """Return labels of spans of a text in order; they may not overlap."""
     if not isinstance(labels, list):
-        raise Malformed("no list in the field 'labels'")
+        raise UserError("no list in the field 'labels'")
     spans = []
     for given in labels:
         if (
@@ -301,7 +302,7 @@ def _spans(labels: Any, n_characters: int) -> list[tuple[int, int, str]]:
             or not all(type(place) is int for place in given[:2])
             or not 0 <= given[0] < given[1] <= n_characters
         ):
-            raise Malformed(
+            raise UserError(
                 f"the label {given!r} is no [from, to, label] of the text's {n_characters} "
                 "characters"
             )
@@ -309,5 +310,5 @@ def _spans(labels: Any, n_characters: int) -> list[tuple[int, int, str]]:
     spans.sort()
     for (_, end, _), (first, _, _) in pairwise(spans):
         if first < end:
-            raise Malformed(f"two labels share the character {first}: each has one")
+            raise UserError(f"two labels share the character {first}: each has one")
     return spans

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,20 +29,13 @@ from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.heads import inference
 from tiedgpt.train.objective import Arrays, body_of, on_device
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.task import Task
+from tiedgpt.train.schedule import Plan
+from tiedgpt.train.task import Pretrained, Task
 from tiedgpt.tune import freeze
-
-if TYPE_CHECKING:
-    from tiedgpt.train.sources import Pretrained
 
 HELD_OUT = 10
 """One example in so many is held out."""
 MAX_LABELS = 10_000
-
-
-class Malformed(Exception):
-    """What is wrong with a line, in words; whoever reads the file adds where."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Labelled(Task):
     @staticmethod
     @abstractmethod
     def parse(record: Mapping[str, Any]) -> Example:
-        """Return the example that a line holds, or raise `Malformed`."""
+        """Return the example that a line holds; `UserError` says what is wrong, not where."""
 
     @abstractmethod
     def prepare(self, example: Example) -> Row | None:
@@ -167,7 +160,7 @@ class Labelled(Task):
         for example in examples:
             try:
                 row = self.prepare(example)
-            except (UserError, Malformed) as error:
+            except UserError as error:
                 raise UserError(f"{example.place}: {error}") from None
             if row is not None:
                 made.append((example, row))
@@ -302,7 +295,7 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
                 empty = False
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}; check the name") from None
-    except Malformed as wrong:
+    except UserError as wrong:
         raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
     if empty:
         raise UserError(f"{source} has no lines: give .jsonl, each line {kind.fields}")

@@ -118,7 +118,6 @@ class ReplyScore:
 
     nats: float
     """Mean cross-entropy a trained token, in nats."""
-    tokens: int
 
 
 class TunedExamples(Tuned):
@@ -175,7 +174,7 @@ class TunedExamples(Tuned):
             return float(self.loss(model, batch)) * counted, counted
 
         nats, tokens = totals(model, batches, measure, autocast=plan.autocast)
-        return ReplyScore(nats / tokens, int(tokens))
+        return ReplyScore(nats / tokens)
 
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
         """Return the reply to a prompt held out, to another one at each step."""
