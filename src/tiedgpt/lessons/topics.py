@@ -521,7 +521,7 @@ def _step_of_the_head(subject: Subject, lesson: Lesson) -> None:
     if subject.tied:
         losses["the new rows read and predict"] = subject.logits(changed=reads)
     lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in losses.items()}
-    said = "; ".join(f"{name}, {x:.4f}" for name, x in lesson.numbers["losses"].items())
+    said = "; ".join(f"{name}, {{losses[{name}]:.4f}}" for name in losses)
     both = " Both columns are equal: training the head always changes the input, too."
     lesson.say(
         "This was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
