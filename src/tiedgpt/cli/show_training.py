@@ -28,6 +28,7 @@ from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import Trained
 from tiedgpt.train.tasks.labelled import Labelled
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.tuned import TunedExamples
 from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
 
@@ -196,13 +197,11 @@ class Display:
             theirs = task.head_class.class_in_transformers(config) is not None
             steps = _next_in_python(task, directory.model)
         else:
-            prompt = "" if options.data else "Return a new"
-            config, text = _show_samples(out, directory, task, prompt)
+            config, words = _show_samples(out, directory, task, options)
             theirs = model_type_of(config) is not TIEDGPT
-            how = f" --prompt {shlex.quote(prompt or text)}" if prompt or text else ""
             chats = isinstance(task, TunedExamples) and task.template is not None
-            first = f"chat {here}" if chats else f"generate {here}{how}"
-            page = f"inspect --html page.html {here} --text={shlex.quote(text)}"
+            first = f"chat {here}" if chats else f"generate {here} --prompt={shlex.quote(words)}"
+            page = f"inspect --html page.html {here} --text={shlex.quote(words)}"
             verbs = first, page, f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = self._growth.units_before(ended.step)
@@ -244,11 +243,14 @@ def _next_in_python(task: Labelled, model: Path) -> str:
 
 
 def _show_samples(
-    out: Console, directory: RunDirectory, task: Trained, prompt: str
+    out: Console,
+    directory: RunDirectory,
+    task: LanguageModelling | TunedExamples,
+    options: TrainOptions,
 ) -> tuple[GPTConfig, str]:
-    """Show two texts that the model wrote, or replies; return its config and some words of one.
+    """Show the first lines of two texts that the model wrote, or replies.
 
-    Of a text, the first lines are shown. A text may begin within a word, which is left out.
+    Returns its config, and words that a text may begin with.
     """
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
@@ -258,6 +260,7 @@ def _show_samples(
             out.print(Text(f"--- reply {number + 1}: to {asked!r}", "bold"))
             out.print(Text(f"{reply.rstrip()}\n"))
         return config, " ".join(asked.split()[:FIRST_WORDS])
+    prompt = options.sample_prompt or (task.words() if options.data else "Return a new")
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(
             begin or [config.bos_token_id or 0],
@@ -271,5 +274,4 @@ def _show_samples(
         out.print(Text(f"--- {title}", "bold"))
         lines = f"{begin}{text}".strip().splitlines()
         out.print("\n".join(lines[:FINAL_SAMPLE_LINES]) + "\n")
-    words = " ".join(lines).split()
-    return config, " ".join((words if prompt else words[1:])[:FIRST_WORDS])
+    return config, prompt

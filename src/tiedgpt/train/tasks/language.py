@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -123,6 +124,13 @@ class LanguageModelling(Task):
             "token",
             "predicts": what_predicts(config or self.config),
         }
+
+    def words(self) -> str:
+        """Return three words that follow each other in the validation text, or its beginning."""
+        n = min(2000, len(self._held_out))
+        text = self.tokenizer.decode(self._held_out.read(0, n).tolist())
+        found = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
+        return found[0] if found else " ".join(text.split())[:12]
 
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
         """Return how the model begins a text."""
