@@ -136,6 +136,7 @@ def test_every_option_of_train_is_in_one_group(capsys):
         (["trian"], "no verb 'trian'", "did you mean train?"),
         (["tie", "shwo"], "VERB must be one of show, audit, fix, got 'shwo'", "mean show?"),
         (["train", "--mintes", "3"], "has no option --mintes", "did you mean --minutes?"),
+        (["generate", "--temp", "0"], "has no option --temp", "did you mean --temperature?"),
         (["train", "--max_new_tokens", "3"], "no option --max_new_tokens", "--help"),
         (["train", "--lr", "fast"], "--lr must be a number, got 'fast'", "--help"),
         (["train", "-m"], "--minutes needs a value: a number", "--help"),

@@ -231,6 +231,8 @@ def test_html_is_of_the_page_alone(run, capfd):
     assert "--html" in capfd.readouterr().err
     assert main(["inspect", "page", str(run), "--text", "a"]) == 1
     assert "the page needs a file" in capfd.readouterr().err
+    assert main(["inspect", "--html", str(run), "--text", "a"]) == 1
+    assert "name the page first" in capfd.readouterr().err
 
 
 @pytest.mark.page

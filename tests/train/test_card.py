@@ -127,6 +127,9 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
     record["training"] |= {"steps": 4321, "warmup": 33, "length_warmup": 1000}
     again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
     assert (round(again.warmup * 4321), round(again.length_warmup * 4321)) == (33, 1000)
+    record["training"]["since"] = 9
+    card = str(model_card(history("a", ""), record, GPT(GPTConfig(**record["model"])), {}))
+    assert "planned again after step 9" in card
 
 
 def test_the_command_starts_as_many_processes(trained):

@@ -11,6 +11,7 @@ import pytest
 from tests.train.conftest import CPU
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
+from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
 from tiedgpt.train import plan as plan_module
 from tiedgpt.train.choice import (
@@ -167,6 +168,22 @@ def test_of_a_small_text_the_weights_that_validated_best_are_published(
     assert part.nats == pytest.approx(min(scored), abs=1e-5)
     assert task.evaluate(published, plan).nats == pytest.approx(last["val_loss"], abs=1e-5)
     assert "| two old" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x1 y\n", ""),
+        ("a cat. two old dogs sat\n", "two old dogs"),
+        ("天地玄黄\n", "天地玄黄 天地玄黄 天"),
+    ],
+)
+def test_the_words_that_are_proposed_are_of_the_text(tmp_path, config, text, words):
+    (tmp_path / "text.txt").write_text(text * 40)
+    run, tokenizer = RunDirectory(tmp_path / "run"), Tokenizer.characters([text])
+    encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, run.data)
+    found = LanguageModelling(run, config, tokenizer).words()
+    assert words in found and 0 < len(found) <= 24
 
 
 def test_bytes_that_are_no_text_are_refused_by_name(tmp_path, monkeypatch, capsys):

@@ -163,6 +163,8 @@ def _page(given: Arguments) -> None:
 
     if given.html is None:
         raise UserError("the page needs a file: give --html, as tiedgpt inspect --html page.html")
+    if given.html.is_dir():
+        raise UserError(f"--html {given.html} is a directory: name the page first, as page.html")
     if named := [name for name in (*SPECIAL, "plot") if getattr(given, name)]:
         raise UserError(f"--{named[0].replace('_', '-')} is not for --html: leave it out")
     text, source = _text(given), source_or_newest(given.source)
@@ -236,10 +238,11 @@ def _positions(found: Positions, _: int) -> None:
         "bits: surprisal of the next token; entropy: of the prediction, in bits"
     )
     if found.poked is not None and changes is not None:
-        at, old, new = found.poked
+        at, _, new = found.poked
         most = changes[:at].max(initial=0)
         moved = f"moved by at most {most:.0e}: rounding" if most else "stayed the same, bit for bit"
-        print(f"Token {at} was changed from id {old} to id {new}. Before it, logits {moved}.")
+        old = visible(found.pieces[at])
+        print(f"Token {at}, {old}, was replaced by id {new}. Before it, logits {moved}.")
 
 
 def _lens(found: Lens, _: int) -> None:
@@ -296,7 +299,8 @@ def _vocabulary(found: Vocabulary, top: int) -> None:
                 ("slope", matrix.slope.values()),
             )
             print("from, to: the 95 % interval of spearman, the rank correlation")
-            print(f"one direction explains {matrix.r2_heldout:.0%} of ln count on held-out tokens")
+            share = max(0.0, matrix.r2_heldout)
+            print(f"one direction explains {share:.0%} of ln count on held-out tokens")
         if len(matrix.own_rank):
             wins, asked = (matrix.own_rank == 1).mean(), len(matrix.own_rank)
             print(f"{wins:.0%} of {asked:,} tokens are the likeliest if h is their own row")

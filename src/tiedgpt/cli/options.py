@@ -13,7 +13,7 @@ import inspect
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -284,14 +284,17 @@ def _entry(option: Option, width: int) -> Text:
     return Text.assemble((typed, "cyan"), gap, lines)
 
 
-def no_verb(verb: str, verbs: Iterable[str]) -> UsageError:
+def no_verb(verb: str, verbs: Collection[str]) -> UsageError:
     """Return the error for a verb that there is not."""
     hint = f"{_meant(verb, verbs)}`tiedgpt --help` lists all: {', '.join(verbs)}"
     return UsageError(f"`tiedgpt` has no verb {verb!r}", hint)
 
 
-def _meant(text: str, known: Iterable[str]) -> str:
-    return "".join(f"did you mean {near}? " for near in get_close_matches(text, list(known), 1))
+def _meant(text: str, known: Collection[str]) -> str:
+    """Return a question after the name that begins so, or that is nearest; "" for none."""
+    begin = [name for name in known if name.startswith(text)]
+    near = begin or get_close_matches(text, list(known), cutoff=0.7)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:

@@ -80,7 +80,7 @@ class Display:
             + ("" if task.trained is None else f"; {task.trained:,} are trained"),
             "chosen": plan.reason,
             "training": self._training(plan, task, world),
-            "saved in": f"{self.out}; Ctrl-C saves and stops, the same command resumes",
+            "run": f"{self.out}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else memory_line(plan),
         }
         if self.show.verbose:
@@ -165,7 +165,7 @@ class Display:
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),
                     f"val {_scored(event.metrics, 3)}  ",
-                    ("| " + " ".join(event.sample.split()), "dim"),
+                    ("| " + " ".join(event.sample.replace("\ufffd", "").split()), "dim"),
                 )
                 line.truncate(self.err.width - 1)
                 self.err.print(line)

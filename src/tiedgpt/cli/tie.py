@@ -93,7 +93,7 @@ def _print_ledger(ledger: Ledger) -> None:
         rows.append(
             (
                 name,
-                _size(alike[0].shape),
+                f"{len(alike)} x " * (len(alike) > 1) + _size(alike[0].shape),
                 f"{sum(row.parameters for row in alike):,}",
                 f"{sum(row.bytes for row in alike) / 1e6:,.2f}",
                 f"{sum(row.multiply_adds for row in alike):,}",

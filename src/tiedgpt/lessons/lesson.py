@@ -95,6 +95,8 @@ class Lesson:
     """On which model the numbers were measured."""
     matrices: str = ""
     """Names of the matrices that read and predict."""
+    text: str = ""
+    """The beginning of what the model reads."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Everything that was measured."""
     blocks: list[str] = field(default_factory=list)
@@ -130,7 +132,9 @@ class Lesson:
 
     def __str__(self) -> str:
         title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)
-        measured = _labelled([("model", [self.model]), ("matrix", [self.matrices])])
+        measured = _labelled(
+            [("model", [self.model]), ("matrix", [self.matrices]), ("text", [self.text])]
+        )
         left_out = [("left out", [why]) for why in self.partial]
         equation = [EQUATION, PAPER] if self.places else []
         more = [("equation", equation), ("code", self.places), ("more", self.commands)]

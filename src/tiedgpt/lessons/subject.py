@@ -38,8 +38,8 @@ LENGTH = 32
 """Tokens that a lesson reads at most."""
 PARTS = 16
 """Places in a run's validation text, of which the lesson reads one."""
-WORD = 16
-"""Columns of a token at most."""
+WORD, LINE = 16, 69
+"""Columns of a token, and of a text, at most."""
 VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
 """Of the tiny model: rows of W, steps of training, sequences a step, tokens to measure on."""
 
@@ -97,10 +97,13 @@ class Subject:
         does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
         no_words = "the tokenizer cannot encode the text" if self.tokenizer else "no tokenizer"
         random = f"{no_words}: the text is random ids, so probabilities and losses mean little"
-        partial = [random] if self.is_random else []
+        has_words = self.tokenizer is not None and not self.is_random
         return {
-            "model": self.about, "matrices": f"{'; '.join(does)} ({size})", "partial": partial
-        }  # fmt: skip
+            "model": self.about,
+            "matrices": f"{'; '.join(does)} ({size})",
+            "text": visible("".join(map(self.piece, self.ids)), LINE) if has_words else "",
+            "partial": [random] if self.is_random else [],
+        }
 
     def inference(self) -> AbstractContextManager[None]:
         """Switch dropout off for a lesson, and then back."""
@@ -156,7 +159,11 @@ class Subject:
 
     def word(self, id: int | Tensor) -> str:
         """Return a token as people read it."""
-        return visible(piece(self.tokenizer, int(id)), WORD)
+        return visible(self.piece(id), WORD)
+
+    def piece(self, id: int | Tensor) -> str:
+        """Return a token's text."""
+        return piece(self.tokenizer, int(id))
 
 
 def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:

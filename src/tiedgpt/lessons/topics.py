@@ -150,7 +150,7 @@ def head(subject: Subject, lesson: Lesson) -> None:
         )
         joined = "backward() adds both into one .grad" if subject.tied else "they stay separate"
         lesson.say(
-            f"Their cosine is {{cosine:.2f}}; {joined}. Reading gives a gradient only to the rows "
+            f"Their cosine is {{cosine:z.2f}}; {joined}. Reading gives a gradient only to the rows "
             "of the text's tokens. Predicting gives one to every row, through the softmax.",
             cosine=split.cosine,
         )

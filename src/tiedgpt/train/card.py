@@ -93,7 +93,7 @@ The same again:
 
 ```console
 $ {command(tables)}
-```
+```{_replanned(tables)}
 
 ## Use
 
@@ -126,6 +126,16 @@ def command(tables: Mapping[str, Any]) -> str:
         else:
             parts += [f"--{flag}", str(value)]
     return shlex.join(parts)
+
+
+def _replanned(tables: Mapping[str, Any]) -> str:
+    """Return what the command does not repeat of a run whose steps were planned again."""
+    if not (since := tables["training"].get("since")):
+        return ""
+    return (
+        f"\n\nThis run was planned again after step {since:,}. Until then its learning rate "
+        "followed an earlier plan, which the command does not repeat."
+    )
 
 
 def _chosen(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class TrainOptions:
     """bpe: trained on the data (with --start: the model's own); char: the data's characters; or a
     directory, file or hub name."""
     val: str | None = None
-    """Validate on this text, or these examples; default: a tenth of the data."""
+    """Validate on this text, or these examples; default: about a tenth of the data."""
     text_field: str = "text"
     """The field of .jsonl lines that holds the text."""
     encoding: str = "auto"

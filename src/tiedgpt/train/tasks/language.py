@@ -117,9 +117,10 @@ class LanguageModelling(Task):
     def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
         """Return how much text there is, in which tokens, and what predicts them."""
         train, val = self.encoded.train, self.encoded.val
+        of = f"{counted(val.documents, 'document')}, " if train.documents > 1 else ""
         return {
             "text": f"{counted(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
-            f"{train.tokens:,} tokens; {val.tokens:,} more to validate on",
+            f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens",
             "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
             "token",
             "predicts": what_predicts(config or self.config),
