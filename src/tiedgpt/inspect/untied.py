@@ -6,7 +6,6 @@ a guess among V tokens, and the matrix is V D more parameters.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect.opening import Model, Text, open_subject
 from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.results import Result
+from tiedgpt.tie.heads import sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def random_head(
     subject = open_subject(model, tokenizer, text, least=2)
     gpt, size, width = subject.model, subject.model.config.vocab_size, subject.model.config.n_embd
     drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std
-    twin = copy.deepcopy(gpt, {id(parameter): parameter for parameter in gpt.parameters()})
+    twin = sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")
     twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))
     own, other = (positions(one, None, subject.ids[0], top=top) for one in (gpt, twin))

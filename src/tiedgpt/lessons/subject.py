@@ -6,14 +6,13 @@ experiments take a copy that shares its parameters, or call it with other values
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +28,10 @@ from tiedgpt.plots.table import visible
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
-from tiedgpt.tie.heads import inference
+from tiedgpt.tie.heads import inference, sharing
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
-Module = TypeVar("Module", bound=nn.Module)
 LENGTH = 32
 """Tokens that a lesson reads at most."""
 PARTS = 16
@@ -42,11 +40,6 @@ WORD, LINE = 16, 69
 """Columns of a token, and of a text, at most."""
 VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
 """Of the tiny model: rows of W, steps of training, sequences a step, tokens to measure on."""
-
-
-def sharing(module: Module) -> Module:
-    """Return a copy of a module that has the same Parameter objects."""
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in module.parameters()})
 
 
 @dataclass

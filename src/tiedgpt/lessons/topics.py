@@ -15,9 +15,10 @@ from tiedgpt.core.model import GPT
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
 from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons.lesson import Lesson
-from tiedgpt.lessons.subject import Subject, sharing, tiny_model
+from tiedgpt.lessons.subject import Subject, tiny_model
 from tiedgpt.tie import ledger
 from tiedgpt.tie import tie as tie_again
+from tiedgpt.tie.heads import sharing
 from tiedgpt.tune import freeze, lora
 from tiedgpt.tune.adapters import BLOCKS
 from tiedgpt.tune.freezing import Moving, moving

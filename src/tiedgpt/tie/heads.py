@@ -7,9 +7,11 @@ its own, so nothing can untie it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Unembed(nn.Module):
@@ -122,6 +126,11 @@ def inference(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def sharing(module: Module) -> Module:
+    """Return a copy of a module that has the same Parameter objects."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in module.parameters()})
 
 
 def describe(module: nn.Module) -> str:
