@@ -87,16 +87,16 @@ def test_a_text_is_scored_after_its_context(engine, context, text):
     assert scored.logprobs == pytest.approx(logprobs(engine.model, seen)[-n:], abs=1e-4)
     rows = engine.model(torch.tensor([seen[:-1]]))[0, -n:]
     above = rows > rows.gather(1, torch.tensor(seen[-n:])[:, None])
-    assert scored.ranks == above.sum(-1).tolist()
+    assert scored.ranks == (1 + above.sum(-1)).tolist()
     assert scored.is_greedy == (not above.any())
 
 
 def test_greedy_text_is_greedy(backend):
     text = backend.generate([5, 6], max_new_tokens=9, temperature=0).ids
     scored = backend.score(text, [5, 6])
-    assert scored.is_greedy and scored.ranks == [0] * len(text)
+    assert scored.is_greedy and scored.ranks == [1] * len(text)
     other = backend.score([*text[:-1], text[-1] ^ 1], [5, 6])
-    assert not other.is_greedy and other.ranks[:-1] == [0] * (len(text) - 1)
+    assert not other.is_greedy and other.ranks[:-1] == [1] * (len(text) - 1)
 
 
 def test_a_context_is_read_once_for_many_texts(engine, reads):
@@ -144,6 +144,6 @@ def test_rows_that_stand_for_no_token_outrank_nobody(tokenizer, make):
     likeliest = int(logits[: len(tokenizer)].argmax())
     assert logits.argmax() >= len(tokenizer)
     scored = scoring.score([likeliest], prompt)
-    assert scored.is_greedy and scored.ranks == [0]
+    assert scored.is_greedy and scored.ranks == [1]
     assert scored.logprobs == pytest.approx([float(logits.log_softmax(0)[likeliest])], rel=0.05)
     assert scoring.generate(prompt, max_new_tokens=1, temperature=0).ids == [likeliest]

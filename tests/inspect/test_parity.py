@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-from tests.inspect.conftest import random_ids
+from tests.inspect.conftest import TEXT, random_ids
+from tiedgpt.infer import Engine
 from tiedgpt.inspect import attention, dot, lens, positions
 
 SHAPE = {"vocab_size": 97, "n_positions": 80, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -106,3 +107,10 @@ def test_attention_is_theirs_and_so_are_the_states(case):
     before = attentions[:, :, 1:].diagonal(dim1=2, dim2=3).mean(-1)
     np.testing.assert_allclose(found.previous_share, before, **NEAR)
     np.testing.assert_allclose(found.states[:-1], states[:-1], **NEAR)
+
+
+def test_inspect_and_the_engine_rank_alike_from_1(model, tokenizer):
+    with Engine(model, tokenizer=tokenizer) as engine:
+        scored = engine.score(TEXT)
+    assert positions(model, tokenizer, TEXT).rank[:-1].tolist() == scored.ranks
+    assert min(scored.ranks) >= 1

@@ -79,7 +79,7 @@ def test_prompt_logprobs_are_those_of_the_whole_text_read_at_once(client, engine
                 found["top_logprobs"][1:-1], found["token_logprobs"][1:-1], strict=True
             )
         ]
-        assert greedy == [rank == 0 for rank in scored.ranks]
+        assert greedy == [rank == 1 for rank in scored.ranks]
 
 
 def test_offsets_are_where_tokens_begin_in_the_text(client):

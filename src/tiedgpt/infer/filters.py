@@ -153,7 +153,7 @@ def _passing(weights: NDArray[np.float64], share: float) -> tuple[int, float]:
 def score(
     logits: NDArray[np.float32], targets: Sequence[int], n_tokens: int | None = None
 ) -> tuple[list[float], list[int]]:
-    """Return the logprob of each target after logits (n, V), and how many ids were likelier.
+    """Return the logprob of each target after logits (n, V), and its rank, 1 for the likeliest.
 
     Of equal logits those with a lower id come first. Ids from `n_tokens` on are not counted.
     """
@@ -161,5 +161,6 @@ def score(
     for row, target in zip(logits, targets, strict=True):
         logprobs.append(float(row[target]) - log_normalizer(row))
         tokens = row[:n_tokens]
-        ranks.append(int((tokens > row[target]).sum() + (tokens[:target] == row[target]).sum()))
+        n_higher = (tokens > row[target]).sum() + (tokens[:target] == row[target]).sum()
+        ranks.append(1 + int(n_higher))
     return logprobs, ranks

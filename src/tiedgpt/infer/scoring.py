@@ -23,7 +23,7 @@ class Scored:
     logprobs: list[float]
     """Logprob of each id after the context, in nats."""
     ranks: list[int]
-    """How many tokens were likelier than each of these; 0: it was the likeliest.
+    """Rank of each of these ids; 1: it was the likeliest.
 
     Rows of W that stand for no token are not counted; `logprobs` are over all rows.
     """
@@ -41,7 +41,7 @@ class Scored:
     @property
     def is_greedy(self) -> bool:
         """Whether greedy decoding would have written the text after this context."""
-        return not any(self.ranks)
+        return all(rank == 1 for rank in self.ranks)
 
 
 def score(

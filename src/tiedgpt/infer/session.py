@@ -56,9 +56,9 @@ class Session(Protocol):
     def score(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
     ) -> tuple[list[float], list[int]]:
-        """Return the logprob of each target after logits (n, V), and how many ids are likelier.
+        """Return the logprob of each target after logits (n, V), and its rank, 1 for the likeliest.
 
-        Logprobs are the model's own, over all V rows. Likelier are only ids that may be chosen,
+        Logprobs are the model's own, over all V rows. Ranks are among the ids that may be chosen,
         those below `n_tokens`.
         """
 

@@ -236,7 +236,7 @@ def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
     beyond = score(pool, logits, targets, n)
     assert beyond[0] == logprobs and beyond[1] == filters.score(logits, targets, n)[1]
     for row, target, logprob, rank in zip(logits, targets, logprobs, ranks, strict=True):
-        assert rank == np.argsort(-row, kind="stable").tolist().index(target)
+        assert rank == 1 + np.argsort(-row, kind="stable").tolist().index(target)
         assert logprob == pytest.approx(float(row[target]) - log_normalizer(row), abs=1e-5)
 
 

@@ -290,8 +290,8 @@ def _first(scores, top):
 
 @njit(error_model="numpy")
 def _rank(scores, n, target):
-    """Return how many of n scores are higher than a token's, or as high and of lower ids."""
-    rank, score, lower = 0, scores[target], min(target, n)
+    """Return a token's rank among n scores, from 1; of equal scores the lower id is first."""
+    rank, score, lower = 1, scores[target], min(target, n)
     before = lower // LANES * LANES
     scores[n : n + LANES] = NONE
     for at in range(0, before, LANES):

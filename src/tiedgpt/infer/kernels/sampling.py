@@ -76,7 +76,7 @@ def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserErr
 def score(
     pool: ThreadPool, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
 ) -> tuple[list[float], list[int]]:
-    """Return each row's logprob of its target, and the target's rank, 0 for the likeliest.
+    """Return each row's logprob of its target, and the target's rank, 1 for the likeliest.
 
     The rank counts ids with a higher logit, and lower ids with the same, up to `n_tokens`.
     """
