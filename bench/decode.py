@@ -23,8 +23,8 @@ from formats import Files, add_options, files_of
 from peers import open_way
 from tiedgpt import GPTConfig
 from tiedgpt.infer.packed_session import DTYPES
-from tiedgpt.weights.packed import layout
-from tiedgpt.weights.packed_panels import padded
+from tiedgpt.weights.formats.packed import layout
+from tiedgpt.weights.formats.packed.panels import padded
 from turns import (
     Times,
     better_flash,

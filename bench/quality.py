@@ -28,11 +28,11 @@ from tiedgpt import Tokenizer
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.torch_session import TorchRunner
-from tiedgpt.weights.calibration import sampled
 from tiedgpt.weights.convert import convert
+from tiedgpt.weights.formats.packed.calibration import sampled
+from tiedgpt.weights.formats.packed.panels import PRECISIONS
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 from tiedgpt.weights.load import Loaded, load
-from tiedgpt.weights.packed_panels import PRECISIONS
-from tiedgpt.weights.packed_write import pack_gpt
 
 AT_ONCE = 128
 """Tokens whose scores (n, V) are held."""

@@ -36,7 +36,7 @@ from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.scheduler import Request, Scheduler
 from tiedgpt.infer.sequence import Sequence
-from tiedgpt.weights.packed import PackedModel, open_packed
+from tiedgpt.weights.formats.packed import PackedModel, open_packed
 from turns import cores, facts, in_turn, keep, per_second, show
 from ways import CLASSES
 

@@ -61,7 +61,7 @@ def stepping(read: Callable[[Prompts], list[int]], step: Callable[[list[int]], l
 
 def ours(files: Files, room: Room, precision: str) -> Way:
     from tiedgpt.infer.packed_session import PackedRunner
-    from tiedgpt.weights.packed import open_packed
+    from tiedgpt.weights.formats.packed import open_packed
 
     runner = PackedRunner(open_packed(files.packed(precision)), threads=room.threads)
     return in_session(runner.session(slots=room.slots, capacity=room.capacity))

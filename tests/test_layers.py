@@ -17,7 +17,7 @@ LAYERS = {
 }  # fmt: skip
 DOORS = {
     ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),
-    ("core/model.py", "save_pretrained", "tiedgpt.weights.save"),
+    ("core/model.py", "save_pretrained", "tiedgpt.weights.formats.transformers.writer"),
     ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.tokenizer_files"),
 }
 """The ways up that people expect on a class: file, method, module."""
@@ -94,7 +94,7 @@ QUICK = {
     "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
     "data": "import tiedgpt.data",
     "safetensors": "import tiedgpt.weights.safetensors_file",
-    "a packed model": "import tiedgpt.weights.packed, tiedgpt.infer.packed_session",
+    "a packed model": "import tiedgpt.weights.formats.packed, tiedgpt.infer.packed_session",
     "the engine": "from tiedgpt.infer import Engine; import tiedgpt.infer.scheduler",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",
     "curves": "import tiedgpt.cli.plot, tiedgpt.plots.training, tiedgpt.plots.terminal",

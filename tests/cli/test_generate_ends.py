@@ -12,7 +12,7 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.infer import packed_session
 from tiedgpt.infer.kernels import compile_cache
-from tiedgpt.weights.packed_write import pack_gpt, save_packed
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
 
 @pytest.mark.parametrize("head", ["own", "tied"])
 def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path, capfd, head):
-    from tiedgpt.weights.packed_write import pack_gpt, save_packed
+    from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
     if head == "own":
         tiny = GPT(replace(tiny.config, tie_word_embeddings=False))

@@ -11,8 +11,8 @@ import torch
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, opening
-from tiedgpt.weights.packed import FILE
-from tiedgpt.weights.packed_write import pack_gpt, save_packed
+from tiedgpt.weights.formats.packed import FILE
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.infer.threads import check_threads, default_threads, using
-from tiedgpt.weights.packed_write import pack_gpt, save_packed
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture

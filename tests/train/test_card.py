@@ -18,7 +18,7 @@ from tiedgpt.train.history import history, read_history
 from tiedgpt.train.options import DEFAULT_SIZE
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.weights.save import OUR_CARD
+from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 

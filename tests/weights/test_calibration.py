@@ -12,12 +12,12 @@ from torch import nn
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
-from tiedgpt.weights.calibration import calibrated, round_matrix, sampled
 from tiedgpt.weights.convert import convert
+from tiedgpt.weights.formats.packed import layout, open_packed, place_of
+from tiedgpt.weights.formats.packed.calibration import calibrated, round_matrix, sampled
+from tiedgpt.weights.formats.packed.panels import Panels, from_bf16, pack, unpack
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed import layout, open_packed, place_of
-from tiedgpt.weights.packed_panels import Panels, from_bf16, pack, unpack
-from tiedgpt.weights.packed_write import pack_gpt, save_packed
 
 TEXT = "the cat sat on the mat and the dog sat on the log, 2 + 2 = 4\n" * 40
 

@@ -90,7 +90,7 @@ def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(saved,
 
 @pytest.mark.parametrize(
     ("to", "name"),
-    [("transformers", "a.safetensors"), ("transformers", "a.h5"), ("packed", "a.bin")],
+    [("transformers", "a.safetensors"), ("transformers", "a.gguf"), ("packed", "a.bin")],
 )
 def test_a_directory_is_not_given_the_suffix_of_a_file(saved, tmp_path, to, name):
     with pytest.raises(UserError, match="writes a directory"):

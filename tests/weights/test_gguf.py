@@ -15,7 +15,7 @@ from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.gguf import read, read_header, to_ours, to_theirs
+from tiedgpt.weights.formats.gguf import read, read_header, to_ours, to_theirs
 from tiedgpt.weights.load import load
 from tiedgpt.weights.tensors import QUANTIZED
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.gguf_tokenizer import read_tokenizer
-from tiedgpt.weights.gguf_write import write as write_gguf
+from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
+from tiedgpt.weights.formats.gguf.writer import write as write_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

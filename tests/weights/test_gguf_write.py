@@ -13,9 +13,9 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.weights.gguf import to_ours, to_theirs
-from tiedgpt.weights.gguf_tokenizer import read_tokenizer
-from tiedgpt.weights.gguf_write import write as write_gguf
+from tiedgpt.weights.formats.gguf import to_ours, to_theirs
+from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
+from tiedgpt.weights.formats.gguf.writer import write as write_gguf
 from tiedgpt.weights.load import load
 from tiedgpt.weights.opening import open_checkpoint
 

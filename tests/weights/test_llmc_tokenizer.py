@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.llmc import read_tokens
+from tiedgpt.weights.formats.llmc import read_tokens
 
 TOKENS = [b"a", b"\xff", b"ab", b"<|endoftext|>", b"x" * 255]
 

@@ -11,7 +11,7 @@ from tests.weights.llmc_files import ORDER, read_checkpoint, to_bfloat16
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.tie import untie
-from tiedgpt.weights.llmc import write as write_llmc
+from tiedgpt.weights.formats.llmc import write as write_llmc
 from tiedgpt.weights.load import load
 
 

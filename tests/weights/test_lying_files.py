@@ -12,9 +12,9 @@ from tests.weights.gpt1_release import block_shapes, write_release
 from tests.weights.karpathy import FirstMinGPT
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.weights.llmc import write as write_llmc
+from tiedgpt.weights.formats.llmc import write as write_llmc
+from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
-from tiedgpt.weights.onnx_write import write as write_onnx
 from tiedgpt.weights.opening import open_checkpoint
 
 

@@ -10,8 +10,8 @@ from tests.weights.karpathy import ARGS, Karpathy, save_nanogpt, some_ids
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.tie import audit, untie
+from tiedgpt.weights.formats.nanogpt import write as write_nanogpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.nanogpt import write as write_nanogpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

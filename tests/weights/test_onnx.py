@@ -17,9 +17,9 @@ from tests.weights.test_onnx_write import KINDS, made
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
+from tiedgpt.weights.formats.onnx import read
+from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
-from tiedgpt.weights.onnx import read
-from tiedgpt.weights.onnx_write import write as write_onnx
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

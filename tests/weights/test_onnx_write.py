@@ -18,7 +18,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.tie import audit, ledger
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.onnx_write import write as write_onnx
+from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -303,7 +303,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.weights.onnx_write import write as write_onnx
+from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 def kilobytes(key):
     return int(next(x for x in open('/proc/self/status') if key in x).split()[1])
 torch.manual_seed(0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.weights.openai_gpt1 import SHAPES as SHAPES_FILE
-from tiedgpt.weights.openai_gpt1 import read
+from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
+from tiedgpt.weights.formats.openai_gpt1 import read
 
 WIDTH, TOKENS, POSITIONS, LAYERS = 4, 11, 5, 2
 

@@ -12,9 +12,9 @@ from tests.weights.test_openai_gpt2 import assert_same_logits, theirs
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.weights.checkpoint import as_gpt
+from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
+from tiedgpt.weights.formats.openai_gpt1 import read
 from tiedgpt.weights.load import load
-from tiedgpt.weights.openai_gpt1 import SHAPES as SHAPES_FILE
-from tiedgpt.weights.openai_gpt1 import read
 
 WIDTH, TOKENS, POSITIONS, LAYERS, HEADS = 12, 23, 9, 3, 3
 

@@ -11,8 +11,8 @@ from tests.weights.fixtures.make_tensorflow import DIRECTORY, HPARAMS, values
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import as_gpt
+from tiedgpt.weights.formats.openai_gpt2 import read
 from tiedgpt.weights.load import load
-from tiedgpt.weights.openai_gpt2 import read
 
 
 def theirs(model, arrays, embeddings):

@@ -227,9 +227,10 @@ print(*sorted(name for name in sys.modules if name.startswith("tiedgpt.weights."
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
     )
-    others = {"gguf", "onnx", "keras", "llmc", "packed", "torch_file", "nanogpt", "state_dict"}
+    others = {"gguf", "onnx", "llmc", "packed", "torch_file", "nanogpt", "state_dict"}
     imported = {name.removeprefix("tiedgpt.weights.") for name in done.stdout.split()}
-    assert {"safetensors_file", "huggingface"} <= imported
+    imported = {name.removeprefix("formats.") for name in imported}
+    assert {"safetensors_file", "transformers"} <= imported
     assert not imported & others
 
 

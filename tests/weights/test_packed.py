@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
+from tiedgpt.weights.formats.packed.panels import PRECISIONS
+from tiedgpt.weights.formats.packed.writer import is_plain, pack_gpt, save_packed
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed import FILE, find_packed, open_packed
-from tiedgpt.weights.packed_panels import PRECISIONS
-from tiedgpt.weights.packed_write import is_plain, pack_gpt, save_packed
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.packed_panels import (
+from tiedgpt.weights.formats.packed.panels import (
     PRECISIONS,
     from_bf16,
     layouts,

@@ -9,10 +9,9 @@ import torch
 from tiedgpt import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights import packed_write as writer
 from tiedgpt.weights.convert import convert
+from tiedgpt.weights.formats.packed import open_packed, writer
 from tiedgpt.weights.load import load
-from tiedgpt.weights.packed import open_packed
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.plain_pickle import BEGINS, LARGEST, read_plain_pickle
+from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS, LARGEST, read_plain_pickle
 
 META = {
     "vocab_size": 4,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, TYPES, values
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.openai_gpt2 import read
-from tiedgpt.weights.tensorflow_bundle import MAGIC, crc32c, masked
+from tiedgpt.weights.formats.openai_gpt2 import read
+from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c, masked
 from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"

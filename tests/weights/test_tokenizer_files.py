@@ -180,7 +180,7 @@ def test_two_tokenizers_of_llmc_are_one_too_many(tmp_path):
 
 
 def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe, monkeypatch):
-    from tiedgpt.weights import gguf
+    from tiedgpt.weights.formats import gguf
 
     asked = []
 

@@ -121,7 +121,7 @@ def _run(given: Arguments) -> None:
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
     """Return the ids (N,) of the text that --calibrate names."""
-    from tiedgpt.weights.calibration import sampled
+    from tiedgpt.weights.formats.packed.calibration import sampled
 
     path = Path(text)
     if text == SAMPLES and not path.exists():
@@ -137,7 +137,7 @@ def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
 
 def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
     """Return what there is to say of the source."""
-    from tiedgpt.weights.packed import find_packed, open_packed
+    from tiedgpt.weights.formats.packed import find_packed, open_packed
 
     packed = find_packed(loaded.path)
     dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
@@ -153,7 +153,7 @@ def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _show_source(loaded: Any, source: dict[str, Any]) -> None:
-    from tiedgpt.weights.save import peculiarities
+    from tiedgpt.weights.formats.transformers.writer import peculiarities
 
     config, tokenizer = loaded.model.config, source["tokenizer"]
     matrix = f"{config.vocab_size:,} x {config.n_embd:,}"

@@ -21,7 +21,6 @@ NEEDED = (
 FEATURES = {
     "GGUF files": (("gguf",), "pip install 'tiedgpt[formats]'"),
     "ONNX files": (("onnx",), "pip install 'tiedgpt[formats]'"),
-    "Keras files": (("h5py",), "pip install 'tiedgpt[formats]'"),
     "OpenAI's files": (("google_crc32c",), "pip install 'tiedgpt[formats]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
     "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),

@@ -30,7 +30,7 @@ from tiedgpt.train.sources import Trained
 from tiedgpt.train.tasks.labelled import Labelled
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.tuned import TunedExamples
-from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 FIRST_WORDS = 3

@@ -223,6 +223,6 @@ class GPT(nn.Module):
         Raises `UserError`, before anything is written, for a model that is not what its config
         says: an unmerged adapter, parametrizations, a pruned or added module.
         """
-        from tiedgpt.weights.save import save_model
+        from tiedgpt.weights.formats.transformers.writer import save_model
 
         save_model(self, directory)

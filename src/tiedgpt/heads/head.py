@@ -19,10 +19,15 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.huggingface import GPT1, GPT2, TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers import GPT1, GPT2, TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers.writer import (
+    OUR_CARD,
+    describe,
+    tensors_of,
+    write_directory,
+)
 from tiedgpt.weights.load import OTHER_HEADS, load
 from tiedgpt.weights.opening import open_checkpoint
-from tiedgpt.weights.save import OUR_CARD, describe, tensors_of, write_directory
 from tiedgpt.weights.torch_file import stored_tensor
 
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")

@@ -17,9 +17,9 @@ from tiedgpt.files import read_json
 from tiedgpt.infer.options import is_id, meant_by
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
+from tiedgpt.weights.formats.packed.panels import Precision
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.packed import PackedModel, find_packed, open_packed
-from tiedgpt.weights.packed_panels import Precision
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class How:
 
     def packing(self, model: GPT) -> Runner:
         """Return a runner of a model packed for it."""
-        from tiedgpt.weights.packed_write import pack_gpt
+        from tiedgpt.weights.formats.packed.writer import pack_gpt
 
         return self.kernels(pack_gpt(model, _form(model, self.precision)))
 
@@ -212,7 +212,7 @@ def _require_cpu(gpu: bool, how: How) -> None:
 
 def _is_for_kernels(model: GPT, precision: str) -> bool:
     """Whether kernels compute a model on a CPU where nobody says what shall."""
-    from tiedgpt.weights.packed_write import is_plain
+    from tiedgpt.weights.formats.packed.writer import is_plain
 
     if precision in QUANTIZED:
         return True

@@ -29,8 +29,8 @@ from tiedgpt.infer.room import no_room
 from tiedgpt.infer.sampling import Choice, Chosen
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
-from tiedgpt.weights.packed import PackedModel
-from tiedgpt.weights.packed_panels import PANEL, padded
+from tiedgpt.weights.formats.packed import PackedModel
+from tiedgpt.weights.formats.packed.panels import PANEL, padded
 
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """What activations and the KV cache are kept in."""

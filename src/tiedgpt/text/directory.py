@@ -1,9 +1,9 @@
 """The files of a tokenizer -> a Hugging Face tokenizer and its settings; and back to a directory.
 
 Read are `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had the former);
-`vocabulary.json` with `merges.txt` (KerasHub); `encoder.json` with `vocab.bpe` (OpenAI's GPT-2) and
-`encoder_bpe_40000.json` with `vocab_40000.bpe` (OpenAI's GPT-1). The tokens tell whether such a
-pair is a byte-level BPE or GPT-1's. Files are checked here: an error names the file in one line.
+`encoder.json` with `vocab.bpe` (OpenAI's GPT-2); `encoder_bpe_40000.json` with `vocab_40000.bpe`
+(OpenAI's GPT-1). The tokens tell whether such a pair is a byte-level BPE or GPT-1's. Files are
+checked here: an error names the file in one line.
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 WHOLE = "tokenizer.json"
 PAIRS = [
     ("vocab.json", "merges.txt"),
-    ("vocabulary.json", "merges.txt"),
     ("encoder.json", "vocab.bpe"),
     ("encoder_bpe_40000.json", "vocab_40000.bpe"),
 ]

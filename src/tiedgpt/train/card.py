@@ -22,8 +22,8 @@ from tiedgpt.train.options import AUTO, SIZES, TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Task
 from tiedgpt.train.tune_options import TuneOptions
-from tiedgpt.weights.huggingface import TIEDGPT, model_type_of
-from tiedgpt.weights.save import OUR_CARD
+from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
 PIPELINES = {
     "lm": "text-generation", "classify": "text-classification", "tag": "token-classification",

@@ -32,7 +32,7 @@ from tiedgpt.tie import add_tokens
 from tiedgpt.train import optim
 from tiedgpt.train.objective import Arrays, Loss, Model, body_of
 from tiedgpt.train.schedule import Plan
-from tiedgpt.weights.save import save_tokenizer
+from tiedgpt.weights.formats.transformers.writer import save_tokenizer
 
 
 class Pretrained:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.huggingface import GPT2
-from tiedgpt.weights.save import describe
+from tiedgpt.weights.formats.transformers import GPT2
+from tiedgpt.weights.formats.transformers.writer import describe
 
 REFUSED = (
     "PEFT's adapters are for the blocks here, not for {}: of a tied W PEFT adapts one face and "

@@ -33,7 +33,7 @@ from tiedgpt.heads import Head
 from tiedgpt.tie import untie
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers, require_adaptable
 from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
-from tiedgpt.weights.huggingface import model_type_of, to_file
+from tiedgpt.weights.formats.transformers import model_type_of, to_file
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 

@@ -22,16 +22,16 @@ EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 
 MODULES = {
-    "GGUF": "gguf", "ONNX": "onnx", "llm.c": "llmc", "Keras HDF5": "keras", "packed": "packed",
-    "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "huggingface",
+    "GGUF": "gguf", "ONNX": "onnx", "llm.c": "llmc", "packed": "packed",
+    "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "transformers",
 }  # fmt: skip
-"""`Checkpoint.format` -> the module of this package whose `as_gpt` understands it."""
+"""`Checkpoint.format` -> the module of `formats` whose `as_gpt` understands it."""
 GPT2 = {
     "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
     "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
 }  # fmt: skip
-"""What llm.c and KerasHub compute, in our fields; their files do not say it."""
-IN_SHARED_CONTAINERS = ("huggingface", "state_dict")
+"""What llm.c computes, in our fields; its files do not say it."""
+IN_SHARED_CONTAINERS = ("transformers", "state_dict")
 """Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
@@ -114,7 +114,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     name = MODULES.get(checkpoint.format)
     if name is None:
         shared = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
-        name = next(shared, "huggingface")
+        name = next(shared, "transformers")
     try:
         gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
     except (CorruptInputError, UserError) as error:
@@ -125,7 +125,7 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"tiedgpt.weights.{name}")
+    return import_module(f"tiedgpt.weights.formats.{name}")
 
 
 def unwrapped(name: str) -> str:

@@ -24,11 +24,11 @@ from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, as_gpt
-from tiedgpt.weights.huggingface import TIEDGPT
+from tiedgpt.weights.formats.transformers import TIEDGPT
+from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.opening import WEIGHT_SUFFIXES, open_checkpoint
-from tiedgpt.weights.plain_model import PRECISIONS
-from tiedgpt.weights.save import descriptions, save_tokenizer
+from tiedgpt.weights.parameters import PRECISIONS
 from tiedgpt.weights.tensors import by_storage
 
 
@@ -53,16 +53,16 @@ class Target:
 
 
 TARGETS = {
-    "transformers": Target("save", holds_tokenizer=True),
+    "transformers": Target("transformers.writer", holds_tokenizer=True),
     "gguf": Target(
-        "gguf_write", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
+        "gguf.writer", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
         options=("duplicate_head", "approximate_gelu"),
     ),
-    "onnx": Target("onnx_write", suffix=".onnx", bundled="model.onnx"),
+    "onnx": Target("onnx.writer", suffix=".onnx", bundled="model.onnx"),
     "nanogpt": Target("nanogpt", suffix=".pt", options=("approximate_gelu",)),
     "llmc": Target("llmc", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
     "packed": Target(
-        "packed_write", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
+        "packed.writer", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
         options=("calibration",), default="int8",
     ),
 }  # fmt: skip
@@ -131,7 +131,7 @@ def convert(
         )
     target = TARGETS[to]
     is_directory = target.is_directory(path)
-    write = import_module(f"tiedgpt.weights.{target.module}").write
+    write = import_module(f"tiedgpt.weights.formats.{target.module}").write
     _remove_leftovers(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new: give DEST a name")
-    if TARGETS[to].is_directory(path) and path.suffix in (*WEIGHT_SUFFIXES, ".h5"):
+    if TARGETS[to].is_directory(path) and path.suffix in WEIGHT_SUFFIXES:
         raise UserError(f"{to} writes a directory, and {path} has a file's suffix: leave it out")
     with writing(path):
         if not path.exists():

@@ -19,14 +19,13 @@ WEIGHTS = (
     ("*.pt", "*.pth", "*.bin"),
     ("*.gguf",),
     ("*.onnx", "*.onnx_data", "*.onnx.data"),
-    ("*.keras", "*.weights.h5", "model.weights.json"),
     ("model.ckpt*",),
 )
 """Files of weights in a hub repository; of these groups the first that it has is fetched."""
 ALL_PATTERNS = [*CONFIGS, *(pattern for patterns in WEIGHTS for pattern in patterns)]
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 FOLDERS = (".", "onnx")
-ONE_IS_ENOUGH = (".gguf", ".keras")
+ONE_IS_ENOUGH = (".gguf",)
 """Suffixes of files that are whole models: of several, the user must name one."""
 
 

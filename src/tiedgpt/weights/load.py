@@ -28,7 +28,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, as_gpt, shapes
 from tiedgpt.weights.comparison import compare
-from tiedgpt.weights.huggingface import FIELDS, drop_foreign_ids, read_module
+from tiedgpt.weights.formats.transformers import FIELDS, drop_foreign_ids, read_module
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import StoredTensor, printable
 

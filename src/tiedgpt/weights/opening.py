@@ -1,7 +1,7 @@
 """Open any checkpoint: the format is recognized by content, and only headers are read.
 
-SOURCE: a file of safetensors, torch.save, GGUF, ONNX, Keras or llm.c; a sharded index; a TensorFlow
-or numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
+SOURCE: a file of safetensors, torch.save, GGUF, ONNX or llm.c; a sharded index; a TensorFlow or
+numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
 directory, which stands for the model in it; or a hub name. What config.json beside the weights
 claims is taken along.
 """
@@ -22,16 +22,17 @@ from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensors import StoredTensor
 
 FORMATS = (
-    "safetensors_file", "openai_gpt1", "keras", "gguf", "llmc", "onnx", "torch_file", "openai_gpt2",
+    "safetensors_file", "formats.openai_gpt1", "formats.gguf", "formats.llmc", "formats.onnx",
+    "torch_file", "formats.openai_gpt2",
 )  # fmt: skip
 """The checkpoint formats in the order in which they are asked: each the name of a module of this
 package with `detect(path, head)` and `read(path)`."""
 WEIGHT_NAMES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "model.onnx", "onnx/model.onnx", "model.weights.h5",
-    "model.weights.json", "packed.safetensors", "params_shapes.json",
+    "pytorch_model.bin.index.json", "model.onnx", "onnx/model.onnx", "packed.safetensors",
+    "params_shapes.json",
 )  # fmt: skip
-WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx", ".keras")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
@@ -64,7 +65,7 @@ def open_checkpoint(
     checkpoint = _with_claim(checkpoint, directory / "config.json")
     in_shared_container = checkpoint.format in ("safetensors", "torch")
     if checkpoint.claim is None and in_shared_container and "model_type" not in checkpoint.config:
-        from tiedgpt.weights.state_dict import is_mingpt
+        from tiedgpt.weights.formats.state_dict import is_mingpt
 
         if is_mingpt(checkpoint):
             by_design = "minGPT is untied by design"
@@ -91,8 +92,8 @@ def _weights_in(directory: Path) -> Path:
 
 def _has_weights(file: Path) -> bool:
     """Whether a file's name is one of weights, and its content not one of llm.c's other kinds."""
-    from tiedgpt.weights.llmc import OTHER_MAGICS
-    from tiedgpt.weights.tensorflow_bundle import is_index
+    from tiedgpt.weights.formats.llmc import OTHER_MAGICS
+    from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import is_index
 
     if file.suffix == ".index":
         return is_index(file)
@@ -122,8 +123,8 @@ def _open_file(path: Path) -> Checkpoint:
         raise UserError(f"{path} holds no weights: name the directory {path.parent} instead")
     raise CorruptInputError(
         f"{path} is {'of no known checkpoint format' if head else 'empty'}: safetensors, "
-        "torch.save, GGUF, ONNX, Keras's .h5, llm.c's .bin, TensorFlow's checkpoints and numbered "
-        ".npy files are read"
+        "torch.save, GGUF, ONNX, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files "
+        "are read"
     )
 
 

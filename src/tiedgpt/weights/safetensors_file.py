@@ -47,7 +47,7 @@ def read(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`; only its header is read."""
     file = SafetensorsFile.open(path)
     if file.metadata.get("format") == PACKED_FORMAT:
-        from tiedgpt.weights import packed
+        from tiedgpt.weights.formats import packed
 
         return packed.read(path)
     return Checkpoint(path, "safetensors", file.entries, files=(path,))

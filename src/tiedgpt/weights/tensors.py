@@ -30,7 +30,7 @@ Read = Callable[[int, int, int, int], Native]
 FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 BLOCK_BYTES = 8 << 20
 PANEL_TYPES = ("fp32 panels", "bf16 panels", "int8 panels", "int4 panels")
-"""Matrices packed for CPU kernels (`packed_panels.py`); their readers give float32."""
+"""Matrices packed for CPU kernels (`formats/packed/panels.py`); their readers give float32."""
 QUANTIZED = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S",
     "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0",

@@ -17,19 +17,16 @@ import tokenizers
 from tiedgpt.errors import UserError
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights import gguf, keras, llmc, nanogpt
+from tiedgpt.weights.formats import gguf, llmc, nanogpt
+from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.plain_pickle import BEGINS
 
 META, TOKENS = "meta.pkl", "gpt2_tokenizer.bin"
 _TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 """How torch's files begin: as a zip, and before version 1.6 as the pickle of a magic number."""
 _WEIGHTS = (
-    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".onnx", ".index", ".npy", ".h5",
-    ".keras", ".weights.json",
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".onnx", ".index", ".npy",
 )  # fmt: skip
-_KERAS = "assets/tokenizer"
-"""Where a preset of KerasHub keeps its files; the `tokenizer.json` above them names a class."""
 
 
 def open_tokenizer(source: str | Path) -> Tokenizer:
@@ -38,7 +35,7 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     Raises `UserError` where there is none or it is of a kind that is not supported,
     `CorruptInputError` where a file of it is damaged.
     """
-    path = local_directory(source, [*FILE_NAMES, META, TOKENS, f"{_KERAS}/*"])
+    path = local_directory(source, [*FILE_NAMES, META, TOKENS])
     found = _in_directory(path, with_gguf=True) if path.is_dir() else _in_file(path)
     if found is None:
         raise UserError(
@@ -73,9 +70,8 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
 
 def _in_directory(directory: Path, *, with_gguf: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a directory, transformers' and OpenAI's files first."""
-    for place in (directory / _KERAS, directory):
-        if place.is_dir() and (found := read_tokenizer(place)):
-            return Tokenizer(*found, str(directory))
+    if found := read_tokenizer(directory):
+        return Tokenizer(*found, str(directory))
     if (directory / META).is_file():
         return nanogpt.tokenizer(directory / META)
     binary = sorted(directory.glob("*.bin"))
@@ -94,8 +90,6 @@ def _in_file(path: Path) -> Tokenizer | None:
         return gguf.tokenizer(path)
     if head.startswith(llmc.TOKENIZER_MAGIC):
         return llmc.tokenizer(path)
-    if head.startswith(_TORCH[0]) and keras.detect(path, head):
-        return keras.tokenizer(path) or _in_directory(path.parent)
     of_weights = head.startswith((llmc.MAGIC, *_TORCH)) or path.name.endswith(_WEIGHTS)
     if not of_weights and (found := read_tokenizer(path)):
         return Tokenizer(*found, str(path))

@@ -106,7 +106,7 @@ def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
     def read_block(first: int, end: int, left: int, right: int) -> Native:
         import torch
 
-        from tiedgpt.weights.plain_model import converted
+        from tiedgpt.weights.parameters import converted
 
         matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
         flat = converted("the model", matrix, dtype).flatten().view(torch.uint8).numpy()

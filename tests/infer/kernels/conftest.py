@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.weights.packed import STACKS, PackedModel, stack_sizes
-from tiedgpt.weights.packed_panels import Panels, unpack
+from tiedgpt.weights.formats.packed import STACKS, PackedModel, stack_sizes
+from tiedgpt.weights.formats.packed.panels import Panels, unpack
 
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ARCHITECTURES = {

@@ -10,8 +10,8 @@ import torch
 
 from tests.infer.kernels.conftest import made, stood_for
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed_panels import PRECISIONS
-from tiedgpt.weights.packed_write import pack_gpt
+from tiedgpt.weights.formats.packed.panels import PRECISIONS
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 IDS = [5, 17, 3, 96, 0, 41, 8, 8, 60]
 

@@ -6,8 +6,8 @@ import torch
 
 from tests.infer.kernels.conftest import ARCHITECTURES, made, stood_for
 from tiedgpt.infer.packed_session import PackedRunner, forward
-from tiedgpt.weights.packed_panels import PRECISIONS
-from tiedgpt.weights.packed_write import pack_gpt
+from tiedgpt.weights.formats.packed.panels import PRECISIONS
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 APART = {"fp32": 2e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 3e-2}
 """Of the logits' size: what rounding activations to bf16 or to 8 bits costs."""

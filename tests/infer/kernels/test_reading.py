@@ -8,8 +8,8 @@ import pytest
 from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed_panels import PRECISIONS
-from tiedgpt.weights.packed_write import pack_gpt
+from tiedgpt.weights.formats.packed.panels import PRECISIONS
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 LENGTHS = (24, 1, 5, 10)
 dice = random.Random(0)

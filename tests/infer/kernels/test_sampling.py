@@ -18,7 +18,7 @@ from tiedgpt.infer.kernels.sampling import score
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.sampling import Choice, choose
-from tiedgpt.weights.packed_write import pack_gpt
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 EPSILON = 2e-6
 """How far rounding of float32 moves a cumulative probability."""

@@ -12,7 +12,7 @@ from tiedgpt.infer import packed_session
 from tiedgpt.infer.kernels import compile_cache, thread_pool
 from tiedgpt.infer.kernels.compile_cache import Step
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.weights.packed_write import pack_gpt
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 IDS = list(range(20))
 

@@ -1,9 +1,10 @@
 """GEMM's microkernels: 64 rows of weights times 1 to 6 vectors, for each precision of weights.
 
-Weights lie in panels of 64 rows (`weights/packed_panels.py`): at each step along a row the 64 rows'
-next numbers lie side by side, so that each lane of a register adds up its own row and nothing is
-summed across lanes. A row's sum is thus the same for any number of vectors and of threads. Keys and
-values of the cache lie in the same way, and attention's two matmuls are made alike.
+Weights lie in panels of 64 rows (`weights/formats/packed/panels.py`): at each step along a row the
+64 rows' next numbers lie side by side, so that each lane of a register adds up its own row and
+nothing is summed across lanes. A row's sum is thus the same for any number of vectors and of
+threads. Keys and values of the cache lie in the same way, and attention's two matmuls are made
+alike.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
-from tiedgpt.weights.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, TIE_CLAIM, to_theirs
-from tiedgpt.weights.gguf_tokenizer import add_tokenizer
+from tiedgpt.weights.formats.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, TIE_CLAIM, to_theirs
+from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.plain_model import (
+from tiedgpt.weights.parameters import (
     GPT2,
     PRECISIONS,
     chosen_precision,

@@ -3,7 +3,7 @@
 The tensors bear OpenAI's names after a prefix, the matrices of the blocks lie as (in, out), and
 config.json stands beside them. Without it nothing says how many heads there are. Our own
 directories (`model_type` "tiedgpt") have the same layout; they hold what no class of transformers
-computes. `save.py` writes such directories.
+computes. `writer.py` writes such directories.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights import plain_model
-    from tiedgpt.weights.plain_model import PRECISIONS, converted
+    from tiedgpt.weights import parameters as plain_model
+    from tiedgpt.weights.parameters import PRECISIONS, converted
 
     config = model.config
     plain_model.require_computed("llm.c", model, plain_model.GPT2_ALONE)

@@ -20,8 +20,8 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
-from tiedgpt.weights.huggingface import MASK_BUFFERS
-from tiedgpt.weights.nanogpt import KEPT_BESIDE, MODEL_ARGS, PREFIX
+from tiedgpt.weights.formats.nanogpt import KEPT_BESIDE, MODEL_ARGS, PREFIX
+from tiedgpt.weights.formats.transformers import MASK_BUFFERS
 from tiedgpt.weights.tensors import StoredTensor, join_qkv, printable
 
 FIRST_MINGPT = {"tok_emb.weight", "blocks.0.attn.key.weight"}

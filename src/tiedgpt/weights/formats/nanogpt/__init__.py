@@ -1,4 +1,4 @@
-"""Write nanoGPT's `ckpt.pt`, which `state_dict.py` reads, and read its `meta.pkl`."""
+"""Write nanoGPT's `ckpt.pt`, which `formats/state_dict.py` reads, and read its `meta.pkl`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights import plain_model
+    from tiedgpt.weights import parameters as plain_model
 
     config = model.config
     plain_model.require_computed("nanoGPT", model, plain_model.GPT2_ALONE)
@@ -90,7 +90,7 @@ def tokenizer(path: Path) -> Tokenizer:
     """
     from tiedgpt.text.characters import tokenizer_of_ids
     from tiedgpt.text.tokenizer import Tokenizer
-    from tiedgpt.weights.plain_pickle import read_plain_pickle
+    from tiedgpt.weights.formats.nanogpt.data_pickle import read_plain_pickle
 
     meta = read_plain_pickle(path)
     meta = meta if isinstance(meta, dict) else {}

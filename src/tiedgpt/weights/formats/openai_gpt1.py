@@ -26,8 +26,7 @@ import numpy as np
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
-from tiedgpt.weights.huggingface import config_fields
-from tiedgpt.weights.openai_gpt2 import (
+from tiedgpt.weights.formats.openai_gpt2 import (
     FUNCTIONS,
     ONE_MATRIX,
     POSITIONS,
@@ -36,6 +35,7 @@ from tiedgpt.weights.openai_gpt2 import (
     hparams_in,
     without_training,
 )
+from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.tensors import FLOATS, Native, Read, Storage, StoredTensor, plain_reader
 
 SHAPES, ENCODER = "params_shapes.json", "encoder_bpe_40000.json"

@@ -21,7 +21,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
-from tiedgpt.weights.huggingface import is_transposed
+from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
 

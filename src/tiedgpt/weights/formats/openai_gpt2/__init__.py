@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.files import read_json
-from tiedgpt.weights import tensorflow_bundle
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
-from tiedgpt.weights.huggingface import config_fields
+from tiedgpt.weights.formats.openai_gpt2 import tensorflow_bundle
+from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
@@ -56,7 +56,7 @@ def hparams_in(directory: Path) -> dict[str, Any]:
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; an optimizer's state and counters are left out, and a note says so."""
     if ONE_MATRIX in checkpoint.tensors:
-        from tiedgpt.weights import openai_gpt1
+        from tiedgpt.weights.formats import openai_gpt1
 
         return openai_gpt1.as_gpt(checkpoint)
     variables, notes = without_training(checkpoint.tensors)

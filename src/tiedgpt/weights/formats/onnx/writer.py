@@ -11,8 +11,8 @@ The names are those of Hugging Face optimum's text-generation-with-past and of t
 Prefill is a step with a past of length 0, so one graph serves both. Prompts of different lengths
 are padded; the logits of padding mean nothing. `Gemm` takes W as it is stored: of `Transpose(W)`,
 onnxruntime would make a second matrix when it loads the file. Operators are of opset 17, which
-onnxruntime runs from 1.12 (2022) on. The config is in the metadata, so that `onnx.py` reads the
-same model back.
+onnxruntime runs from 1.12 (2022) on. The config is in the metadata, so that the
+same model is read back.
 
 A linear layer's or a LayerNorm's result is named after it: `h.3.mlp.c_fc.out`.
 
@@ -37,10 +37,10 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
-from tiedgpt.weights.huggingface import is_transposed
-from tiedgpt.weights.onnx import CONSTANT, METADATA_KEY
+from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY
+from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.plain_model import (
+from tiedgpt.weights.parameters import (
     PRECISIONS,
     chosen_precision,
     converted,

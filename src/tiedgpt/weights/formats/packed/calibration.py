@@ -33,8 +33,8 @@ from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.weights.formats.packed.panels import GROUP_SIZE, SCALE_FACTORS
 from tiedgpt.weights.load import Progress
-from tiedgpt.weights.packed_panels import GROUP_SIZE, SCALE_FACTORS
 
 N_TOKENS = 32_768
 """Tokens that are read; of a longer text, windows from all of it."""

@@ -15,8 +15,14 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import read_json, replacing, require_room, write_json, writing
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.huggingface import TIEDGPT, config_json, is_transposed, model_type_of, to_file
-from tiedgpt.weights.plain_model import PRECISIONS, plain_parameters, zero_biases
+from tiedgpt.weights.formats.transformers import (
+    TIEDGPT,
+    config_json,
+    is_transposed,
+    model_type_of,
+    to_file,
+)
+from tiedgpt.weights.parameters import PRECISIONS, plain_parameters, zero_biases
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor

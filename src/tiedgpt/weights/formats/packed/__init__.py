@@ -4,9 +4,9 @@
     packed.safetensors    the arrays of `layout`, each from a multiple of 64 bytes on
     tokenizer.json, ...   whatever the tokenizer writes
 
-The matrices lie as `packed_panels.py` describes: U8 are int8 and int4, BF16 the bits of bf16. The
+The matrices lie as `panels.py` describes: U8 are int8 and int4, BF16 the bits of bf16. The
 engine's kernels read the mapped arrays; for any other tool `read` unpacks them under our names.
-`packed_write.py` makes such directories.
+`writer.py` makes such directories.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
-from tiedgpt.weights.huggingface import PACKED, config_fields, model_type_from
-from tiedgpt.weights.packed_panels import (
+from tiedgpt.weights.formats.packed.panels import (
     PANEL,
     PRECISIONS,
     Layout,
@@ -36,6 +35,7 @@ from tiedgpt.weights.packed_panels import (
     padded,
     unpack,
 )
+from tiedgpt.weights.formats.transformers import PACKED, config_fields, model_type_from
 from tiedgpt.weights.safetensors_file import PACKED_FORMAT, SafetensorsFile
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 

@@ -17,11 +17,8 @@ from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT, plain_matrix
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
-from tiedgpt.weights.calibration import calibrated
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.huggingface import PACKED, config_json
-from tiedgpt.weights.load import Progress
-from tiedgpt.weights.packed import (
+from tiedgpt.weights.formats.packed import (
     ALIGNMENT,
     FILE,
     FORMAT,
@@ -32,7 +29,10 @@ from tiedgpt.weights.packed import (
     open_packed,
     place_of,
 )
-from tiedgpt.weights.packed_panels import Precision, pack
+from tiedgpt.weights.formats.packed.calibration import calibrated
+from tiedgpt.weights.formats.packed.panels import Precision, pack
+from tiedgpt.weights.formats.transformers import PACKED, config_json
+from tiedgpt.weights.load import Progress
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor

@@ -19,7 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import reading
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer, unlike_gpt2
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.gguf import ARCHITECTURE, ID_KEYS, read_header
+from tiedgpt.weights.formats.gguf import ARCHITECTURE, ID_KEYS, read_header
 
 KEYS = "tokenizer.ggml."
 ARRAYS = {KEYS + "tokens": str, KEYS + "merges": str, KEYS + "token_type": int}

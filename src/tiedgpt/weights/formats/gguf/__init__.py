@@ -104,8 +104,8 @@ def read_header(
 
 
 def tokenizer(path: Path) -> Tokenizer | None:
-    """Return the tokenizer inside a GGUF file; raises as `gguf_tokenizer.read_tokenizer`."""
-    from tiedgpt.weights.gguf_tokenizer import read_tokenizer
+    """Return the tokenizer inside a GGUF file; raises as `vocabulary.read_tokenizer`."""
+    from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 
     return read_tokenizer(path)
 
