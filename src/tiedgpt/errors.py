@@ -1,8 +1,12 @@
 """What can go wrong, in a few classes, each with the exit code the command line gives it.
 
-Every message says what, why and what to do next, in one line. This file imports nothing of the
-project, so that every layer may raise these.
+An error carries what a border needs to show it: what is wrong and why (`message`), what to do next
+(`hint`), and the options that it is about (`option`), under their names in Python. The command line
+writes `--top-k`, the server its field, Python `top_k`. This file imports nothing of the project,
+so that every layer may raise these.
 """
+
+from collections.abc import Callable
 
 EXIT_OK = 0
 EXIT_USAGE = 2  # given by the argument parser
@@ -10,9 +14,28 @@ EXIT_INTERRUPTED = 75  # a run was stopped and saved; running the same command a
 
 
 class TiedGPTError(Exception):
-    """Base of all errors that the project raises on purpose."""
+    """Base of all errors that the project raises on purpose.
+
+    With `option`, its names are the beginning of the sentence, and `message` is the rest:
+    `UserError("must be at least 1, got 0", option="top_k")`.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self, message: str = "", *, hint: str | None = None, option: str | tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.message, self.hint = message, hint
+        self.options = (option,) if isinstance(option, str) else option
+
+    def problem(self, spell: Callable[[str], str] = str) -> str:
+        """Return what is wrong, without the hint; `spell` writes an option's name."""
+        subject = " and ".join(spell(name) for name in self.options)
+        return f"{subject} {self.message}" if subject else self.message
+
+    def __str__(self) -> str:
+        return self.problem() if self.hint is None else f"{self.problem()}: {self.hint}"
 
 
 class UserError(TiedGPTError, ValueError):

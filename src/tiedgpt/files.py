@@ -52,7 +52,9 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from None
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror})", hint="check the file"
+            ) from None
         why = " ".join(str(error).split()) or type(error).__name__
         why = "".join(c if c.isprintable() else repr(c)[1:-1] for c in why[:200])
         raise CorruptInputError(f"{path} is damaged or no {what}: {why}") from None
@@ -88,10 +90,10 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoRoomError(
-                f"no room on the disk for {path}: free some space or write elsewhere"
+                f"no room on the disk for {path}", hint="free some space or write elsewhere"
             ) from error
         why = error.strerror or error
-        raise UserError(f"cannot write {path}: {why}; check the path") from error
+        raise UserError(f"cannot write {path}: {why}", hint="check the path") from error
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -108,7 +110,8 @@ def require_room(directory: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < n_bytes:
         raise NoRoomError(
-            f"{directory} needs {n_bytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free: free some"
+            f"{directory} needs {n_bytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free",
+            hint="free some",
         )
 
 

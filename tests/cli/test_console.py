@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import re
 import shlex
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 
 from tiedgpt.cli import console
 from tiedgpt.cli.main import VERBS, main
-from tiedgpt.cli.options import Positional, Repeated, UsageError, as_typed, describe, parse
+from tiedgpt.cli.options import Positional, Repeated, UsageError, describe, parse
 from tiedgpt.cli.train import GROUPS, Arguments
+from tiedgpt.errors import NoRoomError, UserError
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
 
@@ -61,7 +63,7 @@ def test_only_a_terminal_with_colors_gets_them(terminal, capsys):
 
 
 def test_a_pipe_gets_a_message_in_one_line(capsys):
-    console.error(f"{LONG} {LONG}: give {LONG}")
+    console.error(f"{LONG} {LONG}", f"give {LONG}")
     assert capsys.readouterr().err == f"error: {LONG} {LONG}\nhint: give {LONG}\n"
 
 
@@ -210,12 +212,14 @@ def test_the_newest_run_of_the_right_kind_is_taken(tmp_path, monkeypatch, capsys
     assert "newest run: runs/old" in capsys.readouterr().err
 
 
-def test_errors_name_options_as_they_are_typed():
-    names = ("n_head", "resolve", "overwrite", "stop")
-    said = as_typed('give n_head=12, or resolve="tie"; then stop', names)
-    assert said == "give --n-head 12, or --resolve tie; then stop"
-    said = as_typed("top 3 must be from 0 to 9, or -1 to -3", ("top", "to"))
-    assert said == "--top 3 must be from 0 to 9, or -1 to -3"
+def test_an_error_names_its_options_as_each_border_writes_them(capsys):
+    error = UserError("exclude each other", hint="omit one", option=("top_k", "num_beams"))
+    assert str(error) == "top_k and num_beams exclude each other: omit one"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(NoRoomError("no room", hint="free some")) == "no room: free some"
+    assert main(["generate", "x", "--regex", "a", "--json-schema", "{}"]) == 1
+    shown = "error: --regex and --json-schema exclude each other\nhint: choose one\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):

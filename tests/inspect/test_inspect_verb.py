@@ -108,7 +108,7 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
 def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["inspect", "dot", "nowhere", "--text", "a", "--plot", "x.png"]) == 1
-    assert "pip install tiedgpt[plot]" in capfd.readouterr().err
+    assert "pip install 'tiedgpt[plot]'" in capfd.readouterr().err
 
 
 def test_a_table_may_have_the_whole_vocabulary(model, capfd):

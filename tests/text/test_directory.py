@@ -199,7 +199,7 @@ def test_tokenizer_of_another_kind_is_refused(saved, part, other):
     rust.save(str(saved / "tokenizer.json"))
     with pytest.raises(UserError) as error:
         Tokenizer.from_pretrained(saved)
-    assert "is not supported; use" in one_line(error, str(saved))
+    assert "is not supported: use" in one_line(error, str(saved))
 
 
 @pytest.mark.parametrize(

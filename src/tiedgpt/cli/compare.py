@@ -90,7 +90,9 @@ def read_recipes(given: Arguments) -> list[Recipe]:
     base = replace(given, compare=())
     out = Path(given.out or RUNS / f"{run_name(given.options())}-compared")
     if (out / "run.toml").exists():
-        raise UserError(f"{out} is a run itself: give --out another directory for the comparison")
+        raise UserError(
+            f"{out} is a run itself", hint="give --out another directory for the comparison"
+        )
     recipes: list[Recipe] = []
     if len(given.compare) == 1:
         recipes.append(
@@ -105,8 +107,8 @@ def read_recipes(given: Arguments) -> list[Recipe]:
         for name in SAME:
             if getattr(one, name) != getattr(base, name):
                 raise UserError(
-                    f"--compare {text!r}: --{name.replace('_', '-')} must be the same for all: "
-                    "give it outside of --compare"
+                    f"--compare {text!r}: --{name.replace('_', '-')} must be the same for all",
+                    hint="give it outside of --compare",
                 )
         says_steps, says_minutes = one.steps != base.steps, one.minutes != base.minutes
         if says_steps or says_minutes:  # one of the two replaces the other

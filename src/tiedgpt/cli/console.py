@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,12 +27,6 @@ LABEL_WIDTH = 10
 SHORTEST_NAME = 16
 """Tables shorten names no further."""
 GOOD, BAD = "bold green", "bold red"
-ADVICE = re.compile(
-    r"(?<=\S)[:;] ((?:use|give|name|try|say|choose|omit|leave|wait|train|make|pip install|install|"
-    r"set|write|load|download|merge|resize|put|check|fix|look|free|pack|rename|build|convert|"
-    r"there (?:is|are)|known are|did you mean|expected|download|repair|cut|pick) .*)"
-)
-"""Where a message turns to what to do."""
 
 
 class PatientConsole(Console):
@@ -90,13 +83,10 @@ def note(*texts: str, to: Console | None = None) -> None:
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """Show on stderr what went wrong, and the hint, or what the message says to do, below it."""
-    message = message.replace("\n", "\\n")
-    if hint is None and (advice := ADVICE.search(message)) is not None:
-        message, hint = message[: advice.start()], advice[1]
-    say("error:", message, style="bold red")
+    """Show on stderr what went wrong, and what to do about it below."""
+    say("error:", message.replace("\n", "\\n"), style="bold red")
     if hint is not None:
-        say("hint:", hint, style="bold green")
+        say("hint:", hint.replace("\n", "\\n"), style="bold green")
 
 
 def table(

@@ -128,8 +128,8 @@ def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
         return sampled(model)
     if tokenizer is None:
         raise UserError(
-            "--calibrate needs the model's tokenizer to read a text: give --tokenizer, "
-            f"or --calibrate {SAMPLES}"
+            "--calibrate needs the model's tokenizer to read a text",
+            hint=f"give --tokenizer, or --calibrate {SAMPLES}",
         )
     with reading(path, "text in UTF-8"), path.open(encoding="utf-8") as file:
         return tokenizer.encode(file.read(CALIBRATION_CHARACTERS))

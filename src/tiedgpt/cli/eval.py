@@ -31,7 +31,7 @@ ABOUT = """Measure how well a model predicts a text, or how often its answers ar
 DATA is text, as for `tiedgpt train`: a file, a folder, a glob, or - for standard input. Each
 document is scored on its own. Or DATA is .jsonl, with one text per line ("text"), one multiple
 choice ("context", "choices", "answer": its index), or one cloze ("context", "completion").
-With --tasks, tasks of lm-evaluation-harness are run instead (pip install tiedgpt[eval])."""
+With --tasks, tasks of lm-evaluation-harness are run instead (pip install 'tiedgpt[eval]')."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ def _evaluate(given: Arguments) -> None:
     elif given.data is not None:
         if given.limit is not None:
             raise UserError(
-                f"--limit is for .jsonl files and --tasks, not for {given.data}: leave it out"
+                f"--limit is for .jsonl files and --tasks, not for {given.data}",
+                hint="leave it out",
             )
         corpus = documents([given.data], encoding=given.encoding)
         data = [document.text for document in corpus]
@@ -103,7 +104,9 @@ def _evaluate(given: Arguments) -> None:
         result: ExamplesScore | TextScore
         if isinstance(data[0], examples.Example):
             if given.context or given.stride or given.bos:
-                raise UserError("--context, --stride and --bos are for texts: leave them out")
+                raise UserError(
+                    "--context, --stride and --bos are for texts", hint="leave them out"
+                )
             rest = partial(examples.score_examples, engine)
             kept = _scored(given, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data))
             result = examples.ExamplesScore(kept)

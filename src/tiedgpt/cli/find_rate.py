@@ -21,7 +21,7 @@ def find_rate(options: TrainOptions) -> None:
     """Sweep on the run's own model and batches, show what came of it; leave nothing behind."""
     if options.fork is not None:
         raise UserError(
-            "--find-lr looks for the rate of a run from its beginning: leave out --fork"
+            "--find-lr looks for the rate of a run from its beginning", hint="leave out --fork"
         )
     device = training_device(options.device)
     with tempfile.TemporaryDirectory(prefix="tiedgpt-find-lr-") as scratch:

@@ -63,7 +63,7 @@ class Arguments(ModelOptions):
     html: Path | None = None
     """Write the page with all views to this file; it opens in a browser, without a server."""
     plot: Path | None = None
-    """Also write a figure: .png, .svg or .pdf (pip install tiedgpt[plot])."""
+    """Also write a figure: .png, .svg or .pdf (pip install 'tiedgpt[plot]')."""
     top: int | None = None
     """positions, lens, dot: tokens to list; vocabulary, gradient-split: rows to show."""
     position: int | None = None
@@ -122,7 +122,9 @@ def _inspect(given: Arguments) -> Any:
     if given.html is not None:
         options["html"] = given.html
     for name in options.keys() - signature(function).parameters.keys():
-        raise UserError(f"--{name.replace('_', '-')} is not for inspect {given.name}: leave it out")
+        raise UserError(
+            f"--{name.replace('_', '-')} is not for inspect {given.name}", hint="leave it out"
+        )
     if given.top is not None and given.top < 1:
         raise UserError(f"--top must be at least 1, got {given.top}")
     if given.plot is not None:
@@ -130,7 +132,7 @@ def _inspect(given: Arguments) -> Any:
     if given.name != "vocabulary":
         options["text"] = _text(given)
     elif given.text is not None or given.ids:
-        raise UserError("--text and --ids are not for inspect vocabulary: leave them out")
+        raise UserError("--text and --ids are not for inspect vocabulary", hint="leave them out")
     if given.name == "ablate":
         options["progress"] = _progress
     model, tokenizer = _model(given, source_or_newest(given.source))
@@ -142,7 +144,7 @@ def _text(given: Arguments) -> Any:
     if (given.text is None) == (not given.ids):
         name = "--html page.html" if given.name == "page" else given.name
         example = f'tiedgpt inspect {name} --text "Once upon a time"'
-        raise UserError(f"the model must read one text: give --text, or --ids: {example}")
+        raise UserError("the model must read one text", hint=f"give --text, or --ids: {example}")
     return read_text("-", "--text") if given.text == "-" else given.ids or given.text
 
 
@@ -162,11 +164,15 @@ def _page(given: Arguments) -> None:
     from tiedgpt.serve.export import export
 
     if given.html is None:
-        raise UserError("the page needs a file: give --html, as tiedgpt inspect --html page.html")
+        raise UserError(
+            "the page needs a file", hint="give --html, as tiedgpt inspect --html page.html"
+        )
     if given.html.is_dir():
-        raise UserError(f"--html {given.html} is a directory: name the page first, as page.html")
+        raise UserError(
+            f"--html {given.html} is a directory", hint="name the page first, as page.html"
+        )
     if named := [name for name in (*SPECIAL, "plot") if getattr(given, name)]:
-        raise UserError(f"--{named[0].replace('_', '-')} is not for --html: leave it out")
+        raise UserError(f"--{named[0].replace('_', '-')} is not for --html", hint="leave it out")
     text, source = _text(given), source_or_newest(given.source)
     model, tokenizer = open_model(*_model(given, source), needed=given.text is not None)
     name = Path(source).resolve().name if Path(source).exists() else source

@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import warnings
-from dataclasses import fields
 from importlib import import_module
 
 from tiedgpt import __version__
@@ -63,26 +62,26 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except TiedGPTError as error:
-        return _fail(arguments, error, error.exit_code)
+        return _fail(error, error.exit_code)
     except KeyboardInterrupt:
-        return _fail(arguments, "interrupted", EXIT_INTERRUPTED)
+        return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
     except OSError as error:
         if error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return _fail(arguments, "no room on the disk for the output", NoRoomError.exit_code)
+            return _fail("no room on the disk for the output", NoRoomError.exit_code)
         if error.errno == errno.EIO:
             place = f"the disk failed at {error.filename or 'a file'}: {error.strerror}"
-            return _fail(arguments, place, CorruptInputError.exit_code)
+            return _fail(place, CorruptInputError.exit_code)
         raise
     except (MemoryError, RuntimeError) as error:
         torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
         if not torch_says and not isinstance(error, MemoryError):
             raise
         said = "out of memory; no partial file is left"
-        return _fail(arguments, said, NoRoomError.exit_code)
+        return _fail(said, NoRoomError.exit_code)
 
 
 def _run(arguments: list[str]) -> int:
@@ -120,15 +119,12 @@ def _show_verbs() -> None:
     to.print("\n`tiedgpt VERB --help` tells more.")
 
 
-def _fail(arguments: list[str], problem: TiedGPTError | str, code: int) -> int:
+def _fail(problem: TiedGPTError | str, code: int) -> int:
     """Show an error and its hint on stderr, with options as they are typed."""
     from tiedgpt.cli.console import error
 
-    message, hint = str(problem), getattr(problem, "hint", None)
-    verb = sys.modules.get(f"tiedgpt.cli.{arguments[0]}") if arguments else None
-    if hint is None and verb is not None:
-        from tiedgpt.cli.options import as_typed
-
-        message = as_typed(message, [option.name for option in fields(verb.Arguments)])
-    error(message, hint)
+    if isinstance(problem, str):
+        error(problem)
+    else:
+        error(problem.problem(lambda name: f"--{name.replace('_', '-')}"), problem.hint)
     return code

@@ -10,10 +10,9 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import re
 import shlex
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -56,8 +55,7 @@ class UsageError(TiedGPTError):
     exit_code = EXIT_USAGE
 
     def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(message, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -325,24 +323,3 @@ def _all_options(verb: str) -> str:
 def prompt_hint(text: str) -> str:
     """Return the hint for a prompt in another argument's place."""
     return f"a text to continue goes after --prompt: --prompt {shlex.quote(text)}"
-
-
-def as_typed(message: str, names: Iterable[str]) -> str:
-    """Write the options that a message names as they are typed: `--n-head 12`, not `n_head=12`.
-
-    A name that is also a word is taken for the option where it is followed by `=`, and where the
-    message says of it, without an article, what it must be.
-    """
-    every = sorted(names, key=len, reverse=True)
-    words, long = ("|".join(n for n in every if ("_" in n) is is_long) for is_long in (False, True))
-    of_it = r"(?=,|\)| (?:must|exclude|needs?|cannot|is for|and|[-\d(]))"
-
-    def typed(match: re.Match[str]) -> str:
-        name, value = match[0].partition("=")[::2]
-        quoted = value.strip("'\"")
-        return f"--{name.replace('_', '-')}" + (f" {quoted}" if "=" in match[0] else "")
-
-    message = re.sub(rf"\b(?:{'|'.join(every)})=(?:'[\w-]*'|\"[\w-]*\")?", typed, message)
-    no_article = r"(?<!\ba )(?<!\bthe )(?<!\d )"  # nor "from 0 to 9"
-    alone = rf"(?:{long or '(?!)'})\b|{no_article}(?:{words or '(?!)'}){of_it}"
-    return re.sub(rf"(?<![-\w.])(?:{alone})", typed, message)

@@ -73,7 +73,7 @@ def open_histories(runs: Sequence[str]) -> list[History]:
             note(f"{history.name} has no steps yet")
     histories = [history for history in histories if history.step]
     if not histories:
-        raise UserError("there is nothing to plot yet: wait for the first step")
+        raise UserError("there is nothing to plot yet", hint="wait for the first step")
     return histories
 
 

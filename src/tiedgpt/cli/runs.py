@@ -34,11 +34,13 @@ def run(arguments: list[str]) -> None:
         return
     if not runs and (Path(given.folder) / "run.toml").exists():
         raise UserError(
-            f"{given.folder} is a run, not a folder of runs: use `tiedgpt plot {given.folder}`, or "
-            f"`tiedgpt runs {Path(given.folder).parent}`"
+            f"{given.folder} is a run, not a folder of runs",
+            hint=f"use `tiedgpt plot {given.folder}` or `tiedgpt runs {Path(given.folder).parent}`",
         )
     if not runs:
-        raise UserError(f"there is no run in {given.folder}: train first, or give another folder")
+        raise UserError(
+            f"there is no run in {given.folder}", hint="train first, or give another folder"
+        )
     rows = []
     for each in runs:
         history = each.history

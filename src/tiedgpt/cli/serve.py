@@ -71,15 +71,15 @@ def run(arguments: list[str]) -> None:
         raise UserError("--api-key must be ASCII letters, digits and symbols, without spaces")
     if not key and not given.insecure and not _is_local(given.host):
         raise UserError(
-            f"--host {given.host} lets other machines use the model: give --api-key (or {KEY}) or "
-            "--insecure"
+            f"--host {given.host} lets other machines use the model",
+            hint=f"give --api-key (or {KEY}) or --insecure",
         )
     try:
         import_module("tiedgpt.serve.app")  # all packages of the extra
         from tiedgpt.serve.server import open_socket
     except ImportError as error:
         raise UserError(
-            f"`tiedgpt serve` needs the package {error.name}: pip install 'tiedgpt[serve]'"
+            f"`tiedgpt serve` needs the package {error.name}", hint="pip install 'tiedgpt[serve]'"
         ) from None
     source = source_or_newest(given.source, task="lm")
     with (

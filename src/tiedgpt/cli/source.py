@@ -71,11 +71,15 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
     if source is None:
         return str(newest_run("model/config.json", task))
     if source.lower().endswith(TEXTS) and os.path.isfile(source):
-        raise UserError(f"{source} is text, not a model: train on it with tiedgpt train {source}")
+        raise UserError(
+            f"{source} is text, not a model", hint=f"train on it with tiedgpt train {source}"
+        )
     is_folder = os.path.isdir(source) and not Path(source, "config.json").exists()
     runs = Path(source).glob("*/model/config.json") if is_folder else []
     if names := sorted(str(file.parent.parent) for file in runs):
-        raise UserError(f"{source} is a folder of runs: name one of them, such as {names[0]}")
+        raise UserError(
+            f"{source} is a folder of runs", hint=f"name one of them, such as {names[0]}"
+        )
     return source
 
 
@@ -87,7 +91,7 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     runs = [run for run in runs if task is None or can_generate(run)]
     if not runs:
         what = "no run" if task is None else f"no run of --task {task}"
-        raise UserError(f"no MODEL was given and runs/ has {what}: name one, or train first")
+        raise UserError(f"no MODEL was given and runs/ has {what}", hint="name one, or train first")
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     note(f"newest run: {newest}")
     return newest
@@ -100,7 +104,9 @@ def read_text(path: str | Path, flag: str) -> str:
         if path != "-":
             return Path(path).read_text(encoding="utf-8")
         if sys.stdin is None:
-            raise UserError(f"standard input is closed, and {flag} - reads it: give the text")
+            raise UserError(
+                f"standard input is closed, and {flag} - reads it", hint="give the text"
+            )
         return sys.stdin.buffer.read().decode()
     except OSError as error:
         raise UserError(f"{flag} {place} cannot be read: {error.strerror}") from None

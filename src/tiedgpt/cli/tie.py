@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     for name in NOT_FOR[given.verb]:
         if getattr(given, name) is not None:
             typed = "DEST" if name == "dest" else f"--{name}"
-            raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`: leave it out")
+            raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`", hint="leave it out")
     if given.verb == "fix" and (given.source is None or given.dest is None):
         raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "give both")
     source = source_or_newest(given.source)

@@ -84,7 +84,7 @@ class RunArguments:
         require_launch(self.parallel)
         for name in ("verify_resume", "find_lr", "compare"):
             if launched() and getattr(self, name, False):
-                raise UserError(f"{flag(name)} runs in one process: leave out torchrun")
+                raise UserError(f"{flag(name)} runs in one process", hint="leave out torchrun")
 
     def run(self, options: TrainOptions, command: str) -> int:
         """Train, or prove that a run resumes; return the exit code."""
@@ -148,7 +148,8 @@ def verify_resume(options: TrainOptions, out: Path) -> int:
     if unlike:
         raise CheckFailedError(
             f"a resumed run differs from an uninterrupted one in {', '.join(unlike)}: matmuls are "
-            "not repeatable here; try OMP_NUM_THREADS=1 or --dtype fp32"
+            "not repeatable here",
+            hint="try OMP_NUM_THREADS=1 or --dtype fp32",
         )
     print("a run that is killed and resumed equals an uninterrupted one, bit for bit")
     return EXIT_OK
@@ -255,7 +256,7 @@ def prepared(
     out, tables = directory.path, directory.read_record()
     if tables and digest != tables.get("text", {}).get("sha256"):
         raise UserError(
-            f"the text has changed since {out} began: give another --out, or the same text"
+            f"the text has changed since {out} began", hint="give another --out, or the same text"
         )
     if (times := require_same(options, directory)) is not None:
         tables = make_longer(directory, options, times)
@@ -277,8 +278,11 @@ def require_same(options: TrainOptions, directory: RunDirectory) -> float | None
     times = times_longer(options, tables) if differences and directory.finished() else None
     if differences and times is None:
         raise UserError(
-            f"{out} holds a run with other options ({'; '.join(differences)}): give the same "
-            f"options to resume, or another --out, with --fork {out} to begin from its weights"
+            f"{out} holds a run with other options ({'; '.join(differences)})",
+            hint=(
+                f"give the same options to resume, or another --out, with --fork {out} to begin "
+                "from its weights"
+            ),
         )
     return times
 

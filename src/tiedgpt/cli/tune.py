@@ -68,7 +68,7 @@ class Arguments(RunArguments, TuneOptions):
     def options(self) -> TuneOptions:
         """Return what decides the run, checked."""
         if not self.data:
-            raise UserError("DATA is missing: give a .jsonl file of examples, or text")
+            raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         given = {option.name: getattr(self, option.name) for option in fields(TuneOptions)}
         if not (self.minutes or self.steps or self.epochs):
             given["epochs"] = float(DEFAULT_EPOCHS)

@@ -68,7 +68,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         def require(name: str, wanted: str, sound: bool) -> None:
             if not sound:
-                raise UserError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+                raise UserError(f"must be {wanted}, got {getattr(self, name)!r}", option=name)
 
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
             value = getattr(self, name)

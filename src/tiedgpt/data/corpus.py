@@ -68,18 +68,22 @@ class FileCorpus:
         for place, record in self.records(f'{{"{self.text_field}": ...}}'):
             text = record.get(self.text_field)
             if not isinstance(text, str):
-                keys = ", ".join(map(repr, record)) or "nothing"
+                problem = f"must be a string, got {text!r:.40}"
+                if self.text_field not in record:
+                    problem = f"is missing; there are {', '.join(map(repr, record)) or 'none'}"
                 tuned = {"prompt", "messages", "conversations"} & record.keys()
-                advice = "; train on prompts and replies with `tiedgpt tune`" if tuned else ""
                 raise CorruptInputError(
-                    f"{place}: no string in the field {self.text_field!r}, only {keys}{advice}"
+                    f"{place}: the field {self.text_field!r} {problem}",
+                    hint="train on prompts and replies with `tiedgpt tune`" if tuned else None,
                 )
             if text.strip():
                 blank = False
                 yield Document(place, text)
         if blank:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
-            raise UserError(f"no text in {names}: every document is empty; name files with text")
+            raise UserError(
+                f"no text in {names}: every document is empty", hint="name files with text"
+            )
 
     def records(
         self, expected: str, on_bad: Callable[[CorruptInputError], None] | None = None
@@ -106,8 +110,8 @@ class FileCorpus:
             elif self.paths[path]:
                 which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
                 raise CorruptInputError(
-                    f"{name} is not text in UTF-8{which}: name text files, or their --encoding "
-                    "(often cp1252 or utf-16)"
+                    f"{name} is not text in UTF-8{which}",
+                    hint="name text files, or their --encoding (often cp1252 or utf-16)",
                 )
             elif not self._binary(data):
                 self.skipped.add(path)
@@ -151,7 +155,7 @@ class FileCorpus:
         if path not in self.streams:
             stdin = path == STDIN
             if stdin and sys.stdin is None:
-                raise UserError("standard input is closed: name a file in place of -")
+                raise UserError("standard input is closed", hint="name a file in place of -")
             self.streams[path] = sys.stdin.buffer.read() if stdin else Path(path).read_bytes()
         return io.BytesIO(self.streams[path])
 
@@ -182,7 +186,9 @@ def documents(
             first = reached.setdefault(path if path == STDIN else os.path.realpath(path), path)
             corpus.paths[first] = named or corpus.paths.get(first, False)
     if not corpus.paths:
-        raise UserError("no data was named: give a text file, a folder, a glob or - for stdin")
+        raise UserError(
+            "no data was named", hint="give a text file, a folder, a glob or - for stdin"
+        )
     return corpus
 
 
@@ -201,10 +207,11 @@ def _search(source: str) -> list[str]:
             visible = sorted(name for name in files if not name.startswith("."))
             paths += [os.path.join(directory, name) for name in visible]
     if not paths and is_folder:
-        raise UserError(f"the folder {source!r} has no text files: name one that has")
+        raise UserError(f"the folder {source!r} has no text files", hint="name one that has")
     if not paths:
         raise UserError(
-            f"no file matches {source!r}: check the name (the current folder is {os.getcwd()})"
+            f"no file matches {source!r}",
+            hint=f"check the name (the current folder is {os.getcwd()})",
         )
     return paths
 
@@ -262,7 +269,9 @@ def json_lines(
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(f"cannot read {_printable(path)}: {error.strerror or error}; check the file")
+    return UserError(
+        f"cannot read {_printable(path)}: {error.strerror or error}", hint="check the file"
+    )
 
 
 def _printable(path: str) -> str:

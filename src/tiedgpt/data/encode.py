@@ -93,7 +93,9 @@ def encode_corpus(
                     progress(done, split.characters)
         for side in SIDES:
             if not counts[side].tokens:
-                raise UserError(f"the {side} side of the split has no tokens: give more text")
+                raise UserError(
+                    f"the {side} side of the split has no tokens", hint="give more text"
+                )
         write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
     return EncodedCorpus(directory, **counts)
 

@@ -139,8 +139,8 @@ class ExampleReader:
             first = first or (place, kind)
             if kind != first[1]:
                 raise CorruptInputError(
-                    f"{place} is of the kind {kind}, and {first[0]} of the kind {first[1]}: put "
-                    "them into files of their own"
+                    f"{place} is of the kind {kind}, and {first[0]} of the kind {first[1]}",
+                    hint="put them into files of their own",
                 )
             yield place, kind, record
         if first is None:
@@ -168,8 +168,8 @@ class ExampleReader:
             return example
         if self.too_long == "error":
             raise UserError(
-                f"{place} has {len(example.ids):,} tokens, and the context {room:,}: give a longer "
-                "context, or too_long='cut'"
+                f"{place} has {len(example.ids):,} tokens, and the context {room:,}",
+                hint="give a longer context, or too_long='cut' (--too-long cut)",
             )
         cut = self.too_long == "cut" and any(example.counted[1:room])
         self._remark("cut" if cut else "dropped", place)

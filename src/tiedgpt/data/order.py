@@ -31,7 +31,8 @@ class Batches:
         if len(tokens) < n_positions + 1:
             raise UserError(
                 f"the text has {len(tokens):,} tokens, and a context of {n_positions:,} needs "
-                f"{n_positions + 1:,}: use a shorter --context or more text"
+                f"{n_positions + 1:,}",
+                hint="use a shorter --context or more text",
             )
         self.tokens = tokens
         self.batch_size = batch_size
@@ -72,7 +73,9 @@ def in_order(
     """
     _check_sizes(batch_size, n_positions)
     if len(tokens) < 2:
-        raise UserError(f"a text of {len(tokens)} tokens has nothing to predict: give more text")
+        raise UserError(
+            f"a text of {len(tokens)} tokens has nothing to predict", hint="give more text"
+        )
     n_positions = min(n_positions, len(tokens) - 1)
     n_windows = _count_windows(len(tokens), n_positions)
     count = n_windows if at_most is None else min(at_most, n_windows)

@@ -84,8 +84,8 @@ def python_documentation() -> tuple[Document, ...]:
                 documents.append(Document(f"python {kind} {name}", text))
     if not documents:
         raise UserError(
-            "this Python has no documentation of its own (no pydoc_data, no library sources); "
-            "name text files to train on instead"
+            "this Python has no documentation of its own (no pydoc_data, no library sources)",
+            hint="name text files to train on instead",
         )
     return tuple(documents)
 

@@ -60,8 +60,8 @@ class ShardWriter:
     def __post_init__(self) -> None:
         if self.vocab_size > LARGEST_VOCABULARY:
             raise UserError(
-                f"a vocabulary of {self.vocab_size:,} tokens does not fit a shard's 16 bits: "
-                f"use a tokenizer of at most {LARGEST_VOCABULARY:,}"
+                f"a vocabulary of {self.vocab_size:,} tokens does not fit a shard's 16 bits",
+                hint=f"use a tokenizer of at most {LARGEST_VOCABULARY:,}",
             )
         if not 1 <= self.tokens_per_shard < 2**31:
             raise UserError(f"tokens_per_shard must be 1 to 2**31 - 1, got {self.tokens_per_shard}")
@@ -153,8 +153,8 @@ class Shards:
         while start < stop:
             if _state(self.paths[shard]) != self._states[shard]:
                 raise CorruptInputError(
-                    f"{self.paths[shard]} changed while training: leave the file alone, or encode "
-                    "the text again and resume"
+                    f"{self.paths[shard]} changed while training",
+                    hint="leave the file alone, or encode the text again and resume",
                 )
             first = self._starts[shard]
             parts.append(self._tokens[shard][start - first : stop - first])
@@ -176,7 +176,9 @@ def _map_tokens(path: Path) -> TokenArray:
             )
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(n_tokens,))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; check the file") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}", hint="check the file"
+        ) from error
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -69,9 +69,11 @@ def plan_split(corpus: Corpus, validation: Corpus | None = None) -> Split:
         held_out = _sizes(validation)
         total = sum(n for key, n in sizes.items() if key not in held_out)
         if not total:
-            raise UserError("every training document is also validation text: name other text")
+            raise UserError(
+                "every training document is also validation text", hint="name other text"
+            )
         if not held_out:
-            raise UserError("the validation text is empty: name a file with text")
+            raise UserError("the validation text is empty", hint="name a file with text")
         total += sum(held_out.values())
         return Split(corpus, validation, frozenset(held_out), is_cut=False, characters=total)
     total, taken = sum(sizes.values()), 0
@@ -83,7 +85,8 @@ def plan_split(corpus: Corpus, validation: Corpus | None = None) -> Split:
     is_cut = taken < AT_LEAST * total
     if total < 2:
         raise UserError(
-            f"{total} characters cannot be split into training and validation: give more text"
+            f"{total} characters cannot be split into training and validation",
+            hint="give more text",
         )
     return Split(corpus, None, frozenset() if is_cut else frozenset(chosen), is_cut, total)
 

@@ -187,8 +187,8 @@ def _special_id(token: str, tokenizer: Tokenizer) -> int:
     ids = tokenizer.encode(token, allow_special=True)
     if len(ids) != 1:
         raise UserError(
-            f"the tokenizer has no special token {token}: use Tokenizer.with_special_tokens, and "
-            "tie.add_tokens for the model"
+            f"the tokenizer has no special token {token}",
+            hint="use Tokenizer.with_special_tokens, and tie.add_tokens for the model",
         )
     return ids[0]
 
@@ -235,5 +235,6 @@ def read_template(path: str | Path) -> Template | None:
         pass
     raise UserError(
         f"{path} holds a chat template that tiedgpt did not write, and foreign templates are not "
-        f"executed: name one of ours, {' or '.join(TEMPLATES)}"
+        "executed",
+        hint=f"name one of ours, {' or '.join(TEMPLATES)}",
     )

@@ -25,7 +25,7 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     raise UserError(
-        f"eval --tasks needs lm-evaluation-harness: pip install 'tiedgpt[eval]' ({error})"
+        f"eval --tasks needs lm-evaluation-harness ({error})", hint="pip install 'tiedgpt[eval]'"
     ) from None
 
 __all__ = ["HarnessModel", "simple_evaluate"]

@@ -33,8 +33,8 @@ def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
         raise CorruptInputError(f"{path} holds no results of an evaluation: {error}") from None
     if first != facts:
         raise UserError(
-            f"{path} holds results of another evaluation (model, data or options differ): name "
-            "another file, or delete it"
+            f"{path} holds results of another evaluation (model, data or options differ)",
+            hint="name another file, or delete it",
         )
     if len(whole) < len(text):
         with writing(path):

@@ -43,9 +43,13 @@ class Windows:
         context = most if context is None else context
         stride = max(1, context // 2) if stride is None else stride
         if not 2 <= context <= most:
-            raise UserError(f"context must be from 2 to the model's {most}, got {context}")
+            raise UserError(
+                f"must be from 2 to the model's {most}, got {context}", option="context"
+            )
         if not 1 <= stride <= context:
-            raise UserError(f"stride must be from 1 to the context's {context}, got {stride}")
+            raise UserError(
+                f"must be from 1 to the context's {context}, got {stride}", option="stride"
+            )
         if bos:
             beginning_of(engine)
         return cls(context, stride, bos)

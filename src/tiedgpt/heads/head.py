@@ -55,8 +55,8 @@ class Head(nn.Module):
             raise UserError(f"{name} takes a GPT, got {got}; {name}.fresh(source, ...) loads one")
         if gpt.head is not None and not self.predicts_tokens:
             raise UserError(
-                f"{type(self).__name__} has no place for the model's head over the vocabulary: set "
-                "model.head = None in a copy, or use .fresh(source)"
+                f"{type(self).__name__} has no place for the model's head over the vocabulary",
+                hint="set model.head = None in a copy, or use .fresh(source)",
             )
         self.gpt = gpt
 

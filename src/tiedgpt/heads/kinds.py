@@ -42,7 +42,9 @@ class _Classifier(Head):
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """Forward's arguments and labels -> the mean cross-entropy of labels that are not -100."""
         if len(self.labels) < 2:
-            raise UserError(f"one label ({self.labels[0]!r}) has no loss: give two or more labels")
+            raise UserError(
+                f"one label ({self.labels[0]!r}) has no loss", hint="give two or more labels"
+            )
         *inputs, labels = batch
         return (cross_entropy(self(*inputs), labels),)
 

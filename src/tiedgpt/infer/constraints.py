@@ -46,18 +46,21 @@ def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig
         from tiedgpt.infer.token_trie import token_trie
     except ImportError:
         raise UserError(
-            "regex, json_schema and grammar need llguidance: pip install 'tiedgpt[constrain]'"
+            "regex, json_schema and grammar need llguidance",
+            hint="pip install 'tiedgpt[constrain]'",
         ) from None
     end = config.eos_token_id
     if tokenizer.kind == "gpt1":
         raise UserError(
             "GPT-1's tokens do not say whether a blank follows: regex, json_schema and grammar "
-            "cannot be kept exactly with them; use a model with a byte-level BPE or characters"
+            "cannot be kept exactly with them",
+            hint="use a model with a byte-level BPE or characters",
         )
     if end is None or end >= len(tokenizer):
         raise UserError(
             "regex, json_schema and grammar need a token that ends the text, and the model has "
-            "none: give its config an eos_token_id that its tokenizer has"
+            "none",
+            hint="give its config an eos_token_id that its tokenizer has",
         )
     [(name, value)] = form.items()
     trie = token_trie(tokenizer, end, config.vocab_size)
@@ -66,11 +69,11 @@ def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name} is no text, or has what cannot be text: {error}") from None
+        raise UserError(f"is no text, or has what cannot be text: {error}", option=name) from None
     if not start.is_error():
         start.compute_bitmask()
     if start.is_error():
-        raise UserError(f"{name} cannot be met: {_reason(start)}; correct it")
+        raise UserError(f"cannot be met: {_reason(start)}", option=name, hint="correct it")
     return Matcher(start, name)
 
 
@@ -90,9 +93,9 @@ def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise UserError(f"json_schema is not JSON: {error}") from None
+            raise UserError(f"is not JSON: {error}", option="json_schema") from None
     if not isinstance(value, Mapping):
-        raise UserError(f"json_schema={value!r} is not a JSON object")
+        raise UserError(f"must be a JSON object, got {value!r}", option="json_schema")
     return LLMatcher.grammar_from_json_schema(
         dict(value),
         defaults=WHITESPACE,  # type: ignore[arg-type]
@@ -124,8 +127,8 @@ class Matcher:
         if self._machine.is_error():
             raise UserError(
                 "no token of the vocabulary goes on towards what was asked for "
-                f"({self._failure()}): allow other text, or use a vocabulary with the characters "
-                "that it needs"
+                f"({self._failure()})",
+                hint="allow other text, or use a vocabulary with the characters that it needs",
             )
         allowed = np.unpackbits(packed, bitorder="little")[: len(logits)]
         return np.where(allowed, logits, np.float32(-np.inf))
@@ -143,7 +146,7 @@ class Matcher:
         self._machine.rollback(len(self._text) - same)
         taken = self._machine.try_consume_tokens(list(text[same:]))
         if self._machine.is_error():
-            raise UserError(f"{self._name} takes too much work: {self._failure()}")
+            raise UserError(f"takes too much work: {self._failure()}", option=self._name)
         self._text = list(text[: same + taken])
         if len(self._text) < len(text):
             raise UserError(
@@ -153,7 +156,10 @@ class Matcher:
 
 
 def _reason(machine: llguidance.LLMatcher) -> str:
-    return " ".join(machine.get_error().partition("<state>")[0].split())[:400]
+    """Return what is wrong in one sentence, without the parser's picture of the place."""
+    lines = machine.get_error().partition("<state>")[0].strip().splitlines()
+    errors = [line.strip() for line in lines if line.strip().startswith("error: ")]
+    return (errors or lines)[-1 if errors else 0].removeprefix("error: ")[:400]
 
 
 def _characters(tokenizer: Tokenizer) -> list[str]:

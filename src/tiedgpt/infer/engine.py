@@ -161,7 +161,9 @@ class Engine:
         for name in ("num_beams", "best_of", "n"):
             if (getattr(config, name) or 1) > 1:
                 raise UserError(
-                    f"stream and {name}={getattr(config, name)} exclude each other: use generate"
+                    f"must be 1 to stream, got {getattr(config, name)}",
+                    option=name,
+                    hint="use generate",
                 )
         return self._submit(prompt, config, wait=True)
 
@@ -200,7 +202,9 @@ class Engine:
         each, many = one_or_many(texts)
         given = [None] * len(each) if contexts is None else one_or_many(contexts)[0]
         if len(given) != len(each):
-            raise UserError(f"contexts must be one for each text, got {len(given)} of {len(each)}")
+            raise UserError(
+                f"must be one for each text, got {len(given)} of {len(each)}", option="contexts"
+            )
         requests = []
         n_tokens = self.runner.config.vocab_size if self.tokenizer is None else len(self.tokenizer)
         for text, context in zip(each, given, strict=True):
@@ -251,8 +255,8 @@ class Engine:
         model = self.runner.config
         if config.n_slots > self.slots:
             raise UserError(
-                f"this takes {config.n_slots} slots and the engine has {self.slots}: "
-                f"Engine(..., slots={config.n_slots}), or fewer beams"
+                f"this takes {config.n_slots} slots and the engine has {self.slots}",
+                hint=f"open Engine(..., slots={config.n_slots}), or use fewer beams",
             )
         guidance = None
         if config.guided:
@@ -311,10 +315,11 @@ def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig, tak
     room = model.n_positions - taken
     if n_ids > room and config.context_end == "stop":
         slide = "" if taken or config.num_beams > 1 else (
-            ", or let the context slide with context_end='slide'"
+            ", or let the context slide: context_end='slide' (--context-end slide)"
         )  # fmt: skip
         raise UserError(
-            f"the prompt has {n_ids} tokens and the model's context {room}: shorten it{slide}"
+            f"the prompt has {n_ids} tokens and the model's context {room}",
+            hint=f"shorten it{slide}",
         )
     if n_ids > room and config.prompt_logprobs is not False:
         raise UserError(

@@ -39,8 +39,9 @@ class Guidance:
         """Raise `UserError` for a negative prompt that is empty or longer than the context."""
         if not 0 < len(self.negative) <= config.n_positions:
             raise UserError(
-                f"negative_prompt has {len(self.negative)} tokens: give 1 to {config.n_positions}, "
-                "the model's context"
+                f"has {len(self.negative)} tokens",
+                option="negative_prompt",
+                hint=f"give 1 to {config.n_positions}, the model's context",
             )
 
 

@@ -54,10 +54,13 @@ class How:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UserError(
-                f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
+                f"must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
+                option="precision",
             )
         if self.backend not in BACKENDS:
-            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+            raise UserError(
+                f"must be one of {', '.join(BACKENDS)}, got {self.backend!r}", option="backend"
+            )
         if self.backend == "torch" and self.precision in QUANTIZED:
             raise UserError(
                 f"torch does not compute {self.precision}: backend='kernels' does, on the CPU"
@@ -138,8 +141,8 @@ def _from_model(model: GPT, how: How) -> Runner:
 
     if hasattr(model, "merge_and_unload"):
         raise UserError(
-            f"{type(model).__name__} has PEFT's adapters: merge them and give the GPT inside: "
-            "Engine(model.merge_and_unload().gpt)"
+            f"{type(model).__name__} has PEFT's adapters",
+            hint="merge them and give the GPT inside: Engine(model.merge_and_unload().gpt)",
         )
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
@@ -164,7 +167,7 @@ def _from_source(
     if packed is not None and how.backend != "torch":
         if resolve is not None or config:
             named = [*config, *(["resolve"] if resolve is not None else [])]
-            raise UserError(f"{packed} says all itself: leave out {', '.join(named)}")
+            raise UserError(f"{packed} says all itself", hint=f"leave out {', '.join(named)}")
         return how.kernels(_open_packed(packed, how.precision)), ()
     import torch
 
@@ -196,8 +199,8 @@ def _open_packed(directory: Path, precision: str) -> PackedModel:
     model = open_packed(directory)
     if precision not in ("auto", model.precision):
         raise UserError(
-            f"{directory} is packed in {model.precision}, not {precision}: pack the model that it "
-            f"was made of with --precision {precision}"
+            f"{directory} is packed in {model.precision}, not {precision}",
+            hint=f"pack the model that it was made of with --precision {precision}",
         )
     return model
 

@@ -113,7 +113,7 @@ class GenerationConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 known = ", ".join(map(repr, choices))
-                raise UserError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+                raise UserError(f"must be one of {known}, got {getattr(self, name)!r}", option=name)
             self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs, 0))
@@ -130,27 +130,37 @@ class GenerationConfig:
     def _check_together(self) -> None:
         """Raise `UserError`, naming both, for options that contradict each other."""
         if self.best_of is not None and self.best_of < self.n:
-            raise UserError(f"best_of={self.best_of} must be at least n={self.n}")
+            raise UserError(
+                f"must be at least the number of texts, {self.n}, got {self.best_of}",
+                option="best_of",
+            )
+        several = "n" if self.best_of is None else "best_of"
         if self.n_samples > 1 and self.num_beams > 1:
-            raise UserError("num_beams and best_of (or n) exclude each other: choose one")
+            raise UserError("exclude each other", option=("num_beams", several), hint="choose one")
         if self.n_samples > 1 and self.greedy:
-            name = "n" if self.best_of is None else "best_of"
-            raise UserError(f"{name} and temperature=0: all texts would be the same; omit one")
+            raise UserError(
+                "0 would make the same text each time",
+                option=(several, "temperature"),
+                hint="omit one",
+            )
         for name in ("length_penalty", "early_stopping"):
             if self._given(name) and self.num_beams == 1:
-                raise UserError(f"{name} is for beam search: give num_beams above 1 as well")
+                raise UserError(
+                    "is for beam search",
+                    option=name,
+                    hint="use two beams or more (num_beams, --num-beams)",
+                )
         if self.negative_prompt is not None and not self.guided:
-            raise UserError("negative_prompt needs a guidance_scale other than 1, such as 1.5")
+            raise UserError(
+                "needs guidance by a scale other than 1, such as 1.5", option="negative_prompt"
+            )
         if len(self.form) > 1:
-            raise UserError(f"{' and '.join(self.form)} exclude each other: choose one")
+            raise UserError("exclude each other", option=tuple(self.form), hint="choose one")
         for name, excluded in _EXCLUDED.items():
             for other in excluded if self._given(name) else ():
                 value = getattr(self, other)
                 if self._given(other) and not (other == "temperature" and value == 0):
-                    raise UserError(
-                        f"{name}={getattr(self, name)!r} and {other}={value!r} exclude each other: "
-                        "omit one"
-                    )
+                    raise UserError("exclude each other", option=(name, other), hint="omit one")
 
     def _given(self, name: str) -> bool:
         """Whether an option has another value than its default."""
@@ -264,7 +274,7 @@ def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) ->
     if config is None:
         return GenerationConfig(**options)
     if not isinstance(config, GenerationConfig):
-        raise UserError(f"config must be a GenerationConfig, got {type(config).__name__}")
+        raise UserError(f"must be a GenerationConfig, got {type(config).__name__}", option="config")
     return replace(config, **options)
 
 
@@ -286,7 +296,7 @@ def _integer(name: str, value: Any, least: int) -> int | None:
     if value is None and name in _FIELDS:
         return None
     if not is_id(value) or not least <= operator.index(value) < 2**63:
-        raise UserError(f"{name} must be an integer >= {least}, got {value!r}")
+        raise UserError(f"must be an integer >= {least}, got {value!r}", option=name)
     return operator.index(value)
 
 
@@ -300,14 +310,14 @@ def _number(name: str, value: Any, low: float, high: float) -> float | None:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         bounds = [f" >= {low:g}"] * (low > -math.inf) + [f" <= {high:g}"] * (high < math.inf)
-        raise UserError(f"{name} must be a finite number{' and'.join(bounds)}, got {value!r}")
+        raise UserError(f"must be a finite number{' and'.join(bounds)}, got {value!r}", option=name)
     return number
 
 
 def _texts(name: str, texts: Any) -> tuple[str, ...]:
     texts = (texts,) if isinstance(texts, str) else texts
     if not isinstance(texts, Sequence) or not all(isinstance(t, str) and t for t in texts):
-        raise UserError(f"{name} must be a list of strings that are not empty, got {texts!r}")
+        raise UserError(f"must be a list of strings that are not empty, got {texts!r}", option=name)
     return tuple(texts)
 
 
@@ -315,34 +325,36 @@ def _ids(name: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)) or not (
         isinstance(ids, Sequence) or hasattr(ids, "__array__")
     ):
-        raise UserError(f"{name} must be a list of ids, got {ids!r}")
+        raise UserError(f"must be a list of ids, got {ids!r}", option=name)
     for token in ids:
         if not is_id(token) or token < 0:
-            raise UserError(f"{name} must be ids >= 0, got {token!r}")
+            raise UserError(f"must be ids >= 0, got {token!r}", option=name)
     return tuple(map(operator.index, ids))
 
 
 def _check_bias(bias: Any) -> None:
     if not isinstance(bias, Mapping):
-        raise UserError(f"logit_bias must be a dictionary of ids and numbers, got {bias!r}")
+        raise UserError(
+            f"must be a dictionary of ids and numbers, got {bias!r}", option="logit_bias"
+        )
     _ids("logit_bias", list(bias))
     for value in bias.values():
         if type(value) is bool or not isinstance(value, Real) or not float(value) < math.inf:
-            raise UserError(f"logit_bias must add numbers below inf, got {value!r}")
+            raise UserError(f"must add numbers below inf, got {value!r}", option="logit_bias")
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(words, str) or not isinstance(words, Sequence):
-        raise UserError(f"bad_words must be a list of texts or ids, got {words!r}")
+        raise UserError(f"must be a list of texts or ids, got {words!r}", option="bad_words")
     for word in words:
         if not isinstance(word, str):
             _ids("bad_words", word)
         if not len(word):
-            raise UserError(f"bad_words must not be empty, got {word!r}")
+            raise UserError(f"must not be empty, got {word!r}", option="bad_words")
     return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
 
 
 def _processors(processors: Any) -> tuple[Processor, ...]:
     if not isinstance(processors, Sequence) or not all(map(callable, processors)):
-        raise UserError(f"processors must be a list of functions, got {processors!r}")
+        raise UserError(f"must be a list of functions, got {processors!r}", option="processors")
     return tuple(processors)

@@ -20,8 +20,8 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError(
-                "a prompt of text needs a tokenizer, and there is none with the model: name "
-                "one (--tokenizer, or Engine(..., tokenizer=)), or give ids"
+                "a prompt of text needs a tokenizer, and there is none with the model",
+                hint="name one (--tokenizer, or Engine(..., tokenizer=)), or give ids",
             )
         ids = tokenizer.encode(prompt)
     elif not _is_list(prompt):
@@ -32,8 +32,8 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
         start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
         if start is None:
             raise UserError(
-                "the prompt is empty, and the model has no token to start from: give a text "
-                "(--prompt)"
+                "the prompt is empty, and the model has no token to start from",
+                hint="give a text (--prompt)",
             )
         ids = [start]
     if _is_list(ids[0]):
@@ -54,7 +54,7 @@ def split_context(
     if context is None:
         ids = prompt_ids(text, config, tokenizer)
         if len(ids) < 2:
-            raise UserError("a text of one token has nothing to predict: give at least two")
+            raise UserError("a text of one token has nothing to predict", hint="give at least two")
         return ids, 1
     if isinstance(text, str) and isinstance(context, str):  # a blank belongs to the next token
         begins = context.rstrip() or context

@@ -17,8 +17,8 @@ def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
     free = free_memory() if free is None else free
     known = "" if free is None else f" and {free / 1e9:.2f} GB are free"
     return NoRoomError(
-        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}: use fewer sequences at a time, or "
-        "shorter ones"
+        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}",
+        hint="use fewer sequences at a time, or shorter ones",
     )
 
 

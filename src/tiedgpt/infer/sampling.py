@@ -78,14 +78,16 @@ def for_vocabulary(
         if not isinstance(word, str):
             words.append(tuple(word))
         elif tokenizer is None:
-            raise UserError("bad_words of text need a tokenizer: give ids")
+            raise UserError("bad_words of text need a tokenizer", hint="give ids")
         else:  # most vocabularies have other tokens after a blank
             spelt = (word,) if word[0].isspace() else (word, f" {word}")
             words += [tuple(tokenizer.encode(text)) for text in spelt]
     named = {"logit_bias": config.logit_bias, "stop_ids": config.stop_ids}
     for name, ids in (named | {"bad_words": chain(*words)}).items():
         if beyond := [token for token in ids if token >= size]:
-            raise UserError(f"{name} names {beyond[0]}, no id of a vocabulary of {size} tokens")
+            raise UserError(
+                f"names {beyond[0]}, no id of a vocabulary of {size} tokens", option=name
+            )
     return replace(config, bad_words=tuple(dict.fromkeys(filter(None, words))))
 
 

@@ -96,6 +96,6 @@ def check_read(session: Session, slots: Sequence[int], ids: Sequence[Sequence[in
 def check_length(session: Session, slot: int, length: int, low: int = 0) -> None:
     """Raise `UserError` where there is no such slot, or it cannot hold that many positions."""
     if not 0 <= slot < session.slots:
-        raise UserError(f"there is no slot {slot}: there are {session.slots}")
+        raise UserError(f"there is no slot {slot}", hint=f"there are {session.slots}")
     if not low <= length <= session.capacity:
         raise UserError(f"{length} positions: a slot holds {low} to {session.capacity}")

@@ -27,7 +27,7 @@ def check_threads(threads: object) -> int:
         number = threads.__index__()
         if 1 <= number <= MOST:
             return number
-    raise UserError(f"threads must be an integer from 1 to {MOST}, got {threads!r}")
+    raise UserError(f"must be an integer from 1 to {MOST}, got {threads!r}", option="threads")
 
 
 _lock = threading.Lock()

@@ -55,7 +55,7 @@ def measure(logits: Tensor, targets: Tensor, top: int) -> dict[str, Tensor]:
     equal logits none counts as ahead of another.
     """
     if top < 1:
-        raise UserError(f"top must be at least 1, got {top}")
+        raise UserError(f"must be at least 1, got {top}", option="top")
     logprobs, known = logits.log_softmax(-1), targets >= 0
     top_ids = logits.topk(min(top, logits.shape[-1])).indices
     answers = targets.clamp(min=0)[:, None]

@@ -95,8 +95,9 @@ def _matrices(model: GPT) -> dict[str, Tensor]:
     layers = head_layers(model)
     if len(layers) != 1:
         raise UserError(
-            f"the head has {len(layers)} matrices of {tuple(model.wte.weight.shape)}: its gradient "
-            "is no one matrix's; merge adapters first"
+            f"the head has {len(layers)} matrices of {tuple(model.wte.weight.shape)}: its "
+            "gradient is no one matrix's",
+            hint="merge adapters first",
         )
     return found | {f"{name}.weight": layer.weight for name, layer in layers.items()}
 

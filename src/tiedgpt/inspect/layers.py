@@ -220,7 +220,7 @@ def ablate(
     as of `positions`. Raises `UserError` as `positions`, and for a single token.
     """
     if mode not in ("zero", "mean"):
-        raise UserError(f"mode must be zero or mean, got {mode!r}")
+        raise UserError(f"must be zero or mean, got {mode!r}", option="mode")
     subject = open_subject(model, tokenizer, text, least=2)
     gpt, ids = subject.model, subject.ids
     n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim

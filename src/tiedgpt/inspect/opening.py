@@ -47,7 +47,7 @@ class Subject:
 def index(given: int, n: int, name: str) -> int:
     """Return an index from 0 to n - 1; negative ones count from the end."""
     if not -n <= given < n:
-        raise UserError(f"{name} must be from 0 to {n - 1}, or -1 to -{n}, got {given}")
+        raise UserError(f"must be from 0 to {n - 1}, or -1 to -{n}, got {given}", option=name)
     return given % n
 
 
@@ -62,7 +62,7 @@ def open_model(
 def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
     """Return what is to be inspected, checked: `least` tokens to as many as the context holds."""
     if isinstance(text, (str, Sequence)) and not text:
-        raise UserError("the text is empty: give at least a word")
+        raise UserError("the text is empty", hint="give at least a word")
     gpt, found = open_model(model, tokenizer, needed=isinstance(text, str))
     if isinstance(text, str):
         assert found is not None
@@ -80,7 +80,8 @@ def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) ->
     if not least <= len(ids) <= context:
         raise UserError(
             f"the text must have {least} to {context:,} tokens, the model's context, got "
-            f"{len(ids):,}: give a {'shorter' if len(ids) > context else 'longer'} one"
+            f"{len(ids):,}",
+            hint=f"give a {('shorter' if len(ids) > context else 'longer')} one",
         )
     if ids.min() < 0 or ids.max() >= size:
         wrong = int(ids[(ids < 0) | (ids >= size)][0])

@@ -115,11 +115,12 @@ def vocabulary(
         and counts.min() >= 0
     ):
         raise UserError(
-            f"counts must be ({size},) numbers, each >= 0, got {counts.dtype} {counts.shape}"
+            f"must be ({size},) numbers, each >= 0, got {counts.dtype} {counts.shape}",
+            option="counts",
         )
     n = size if own_rank_rows is None else min(own_rank_rows, size)
     if n < 0:
-        raise UserError(f"own_rank_rows must be >= 0, got {n}")
+        raise UserError(f"must be >= 0, got {n}", option="own_rank_rows")
     sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
     with inference(gpt):
         matrices = [_rows(face, final_bias(gpt), counts, sample) for face in finite_faces(gpt)]
@@ -236,7 +237,9 @@ def _counted(source: str, tokenizer: Tokenizer | None, size: int) -> np.ndarray:
         ends = [*range(0, len(shards), AT_ONCE), len(shards)]
         arrays: Any = (shards.read(*between) for between in itertools.pairwise(ends))
     elif tokenizer is None:
-        raise UserError(f"counting in {source} needs a tokenizer: give it, or a folder of shards")
+        raise UserError(
+            f"counting in {source} needs a tokenizer", hint="give it, or a folder of shards"
+        )
     else:
         arrays = (tokenizer.encode_array(document.text) for document in documents([source]))
     counts = np.zeros(size, np.int64)

@@ -59,10 +59,14 @@ def neighbours(
         assert found is not None
         ids = found.encode(token)
         if len(ids) != 1:
-            raise UserError(f"token must be one token, got {len(ids)} for {token!r}: give an id")
+            raise UserError(
+                f"must be one token, got {len(ids)} for {token!r}",
+                option="token",
+                hint="give an id",
+            )
         token = ids[0]
     if top < 1:
-        raise UserError(f"top must be at least 1, got {top}")
+        raise UserError(f"must be at least 1, got {top}", option="top")
     id = index(token, gpt.config.vocab_size, "token")
     with inference(gpt):
         matrices = tuple(_nearest(face, id, top) for face in finite_faces(gpt))

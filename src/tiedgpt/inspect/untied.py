@@ -54,7 +54,7 @@ def random_head(
     draw. The model is not changed. Raises `UserError` as `positions`, and for a single token.
     """
     if not 0 < std < math.inf:
-        raise UserError(f"std must be positive and finite, got {std}")
+        raise UserError(f"must be positive and finite, got {std}", option="std")
     subject = open_subject(model, tokenizer, text, least=2)
     gpt, size, width = subject.model, subject.model.config.vocab_size, subject.model.config.n_embd
     drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std

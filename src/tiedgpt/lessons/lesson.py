@@ -174,7 +174,7 @@ def explain(
     if topic is None:
         return _overview()
     if topic not in TOPICS:
-        raise UserError(f"no topic {topic!r}: choose one of {', '.join(TOPICS)}")
+        raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
     about = TOPICS[topic]
     subject = import_module("tiedgpt.lessons.subject").open_subject(model, tokenizer, text)
     lesson = Lesson(topic, about.question, about.places, about.commands, **subject.described())

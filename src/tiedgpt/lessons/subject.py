@@ -215,7 +215,9 @@ def _typical(subject: Subject, length: int) -> Subject:
 def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
     """Return the first ids of the text; None if no text is given, and TEXT cannot be encoded."""
     if tokenizer is None and text is not None:
-        raise UserError("a text needs a tokenizer, and there is none with the model: give it")
+        raise UserError(
+            "a text needs a tokenizer, and there is none with the model", hint="give it"
+        )
     try:
         ids = tokenizer.encode(TEXT if text is None else text)[:length] if tokenizer else None
     except UserError:
@@ -224,8 +226,8 @@ def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) 
         ids = None
     if ids is not None and (len(ids) < 4 or max(ids) >= size):
         raise UserError(
-            f"the text must have 4 tokens or more, all among the model's {size:,}: give a longer "
-            "one, or the model's own tokenizer"
+            f"the text must have 4 tokens or more, all among the model's {size:,}",
+            hint="give a longer one, or the model's own tokenizer",
         )
     return None if ids is None else torch.tensor(ids)
 

@@ -23,12 +23,13 @@ MANY = 2000
 def require_figures(path: Path) -> None:
     """Raise `UserError` for a name of another format, and where matplotlib is missing."""
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{path} is no figure: name it .png, .svg or .pdf")
+        raise UserError(f"{path} is no figure", hint="name it .png, .svg or .pdf")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"figures need matplotlib, which is missing ({error}): pip install tiedgpt[plot]"
+            f"figures need matplotlib, which is missing ({error})",
+            hint="pip install 'tiedgpt[plot]'",
         ) from None
 
 

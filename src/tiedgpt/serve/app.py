@@ -129,7 +129,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     def needed() -> tiedgpt.Tokenizer:
         if tokenizer is None:
-            raise UserError("the model has no tokenizer: give ids")
+            raise UserError("the model has no tokenizer", hint="give ids")
         return tokenizer
 
     @app.post("/tokenize")

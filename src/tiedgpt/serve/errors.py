@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
-from tiedgpt.infer import ClosedError, GenerationConfig, QueueFullError
+from tiedgpt.infer import ClosedError, QueueFullError
 
 RETRY_SECONDS = 1
 """What a client is told to wait for when too many requests wait."""
@@ -21,9 +19,6 @@ OPTIONS = {
     "prompt_logprobs": "logprobs",
 }
 """Options of the engine that the API calls otherwise."""
-
-
-FIELDS = {field.name for field in fields(GenerationConfig)}
 
 
 class APIError(Exception):
@@ -64,8 +59,11 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, NoRoomError):
         return APIError(503, str(error), code="no_memory")
     if isinstance(error, TiedGPTError):
-        named = re.match(r"\w+", str(error))
-        param = named[0] if named and ("_" in named[0] or named[0] in FIELDS) else None
-        message = re.sub(r"^\w+", lambda m: OPTIONS.get(m[0], m[0]), str(error))
-        return APIError(400, message, param=OPTIONS.get(param or "", param))
+        message = error.problem(_field) + (f": {error.hint}" if error.hint else "")
+        return APIError(400, message, param=_field(error.options[0]) if error.options else None)
     return APIError(500, "the server failed; its log says more", code="internal_error")
+
+
+def _field(option: str) -> str:
+    """Return what the API calls an option of the engine."""
+    return OPTIONS.get(option, option)

@@ -106,7 +106,7 @@ class ResponseFormat(Body):
     def schema_of(self) -> dict[str, Any] | None:
         """Return the schema that is asked for."""
         if self.type == "json_schema" and self.json_schema is None:
-            raise UserError("response_format must have a json_schema")
+            raise UserError("must have a json_schema", option="response_format")
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -144,10 +144,10 @@ class Generating(Named):
         """Return the engine's options; what contradicts itself is a `UserError`."""
         asked = self.response_format.schema_of() if self.response_format is not None else None
         if asked is not None and self.json_schema is not None:
-            raise UserError("response_format and json_schema exclude each other: omit one")
+            raise UserError("response_format and json_schema exclude each other", hint="omit one")
         schema = self.json_schema if asked is None else asked
         if isinstance(schema, dict) and len(json.dumps(schema)) > MOST_FORM:
-            raise UserError(f"json_schema must have at most {MOST_FORM:,} characters")
+            raise UserError(f"must have at most {MOST_FORM:,} characters", option="json_schema")
         given = {name: getattr(self, name) for name in self.SAME}
         return GenerationConfig(**given, stop=listed(self.stop), json_schema=schema, **options)
 

@@ -20,13 +20,15 @@ from tiedgpt.serve.guards import Limits
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket; `UserError` where the address cannot be had."""
     if not 0 <= port < 1 << 16:
-        raise UserError(f"port must be from 0 to 65,535, got {port}")
+        raise UserError(f"must be from 0 to 65,535, got {port}", option="port")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=256)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} of {host} is in use: give another --port") from None
+            raise UserError(
+                f"port {port} of {host} is in use", hint="give another --port"
+            ) from None
         reason = str(error.strerror).partition(" (")[0]
         raise UserError(f"cannot listen on host={host}, port={port}: {reason}") from None
 

@@ -131,7 +131,8 @@ def tied_vs_untied(
     if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         given = " ".join(map(str, seeds))
         raise UserError(
-            f"seeds={given!r}: an interval needs two or more, all different and from 0: use 0 1 2"
+            f"seeds={given!r}: an interval needs two or more, all different and from 0",
+            hint="use 0 1 2",
         )
     if steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
@@ -159,13 +160,16 @@ def _record(out: Path, corpus: Corpus, steps: int) -> Numbers:
     if not holds_something:
         return new
     if not (out / RECORD).exists():
-        raise UserError(f"{out} is not empty and holds no study: give --out another directory")
+        raise UserError(
+            f"{out} is not empty and holds no study", hint="give --out another directory"
+        )
     record = new | read_json(out / RECORD)
     for name, value in new.items():
         if name != "runs" and record[name] != value:
             raise UserError(
                 f"{out} holds a study of another {name.replace('_', ' ')} ({record[name]}, not "
-                f"{value}): give the same text and options to resume, or another --out"
+                f"{value})",
+                hint="give the same text and options to resume, or another --out",
             )
     return record
 
@@ -189,8 +193,8 @@ def _prepare(corpus: Corpus, directory: Path, steps: int) -> Setting:
     if not enough or not setting.targets.all():
         raise UserError(
             f"the text is too small for a study: of {len(train_side):,} tokens to train on and "
-            f"{len(val_side):,} to validate on, not every decile of frequency has a target: use "
-            "more text"
+            f"{len(val_side):,} to validate on, not every decile of frequency has a target",
+            hint="use more text",
         )
     return setting
 

@@ -128,7 +128,7 @@ def train_step(model: Model, optimizer: Optimizer, batch: Batch, rate: float) ->
         loss.backward()
     if not loss.isfinite():
         raise DivergedError(
-            f"the loss became {float(loss)}: use other text, or another number of steps"
+            f"the loss became {float(loss)}", hint="use other text, or another number of steps"
         )
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()

@@ -87,7 +87,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     if vocab_size < 257:
         raise UserError(
             f"vocab_size must be at least 257, for the 256 bytes and {END_OF_TEXT}, got "
-            f"{vocab_size}; use a character vocabulary for fewer ids"
+            f"{vocab_size}",
+            hint="use a character vocabulary for fewer ids",
         )
     rust = byte_level_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -164,8 +165,9 @@ class ByteLevelBPE(Codec):
             for position, character in enumerate(text, at):
                 if not self._lost_bytes.isdisjoint(character.encode()):
                     raise UserError(
-                        f"character {character!r} at position {position} has a byte for which this "
-                        "vocabulary has no token; use a vocabulary with all 256 bytes"
+                        f"character {character!r} at position {position} has a byte for which "
+                        "this vocabulary has no token",
+                        hint="use a vocabulary with all 256 bytes",
                     )
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
         return ids

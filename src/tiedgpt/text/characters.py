@@ -70,9 +70,12 @@ class Characters(Codec):
         if ids.size and ids.min() < 0:
             first = int(np.argmin(ids))
             raise UserError(
-                f"character {text[first]!r} (U+{ord(text[first]):04X}) at position {at + first} is "
-                "not in this character vocabulary; make the vocabulary from text that has it, or "
-                "use a byte-level BPE, which takes any text"
+                f"character {text[first]!r} (U+{ord(text[first]):04X}) at position {at + first} "
+                "is not in this character vocabulary",
+                hint=(
+                    "make the vocabulary from text that has it, or use a byte-level BPE, which "
+                    "takes any text"
+                ),
             )
         return ids.astype(np.uint32)
 

@@ -78,7 +78,9 @@ def _read_whole(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the file") from error
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror})", hint="check the file"
+        ) from error
     except Exception as error:  # the library raises nothing narrower
         reason = " ".join(str(error).split())[:200]
         raise CorruptInputError(f"{file}: not a tokenizer ({reason}); {DOWNLOAD_AGAIN}") from error
@@ -92,7 +94,8 @@ def _read_pair(
     if not of_bytes and not any(token.endswith(END_OF_WORD) for token in vocabulary):
         raise UserError(
             f"{vocabulary_file}: lacks some of the 256 bytes, so it is not byte-level, and has no "
-            f"token that ends with {END_OF_WORD}, as GPT-1's; use GPT-2's or GPT-1's kind of BPE"
+            f"token that ends with {END_OF_WORD}, as GPT-1's",
+            hint="use GPT-2's or GPT-1's kind of BPE",
         )
     unknown, ending = token_of(config, "unk_token") or UNKNOWN, "" if of_bytes else END_OF_WORD
     options = {} if of_bytes else {"unk_token": unknown, "end_of_word_suffix": ending}

@@ -29,7 +29,8 @@ def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Token
     """
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise CorruptInputError(
-            f"{where}: its tokens are far longer than those of a BPE; download the file again"
+            f"{where}: its tokens are far longer than those of a BPE",
+            hint="download the file again",
         )
     merges: list[tuple[str, str]] = []
     specials: list[str] = []
@@ -46,7 +47,8 @@ def tokenizer_of_tokens(tokens: Sequence[bytes], where: str) -> tokenizers.Token
         if not SPECIAL.fullmatch(text) or text not in vocabulary:
             raise CorruptInputError(
                 f"{where}: token {id}, {token!r}, is not made of two tokens before it, as a BPE's "
-                "are; download the file again"
+                "are",
+                hint="download the file again",
             )
         specials.append(text)
     rust = byte_level_tokenizer(models.BPE(vocab=vocabulary, merges=merges))

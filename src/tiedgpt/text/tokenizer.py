@@ -48,9 +48,11 @@ class Tokenizer:
         codec = next((codec for codec in CODECS if codec.reads(rust)), None)
         if codec is None:
             raise UserError(
-                f"{where}: a tokenizer with the model {type(rust.model).__name__} is not "
-                "supported; use GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown "
-                "characters, or single characters"
+                f"{where}: a tokenizer with the model {type(rust.model).__name__} is not supported",
+                hint=(
+                    "use GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown "
+                    "characters, or single characters"
+                ),
             )
         self._codec = codec(rust)
         self.kind = self._codec.kind
@@ -178,8 +180,8 @@ class Tokenizer:
         token = self._token_bytes(id) if 0 <= id < self._size else None
         if token is None:
             raise UserError(
-                f"id {id} is outside the vocabulary of {self._size} tokens; "
-                f"use ids of this tokenizer, from 0 to {self._size - 1}"
+                f"id {id} is outside the vocabulary of {self._size} tokens",
+                hint=f"use ids of this tokenizer, from 0 to {self._size - 1}",
             )
         return token
 
@@ -258,14 +260,15 @@ def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
     if not ids or size > 2 * len(ids) + 1024 or len(set(ids)) < len(ids):
         raise CorruptInputError(
             f"{where}: {len(ids)} tokens have {len(set(ids))} different ids up to {size - 1}; it "
-            "is damaged; download it again"
+            "is damaged",
+            hint="download it again",
         )
     return size
 
 
 def _checked_texts(texts: Iterable[str]) -> Iterator[str]:
     if isinstance(texts, str):
-        raise UserError("texts is one string; give a list of texts, such as [text]")
+        raise UserError("texts is one string", hint="give a list of texts, such as [text]")
     for number, text in enumerate(texts):
         _refuse_surrogates(text, f" of text {number}")
         yield text

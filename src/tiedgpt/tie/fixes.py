@@ -88,13 +88,18 @@ def fix(
     a choice is missing, there is nothing to fix, `dest` exists, or the format is only read here.
     """
     if keep is not None and keep not in get_args(Keep):
-        raise UserError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}")
+        raise UserError(
+            f"must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}", option="keep"
+        )
     dest = Path(dest)
     checkpoint = checkpoint_of(source)
     if checkpoint.format in ("GGUF", "ONNX", "packed"):
         raise UserError(
-            f"{checkpoint.source} is {checkpoint.format}, which is audited but not written here: "
-            "fix the checkpoint that it was converted from or exported from, and convert that again"
+            f"{checkpoint.source} is {checkpoint.format}, which is audited but not written here",
+            hint=(
+                "fix the checkpoint that it was converted from or exported from, and convert "
+                "that again"
+            ),
         )
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
@@ -122,17 +127,23 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
     source, untied = checkpoint.source, checkpoint.claim is False
     if roles.unreadable:
         raise UserError(
-            f"{source}: {roles.unreadable[0].name} predicts and is not read here (quantized, or in "
-            "parts): fix the checkpoint it was made from"
+            f"{source}: {roles.unreadable[0].name} predicts and is not read here (quantized, or "
+            "in parts)",
+            hint="fix the checkpoint it was made from",
         )
     if audit.verdict == "no head":
-        raise UserError(f"{source} does not predict tokens (no head): there is no tie to fix")
+        raise UserError(
+            f"{source} does not predict tokens (no head)", hint="there is no tie to fix"
+        )
     if roles.output is not None and roles.output.name in roles.transposed:
         if lies_transposed(checkpoint, roles.matrix) is None:
             raise UserError(
                 f"{source}: {roles.matrix.name} or {roles.output.name} is transposed, and nothing "
-                "tells which is (V, D): say vocab_size and n_embd (or hidden_size), two different "
-                "numbers, in a config.json beside it"
+                "tells which is (V, D)",
+                hint=(
+                    "say vocab_size and n_embd (or hidden_size), two different numbers, in a "
+                    "config.json beside it"
+                ),
             )
     two = roles.fits and (keep == "both" or (untied and keep is None))
     if roles.pair is None or roles.shared:
@@ -157,8 +168,8 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
     matrix, source = roles.matrix, checkpoint.source
     if keep == "both":
         raise UserError(
-            f"{source} holds one matrix, {matrix.name}: there is no head to keep beside it, and "
-            "none is made up"
+            f"{source} holds one matrix, {matrix.name}",
+            hint="there is no head to keep beside it, and none is made up",
         )
     if roles.input is not None:
         return Plan({matrix.name: matrix}, {CLAIM: True}, [])
@@ -170,7 +181,8 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
                 return Plan({name: matrix}, {CLAIM: True}, [action])
     raise UserError(
         f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
-        "here: rename it yourself"
+        "here",
+        hint="rename it yourself",
     )
 
 
@@ -193,8 +205,11 @@ def _plan_tie(
     sure = comparison is not None and comparison.equal and not (extra and vocabulary is None)
     if keep is None and not sure:
         raise UserError(
-            f"{source}: {shapes} {comparison or 'could not be compared'}: choose whose numbers "
-            'stay, keep="input" or keep="output", or keep="both" to declare them untied'
+            f"{source}: {shapes} {comparison or 'could not be compared'}",
+            hint=(
+                'choose whose numbers stay, keep="input" or keep="output", or keep="both" to '
+                "declare them untied"
+            ),
         )
     missing = vocabulary is not None and reads.shape[0] < min(vocabulary, head.shape[0])
     use_head = keep == "output" or (keep is None and missing)
@@ -234,7 +249,8 @@ def _require_nothing_else(
             if n_rows in tensor.shape and name not in (head.name, roles.matrix.name):
                 raise UserError(
                     f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
-                    f"and {rows:,} are kept: cut or fill it yourself first"
+                    f"and {rows:,} are kept",
+                    hint="cut or fill it yourself first",
                 )
 
 

@@ -109,7 +109,7 @@ def guard(module: nn.Module, *, action: Literal["warn", "raise"] = "warn") -> Gu
     if not isinstance(module, nn.Module):
         raise UserError(f"a guard watches a torch.nn.Module, got {type(module).__name__}")
     if action not in ("warn", "raise"):
-        raise UserError(f"action must be one of 'warn', 'raise', got {action!r}")
+        raise UserError(f"must be one of 'warn', 'raise', got {action!r}", option="action")
     return Guard(module, action)
 
 
@@ -128,7 +128,7 @@ class Guard:
 
     def __enter__(self) -> Guard:
         if self._tracer is not None:
-            raise UserError("this guard is in use; make another")
+            raise UserError("this guard is in use", hint="make another")
         self._remember()
         frame = _user_frame(inspect.currentframe())
         self._body = (frame, frame.f_lineno if frame else 0)

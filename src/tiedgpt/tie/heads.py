@@ -57,7 +57,9 @@ def require_gpt(model: object) -> GPT:
     if isinstance(model, GPT) and type(model.wte.weight) is nn.Parameter:
         for name, part in (("wte", model.wte), ("head", model.head or nn.Identity())):
             if any("lora_" in own for own, _ in part.named_parameters()):
-                raise UserError(f"{name} has an adapter: merge it first (tiedgpt.tune.merge)")
+                raise UserError(
+                    f"{name} has an adapter", hint="merge it first (tiedgpt.tune.merge)"
+                )
         return model
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
     for name in (name for name, part in parts if isinstance(part, GPT) and part is not model):

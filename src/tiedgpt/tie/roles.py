@@ -265,4 +265,6 @@ def _ask(checkpoint: Checkpoint, role: str, why: str, candidates: list[StoredTen
     ordered = sorted(candidates, key=lambda t: (-name_rank(t.name, role), -t.count))[:8]
     listed = ", ".join(f"{printable(t.name[:80])} {t.shape}" for t in ordered) or "none"
     choice = "--input (input_name=) and --output (output_name=); one that reads and predicts, twice"
-    return UserError(f"{checkpoint.source} {why}: {listed}; name the matrices with {choice}")
+    return UserError(
+        f"{checkpoint.source} {why}: {listed}", hint=f"name the matrices with {choice}"
+    )

@@ -82,7 +82,9 @@ def tie(
     dtypes or devices differ.
     """
     if keep not in get_args(Keep):
-        raise UserError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}")
+        raise UserError(
+            f"must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}", option="keep"
+        )
     for name, part in model.named_modules():
         if isinstance(part, GPT) and part is not model:
             raise UserError(f"the GPT is {name!r} inside {type(model).__name__}: tie that one")
@@ -128,7 +130,8 @@ def untie(model: GPT) -> Report:
     if not predicts_through_wte(model):
         raise UserError(
             f"{second_names(model)[0]} is wte.weight under a second name in a head that is no "
-            "linear layer; give that module a parameter of its own"
+            "linear layer",
+            hint="give that module a parameter of its own",
         )
     before, parameters = ledger(model), dict(model.named_parameters())
     for name, unembed in unembeds(model).items():
@@ -189,7 +192,8 @@ def _two_matrices(
     if reads is None or predicts is None:
         raise UserError(
             f"{type(model).__name__} has one matrix over the vocabulary, {roles.matrix.name} "
-            f"{roles.matrix.shape}, and no second one: there is nothing to tie"
+            f"{roles.matrix.shape}, and no second one",
+            hint="there is nothing to tie",
         )
     a, b = parameters[reads.name], parameters[predicts.name]
     if a is b:

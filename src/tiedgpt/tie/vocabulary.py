@@ -96,7 +96,9 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
     model = require_gpt(model)
     for name, value, least in (("n", n, 1), ("seed", seed, -(2**63))):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise UserError(f"{name} must be a whole number of 64 bits, >= {least}; got {value!r}")
+            raise UserError(
+                f"must be a whole number of 64 bits, >= {least}; got {value!r}", option=name
+            )
     before, size = ledger(model), model.config.vocab_size
     if n == size:
         return VocabularyReport(n, n, (), before.difference(before))
@@ -115,7 +117,7 @@ def add_tokens(model: GPT, n_new: int, *, sample: Sample = None, seed: int = 0) 
     The same as `resize_vocab(model, V + n_new)`.
     """
     if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 1:
-        raise UserError(f"n_new must be a whole number above 0, got {n_new!r}")
+        raise UserError(f"must be a whole number above 0, got {n_new!r}", option="n_new")
     size = require_gpt(model).config.vocab_size
     return resize_vocab(model, size + n_new, sample=sample, seed=seed)
 
@@ -132,10 +134,12 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
     try:
         ids = [operator.index(i) for i in keep_ids]
     except TypeError:
-        raise UserError("keep_ids must be whole numbers, the ids to keep") from None
+        raise UserError("must be whole numbers, the ids to keep", option="keep_ids") from None
     wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < size]
     if wrong or not ids:
-        raise UserError(f"keep_ids must be ids from 0 to {size - 1}, each once; got {wrong[:1]}")
+        raise UserError(
+            f"must be ids from 0 to {size - 1}, each once; got {wrong[:1]}", option="keep_ids"
+        )
     own = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
     foreign = {key: id for key, id in model.foreign_config.items() if key.endswith("_token_id")}
     special = {k: v for k, v in (own | foreign).items() if type(v) is int and 0 <= v < size}
@@ -169,7 +173,8 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
         elif size in tensor.shape:
             raise UserError(
                 f"{name} {tuple(tensor.shape)} cannot follow: it is wte.weight under a second "
-                "name, or no matrix (V, D) or bias of one; resize before the head is replaced"
+                "name, or no matrix (V, D) or bias of one",
+                hint="resize before the head is replaced",
             )
     return found
 
@@ -190,8 +195,8 @@ def _grow(name: str, old: Tensor, n: int, seed: int) -> Tensor:
         return table
     if len(wrong := (~old.isfinite()).reshape(n_old, -1).any(1).nonzero()):
         raise UserError(
-            f"{name} is not finite in row {int(wrong[0])}, one of {len(wrong):,}: repair or prune "
-            "its rows before new ones are drawn"
+            f"{name} is not finite in row {int(wrong[0])}, one of {len(wrong):,}",
+            hint="repair or prune its rows before new ones are drawn",
         )
     new = old.mean(0, dtype=torch.float32)
     if old.ndim == 2:  # the difference of two random rows has twice the covariance of all rows
@@ -246,7 +251,9 @@ def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> Mass | None:
     try:
         ids = torch.as_tensor(sample, device=model.wte.weight.device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise UserError(f"sample must be rows of equally many ids (B, T): {error}") from None
+        raise UserError(
+            f"must be rows of equally many ids (B, T): {error}", option="sample"
+        ) from None
     with inference(model):
         parts = model.body(ids).flatten(0, 1).split(N_STATES)  # (N, D)
         masses = [model.logits(h).float().softmax(-1)[:, n_old:].sum(-1) for h in parts]

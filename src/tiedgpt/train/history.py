@@ -77,7 +77,7 @@ def read_history(run: Path, name: str | None = None) -> History:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         raise UserError(
-            f"{run} has no metrics.jsonl: name a run's directory (runs/...), or train first"
+            f"{run} has no metrics.jsonl", hint="name a run's directory (runs/...), or train first"
         ) from None
     return history(name or run.resolve().name, text)
 

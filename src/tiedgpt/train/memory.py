@@ -106,15 +106,16 @@ def require_lasting(
     if lasting > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
-            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}: "
-            "use a smaller model"
+            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}",
+            hint="use a smaller model",
         )
     batch = 4 * 8 * plan.batch_size * row_tokens
     if lasting + batch > room:
         raise NoRoomError(
             f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {said(batch)} beside "
             f"{said(lasting)} of weights, gradients and moments, and {world.device} has "
-            f"{said(room)} {has}: use a smaller --batch-size"
+            f"{said(room)} {has}",
+            hint="use a smaller --batch-size",
         )
 
 
@@ -146,8 +147,8 @@ def require_memory(
     raise NoRoomError(
         f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
         f"at a time, needs about {said(need)}, {said(lasting // world.holders)} of them for "
-        f"weights, gradients and moments, and {world.device} has {said(room)} {has}: use "
-        f"{', or '.join(ways)}"
+        f"weights, gradients and moments, and {world.device} has {said(room)} {has}",
+        hint=f"use {', or '.join(ways)}",
     )
 
 

@@ -100,7 +100,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
     size = int(float(found[1]) * BYTES[found[2]]) if found else 0
     if size < 1:
-        raise UserError(f"--memory {text}: give gigabytes, as 2 or 1.5, or a size, as 800MB")
+        raise UserError(
+            f"--memory must be a size, got {text!r}",
+            hint="give gigabytes, as 2 or 1.5, or a size, as 800MB",
+        )
     return size
 
 
@@ -224,14 +227,14 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
-            raise UserError(f"--task {self.task} needs examples: name a .jsonl file")
+            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
         if self.start is not None and self.fork is not None:
             raise UserError(
-                "--start begins with a model's weights, --fork with a run's weights and optimizer: "
-                "give one of them"
+                "--start begins with a model's weights, --fork with a run's weights and optimizer",
+                hint="give one of them",
             )
         if self.size not in (AUTO, *SIZES):
-            raise UserError(f"no size {self.size!r}; there are {AUTO}, {', '.join(SIZES)}")
+            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
         if sum(getattr(self, name) is not None for name in DURATIONS) > 1:
             raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
@@ -254,7 +257,9 @@ class TrainOptions:
             if (origin := self.start or self.fork) and name in FRESH_ONLY and own:
                 raise UserError(f"{flag(name)} {value} is for a fresh model: {origin} has its own")
         if self.tokenizer != "bpe" and self.vocab_size is not None:
-            raise UserError("--vocab-size is for a BPE that is trained: leave out --tokenizer")
+            raise UserError(
+                "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
+            )
         if self.schedule != "wsd" and self.cooldown != DEFAULT_COOLDOWN:
             raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:

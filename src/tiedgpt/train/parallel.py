@@ -131,7 +131,9 @@ class World:
                 "train with a larger --batch-size"
             )
         if plan.untie_at is not None and self.holders > 1:
-            raise UserError("--untie-at gives the model a matrix in mid-run: use --parallel ddp")
+            raise UserError(
+                "--untie-at gives the model a matrix in mid-run", hint="use --parallel ddp"
+            )
 
     def summing(self, part: Part) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""
@@ -330,8 +332,8 @@ def require_launch(parallel: Parallel | None) -> None:
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if launched() and 0 < gpus < here:
         raise UserError(
-            f"{here} processes and {gpus} GPUs: each needs one; give --nproc-per-node {gpus}, or "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"{here} processes and {gpus} GPUs: each needs one",
+            hint=f"give --nproc-per-node {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
 

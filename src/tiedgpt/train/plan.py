@@ -281,6 +281,6 @@ def recorded(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
         wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
         raise CorruptInputError(
             f"run.toml is damaged or of another edition (tiedgpt {wrote} wrote it, this is "
-            f"{tiedgpt.__version__}): {error}; give another --out, with --start DIRECTORY/model to "
-            "begin with its model"
+            f"{tiedgpt.__version__}): {error}",
+            hint="give another --out, with --start DIRECTORY/model to begin with its model",
         ) from None

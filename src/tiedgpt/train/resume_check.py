@@ -51,7 +51,9 @@ def check_resume(
     cannot be trained, `CheckFailedError` where a child process fails.
     """
     if "-" in options.data or options.val == "-":
-        raise UserError("standard input can be read only once: name a file for --verify-resume")
+        raise UserError(
+            "standard input can be read only once", hint="name a file for --verify-resume"
+        )
     place = next(p for p in out.absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".verify-resume-", dir=place) as name:
         unbroken, resumed = (Path(name) / which for which in ("unbroken", "resumed"))

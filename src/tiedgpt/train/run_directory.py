@@ -54,11 +54,11 @@ class RunDirectory:
         with writing(self.path):
             existed = self.path.exists()
             if existed and not self.path.is_dir():
-                raise UserError(f"{self.path} is a file; give --out a directory")
+                raise UserError(f"{self.path} is a file", hint="give --out a directory")
             a_run = self.lock.exists() or self.record.exists()
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
-                    f"{self.path} is not empty and is no run: give --out another directory"
+                    f"{self.path} is not empty and is no run", hint="give --out another directory"
                 )
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.lock.open("a+")
@@ -67,10 +67,11 @@ class RunDirectory:
                 lock.seek(0)
                 raise UserError(
                     f"{self.path} is in use: process {lock.read().strip() or 'unknown'} is "
-                    "training in it; wait for it or give another --out"
+                    "training in it",
+                    hint="wait for it or give another --out",
                 )
             if not _is_at(lock, self.lock):  # who had it has just removed it
-                raise UserError(f"{self.path} was being left by another training: try again")
+                raise UserError(f"{self.path} was being left by another training", hint="try again")
             with writing(self.lock):
                 lock.truncate(0)
                 lock.write(str(os.getpid()))
@@ -102,7 +103,8 @@ class RunDirectory:
             return
         if any(self.checkpoints.glob("step-*")):
             raise CorruptInputError(
-                f"{self.path} has checkpoints and no run.toml that says of what: give another --out"
+                f"{self.path} has checkpoints and no run.toml that says of what",
+                hint="give another --out",
             )
         for path in (self.data, self.tokenizer):
             remove(path)
@@ -140,12 +142,12 @@ class RunDirectory:
         """Return run.toml's tables; {} before the first step was planned."""
         try:
             tables = tomllib.loads(self.record.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except ValueError as error:
             raise CorruptInputError(f"{self.record} is damaged: {error}") from None
         if not tables or not all(isinstance(table, dict) for table in tables.values()):
-            raise CorruptInputError(f"{self.record} is damaged: give another --out")
+            raise CorruptInputError(f"{self.record} is damaged", hint="give another --out")
         return tables
 
     def metric_lines(self) -> list[dict[str, Any]]:

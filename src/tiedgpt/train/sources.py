@@ -61,8 +61,8 @@ class Forked:
         found = checkpoints(self.run.checkpoints)
         if not self.tables or not found:
             raise UserError(
-                f"--fork {source}: no run with a checkpoint is there; give the --out of a run, or "
-                "a model's directory to --start"
+                f"--fork {source}: no run with a checkpoint is there",
+                hint="give the --out of a run, or a model's directory to --start",
             )
         self.config, self.plan = recorded(self.tables)
         self.step = step_of(found[-1])
@@ -74,8 +74,9 @@ class Forked:
         there = self.tables.get("train_examples", {}).get("labels", [])
         if list(labels) != there:
             raise UserError(
-                f"--fork {self.run.path} scores the labels {', '.join(there) or 'of none'} and the "
-                f"examples have {', '.join(labels)}: give --start {self.run.model}"
+                f"--fork {self.run.path} scores the labels {', '.join(there) or 'of none'} and "
+                f"the examples have {', '.join(labels)}",
+                hint=f"give --start {self.run.model}",
             )
 
 
@@ -189,8 +190,8 @@ def prepare(
     if (run.data if isinstance(sources, Texts) else run.tokenizer).exists():
         if not run.tokenizer.is_dir():
             raise CorruptInputError(
-                f"{run.tokenizer} is missing: without it the run cannot resume; train in another "
-                "--out"
+                f"{run.tokenizer} is missing: without it the run cannot resume",
+                hint="train in another --out",
             )
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)
     elif isinstance(sources, ExampleSet):
@@ -278,7 +279,8 @@ def _tokenizer(
     if config is not None and len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model {config.vocab_size:,}: "
-            "they do not belong together; give --tokenizer"
+            "they do not belong together",
+            hint="give --tokenizer",
         )
     tokenizer.save_pretrained(run.tokenizer)
     if isinstance(sources, Texts):

@@ -54,7 +54,8 @@ class Pretrained:
         theirs, ours = self.gpt.state_dict(), gpt.state_dict()
         if {n: t.shape for n, t in theirs.items()} != {n: t.shape for n, t in ours.items()}:
             raise UserError(
-                f"{self.source} is another model than when this run began: give another --out"
+                f"{self.source} is another model than when this run began",
+                hint="give another --out",
             )
         gpt.load_state_dict(theirs)
         del self.gpt

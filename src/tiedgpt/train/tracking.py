@@ -42,7 +42,7 @@ def open_tracker(name: TrackerName) -> Start:
             raise ImportError("only a folder of that name is here")
     except ImportError as error:
         raise UserError(
-            f"--track {name} needs the package {name} ({error}): pip install {name}"
+            f"--track {name} needs the package {name} ({error})", hint=f"pip install {name}"
         ) from None
 
     def start(run: Path, tables: Mapping[str, Any], step: int) -> tuple[Log, Callable[[], None]]:

@@ -334,6 +334,6 @@ class Trainer:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
             advice = f", or continue from there with --fork {run.path}"
         return DivergedError(
-            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}: train "
-            f"again with a lower --lr in another --out{advice}"
+            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}",
+            hint=f"train again with a lower --lr in another --out{advice}",
         )

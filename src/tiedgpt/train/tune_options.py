@@ -62,7 +62,9 @@ class TuneOptions(TrainOptions):
         if self.lora_targets is not None and self.lora is None:
             raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
         if self.lora is not None and self.freeze is not None:
-            raise UserError("--lora freezes everything but the adapters: give it without --freeze")
+            raise UserError(
+                "--lora freezes everything but the adapters", hint="give it without --freeze"
+            )
         if self.lora is not None and self.lora < 1:
             raise UserError(f"--lora must be a rank of at least 1, got {self.lora}")
         super().__post_init__()

@@ -143,9 +143,11 @@ def lora(
     """
     gpt, alpha = gpt_of(model), 2 * rank if alpha is None else alpha
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= gpt.config.n_embd:
-        raise UserError(f"rank must be from 1 to the width {gpt.config.n_embd}, got {rank!r}")
+        raise UserError(
+            f"must be from 1 to the width {gpt.config.n_embd}, got {rank!r}", option="rank"
+        )
     if not (math.isfinite(alpha) and alpha > 0):
-        raise UserError(f"alpha must be above 0, got {alpha}")
+        raise UserError(f"must be above 0, got {alpha}", option="alpha")
     sizes = {name: Size(rank, alpha / rank) for name in _targeted(gpt, targets)}
     ids = tuple(sorted({*tokens}))
     for name in ("wte", "head") if ids else ():
@@ -170,17 +172,24 @@ def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
 def require_adaptable(gpt: GPT, sizes: Mapping[str, Size]) -> None:
     """Raise `UserError` unless the layers of these names are plain and W has one name."""
     if adapted_layers(gpt):
-        raise UserError("the model has adapters already: merge them first (tiedgpt.tune.merge)")
+        raise UserError(
+            "the model has adapters already", hint="merge them first (tiedgpt.tune.merge)"
+        )
     for name, size in sizes.items():
         layer = gpt.get_submodule(name)
         if type(layer) not in CLASSES or type(layer.weight) is not nn.Parameter:
             raise UserError(
-                f"{name} is a {type(layer).__name__}: adapters go on plain layers; put them on "
-                "before the model is wrapped, sharded, parametrized or entered in fast_training"
+                f"{name} is a {type(layer).__name__}: adapters go on plain layers",
+                hint=(
+                    "put them on before the model is wrapped, sharded, parametrized or entered "
+                    "in fast_training"
+                ),
             )
         n_rows = len(layer.weight)
         if wrong := [i for i in size.ids if type(i) is not int or not 0 <= i < n_rows]:
-            raise UserError(f"tokens must be ids from 0 to {n_rows - 1}, got {wrong[0]!r}")
+            raise UserError(
+                f"must be ids from 0 to {n_rows - 1}, got {wrong[0]!r}", option="tokens"
+            )
         if name in ("wte", "head") and (second := second_names(gpt)):
             raise UserError(
                 f"{second[0]} is wte.weight under a second name, which an adapter of {name} would "
@@ -222,8 +231,11 @@ def merge(model: Model) -> float:
             if not change <= bound:  # nan, too
                 raise CheckFailedError(
                     f"merging changed a logit by {change:.1e} of the largest, and {bound:.0e} is "
-                    f"allowed in {gpt.wte.weight.dtype}: the model is as it was; convert it to a "
-                    "wider dtype first (model.float()), or look for adapters that are not finite"
+                    f"allowed in {gpt.wte.weight.dtype}: the model is as it was",
+                    hint=(
+                        "convert it to a wider dtype first (model.float()), or look for adapters "
+                        "that are not finite"
+                    ),
                 )
         except BaseException:
             for name, layer in layers.items():
@@ -240,7 +252,7 @@ def merge(model: Model) -> float:
 def _targeted(gpt: GPT, targets: Sequence[str]) -> list[str]:
     """Return the names of the layers that the targets mean; `UserError` where one means none."""
     if isinstance(targets, str):
-        raise UserError(f"targets must be a list of names, got the string {targets!r}")
+        raise UserError(f"must be a list of names, got the string {targets!r}", option="targets")
     known = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
     whole = ["wte"] + ["head"] * isinstance(gpt.head, nn.Linear)
     found: dict[str, None] = {}

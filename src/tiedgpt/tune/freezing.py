@@ -116,8 +116,8 @@ def gpt_of(model: nn.Module) -> GPT:
     gpt = model.gpt if isinstance(model, Head) else model
     if not isinstance(gpt, GPT):
         raise UserError(
-            f"{type(model).__name__} is neither a tiedgpt.GPT nor a head of tiedgpt.heads: give "
-            "the model inside it"
+            f"{type(model).__name__} is neither a tiedgpt.GPT nor a head of tiedgpt.heads",
+            hint="give the model inside it",
         )
     return gpt
 

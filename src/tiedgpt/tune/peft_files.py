@@ -119,7 +119,9 @@ def load_adapter(
     names the field), for another base or shape, and where `resolve` must decide.
     """
     if resolve not in (None, "untie", "keep-input", "keep-output"):
-        raise UserError(f"resolve must be untie, keep-input or keep-output, got {resolve!r}")
+        raise UserError(
+            f"must be untie, keep-input or keep-output, got {resolve!r}", option="resolve"
+        )
     gpt, directory = gpt_of(model), Path(directory)
     config = read_json(directory / CONFIG)
     _require_supported(config)
@@ -174,7 +176,8 @@ def _described(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if A is not None and B is not None and ids is not None:
             raise UserError(
                 f"{name} has a low-rank pair and rows that are trained whole; PEFT takes one or "
-                "the other: merge the adapters and write the whole model (save_pretrained)"
+                "the other",
+                hint="merge the adapters and write the whole model (save_pretrained)",
             )
         if ids is not None:
             tensors[f"{theirs}.{ROWS}"] = layer.matrix()[ids]
@@ -213,8 +216,8 @@ def _require_supported(config: Mapping[str, Any]) -> None:
         allowed = NEUTRAL.get(name, (None, False, "", {}, []))
         if name not in f"{READ} {INERT}".split() and value not in allowed:
             raise UserError(
-                f"{CONFIG}: {name}={value!r} is not supported: adapters here are plain LoRA; merge "
-                "this one with PEFT and load the merged model"
+                f"{CONFIG}: {name}={value!r} is not supported: adapters here are plain LoRA",
+                hint="merge this one with PEFT and load the merged model",
             )
 
 
@@ -250,8 +253,9 @@ def _read(
                 raise UserError(f"{path} was made for another base: it holds another W")
         elif theirs.removesuffix(".weight") in names.values():
             raise UserError(
-                f"{path} holds {theirs} whole (modules_to_save, or a resized vocabulary): PEFT put "
-                "it in the place of one face of W, which unties the model; merge it with PEFT"
+                f"{path} holds {theirs} whole (modules_to_save, or a resized vocabulary): PEFT "
+                "put it in the place of one face of W, which unties the model",
+                hint="merge it with PEFT",
             )
         else:
             raise UserError(f"{path} is for another base: this model has no place for {theirs}")

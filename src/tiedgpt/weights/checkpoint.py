@@ -139,8 +139,11 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
     for name, tensor in checkpoint.tensors.items():
         if "lora_A" in name or ".lora_" in name:
             raise UserError(
-                f"{checkpoint.source} holds an adapter ({printable(name)[:80]}): merge it into its "
-                "model first, with `tiedgpt convert MODEL DEST --adapter DIRECTORY`"
+                f"{checkpoint.source} holds an adapter ({printable(name)[:80]})",
+                hint=(
+                    "merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
+                    "DIRECTORY`"
+                ),
             )
         bare = unwrapped(name) if checkpoint.format in ("safetensors", "torch", "module") else name
         if bare in tensors:

@@ -127,7 +127,8 @@ def convert(
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
-            f"{model.config.vocab_size:,}: they do not belong together; name another (--tokenizer)"
+            f"{model.config.vocab_size:,}: they do not belong together",
+            hint="name another (--tokenizer)",
         )
     target = TARGETS[to]
     is_directory = target.is_directory(path)
@@ -158,7 +159,9 @@ def convert(
 def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str:
     """Return the precision to write: the one asked for, the weights' own, or fp32."""
     if to not in TARGETS:
-        raise UserError(f"{to!r} is no format that is written here; there are {', '.join(TARGETS)}")
+        raise UserError(
+            f"{to!r} is no format that is written here", hint=f"there are {', '.join(TARGETS)}"
+        )
     target = TARGETS[to]
     if precision is None:
         own = [name for name, torch_dtype in PRECISIONS.items() if torch_dtype == dtype]
@@ -176,19 +179,25 @@ def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
-        raise UserError(f"{path} names nothing new: give DEST a name")
+        raise UserError(f"{path} names nothing new", hint="give DEST a name")
     if TARGETS[to].is_directory(path) and path.suffix in WEIGHT_SUFFIXES:
-        raise UserError(f"{to} writes a directory, and {path} has a file's suffix: leave it out")
+        raise UserError(
+            f"{to} writes a directory, and {path} has a file's suffix", hint="leave it out"
+        )
     with writing(path):
         if not path.exists():
             return
         if TARGETS[to].is_directory(path):
             if not path.is_dir() or any(path.iterdir()):
-                raise UserError(f"{path} is there already: give a directory that is new or empty")
+                raise UserError(
+                    f"{path} is there already", hint="give a directory that is new or empty"
+                )
         elif not path.is_file():
-            raise UserError(f"{path} is no file that could be replaced: give the name of a file")
+            raise UserError(
+                f"{path} is no file that could be replaced", hint="give the name of a file"
+            )
         elif not overwrite:
-            raise UserError(f"{path} is there already: give another name, or --overwrite")
+            raise UserError(f"{path} is there already", hint="give another name, or --overwrite")
 
 
 def _remove_leftovers(path: Path) -> None:

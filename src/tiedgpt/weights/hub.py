@@ -53,7 +53,7 @@ def local_directory(
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
         raise UserError(f"{name[:80]!r} is no path: {error}") from None
     if not HUB_NAME.fullmatch(name) or name.startswith((".", "-")) or len(name) > 96:
-        raise UserError(f"{name} does not exist: check the name")
+        raise UserError(f"{name} does not exist", hint="check the name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -69,7 +69,7 @@ def local_directory(
         why = f"the hub says {error.response.status_code}"
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
-    raise UserError(f"{name} is no file or directory here, and {why}: check the name")
+    raise UserError(f"{name} is no file or directory here, and {why}", hint="check the name")
 
 
 def _listing(name: str, revision: str | None) -> list[str]:
@@ -102,8 +102,8 @@ def wanted(name: str, files: Sequence[str]) -> list[str]:
         models = [file for file in weights if file.endswith(ONE_IS_ENOUGH)]
         if len(models) > 1:
             raise UserError(
-                f"{name} holds {len(models)} files of weights ({', '.join(models[:6])}): download "
-                "one of them and name it"
+                f"{name} holds {len(models)} files of weights ({', '.join(models[:6])})",
+                hint="download one of them and name it",
             )
         if weights:
             return configs + weights

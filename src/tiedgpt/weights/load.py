@@ -133,19 +133,23 @@ def choose_matrices(
     where `resolve` does not apply.
     """
     if resolve is not None and resolve not in RESOLUTIONS:
-        raise UserError(f"resolve must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}")
+        raise UserError(
+            f"must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}", option="resolve"
+        )
     both = {name: tensors.pop(name) for name in (EMBEDDING, HEAD) if name in tensors}
     for name, matrix in both.items():
         if len(matrix.shape) != 2 or not all(matrix.shape):
             raise CorruptInputError(f"{path}: {name} must be a matrix (V, D), got {matrix.shape}")
     if len(both) < 2:
         if resolve == "untie":
-            raise UserError(f'{path} holds one matrix: resolve="untie" needs two; untie it later')
+            raise UserError(
+                f'{path} holds one matrix, and "untie" needs two', hint="load it, then untie it"
+            )
         if claim is False and resolve != "tie":
             raise CorruptInputError(
                 f"{path} claims that the head is not tied, and "
-                f"{'wte.weight' if HEAD in both else 'lm_head.weight'} is missing; "
-                'resolve="tie" lets the one matrix read and predict'
+                f"{'wte.weight' if HEAD in both else 'lm_head.weight'} is missing",
+                hint='resolve="tie" (--resolve tie) lets the one matrix read and predict',
             )
         for matrix in both.values():
             tensors[EMBEDDING] = matrix
@@ -158,7 +162,7 @@ def choose_matrices(
             f"need a row for each token{'; one is transposed: `tiedgpt tie fix` turns it' * turned}"
         )
     if resolve == "tie":
-        raise UserError(f'{path} holds two matrices: choose "keep-input" or "keep-output"')
+        raise UserError(f"{path} holds two matrices", hint='choose "keep-input" or "keep-output"')
     tensors[EMBEDDING] = head if resolve == "keep-output" else embedding
     if resolve == "untie" or (claim is False and resolve is None):
         tensors[HEAD] = head
@@ -170,8 +174,8 @@ def choose_matrices(
     why = "its config claims one matrix" if claim else "nothing says that the head is untied"
     raise CorruptInputError(
         f"{path} holds two matrices, and {why}: wte.weight and lm_head.weight "
-        f"{comparison or 'cannot be compared'}; "
-        'choose resolve="untie", "keep-input" or "keep-output" (--resolve)'
+        f"{comparison or 'cannot be compared'}",
+        hint='choose resolve="untie", "keep-input" or "keep-output" (--resolve)',
     )
 
 
@@ -183,8 +187,8 @@ def _config(
         if name.startswith(OTHER_HEADS):
             raise UserError(
                 f"{path} is a classifier on a GPT (it has {printable(name)[:MAX_NAME]}), not a "
-                "language model: load it with tiedgpt.heads, such as "
-                "SequenceClassifier.from_pretrained"
+                "language model",
+                hint="load it with tiedgpt.heads, such as SequenceClassifier.from_pretrained",
             )
     fields = dict(gpt.fields)
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
@@ -206,14 +210,16 @@ def _config(
         )
     for name, value in given.items():
         if name not in FIELDS:
-            raise UserError(f"{name!r} is no field of a config; there are {', '.join(FIELDS)}")
+            raise UserError(
+                f"{name!r} is no field of a config", hint=f"there are {', '.join(FIELDS)}"
+            )
         if fields.get(name, value) != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
     fields = dict(gpt.assumed) | fields | dict(given) | {"tie_word_embeddings": HEAD not in tensors}
     if "n_head" not in fields:
         raise UserError(
-            f"{path} does not say how many heads it has, and shapes do not tell: give n_head "
-            "(--n-head)"
+            f"{path} does not say how many heads it has, and shapes do not tell",
+            hint="give n_head (--n-head)",
         )
     note = drop_foreign_ids(fields)
     try:

@@ -84,9 +84,13 @@ def _weights_in(directory: Path) -> Path:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:6])
-        raise UserError(f"{directory} holds {len(files)} files of weights ({names}): name one")
+        raise UserError(
+            f"{directory} holds {len(files)} files of weights ({names})", hint="name one"
+        )
     if (directory / "adapter_config.json").exists():
-        raise UserError(f"{directory} holds an adapter, not a model: merge it first, then look")
+        raise UserError(
+            f"{directory} holds an adapter, not a model", hint="merge it first, then look"
+        )
     raise UserError(f"{directory} has no weights: no {', '.join(WEIGHT_SUFFIXES)} or .index")
 
 
@@ -120,7 +124,9 @@ def _open_file(path: Path) -> Checkpoint:
             checkpoint: Checkpoint = module.read(path)
             return checkpoint
     if path.suffix == ".json":
-        raise UserError(f"{path} holds no weights: name the directory {path.parent} instead")
+        raise UserError(
+            f"{path} holds no weights", hint=f"name the directory {path.parent} instead"
+        )
     raise CorruptInputError(
         f"{path} is {'of no known checkpoint format' if head else 'empty'}: safetensors, "
         "torch.save, GGUF, ONNX, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files "

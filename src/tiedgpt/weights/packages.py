@@ -17,6 +17,6 @@ def require_package(name: str, purpose: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise UserError(
-            f"{purpose} needs the package {name.partition('.')[0]} ({error}): "
-            "pip install 'tiedgpt[formats]'"
+            f"{purpose} needs the package {name.partition('.')[0]} ({error})",
+            hint="pip install 'tiedgpt[formats]'",
         ) from None

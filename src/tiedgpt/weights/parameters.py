@@ -48,7 +48,9 @@ def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
         )
     if (model.head is None) != model.config.tie_word_embeddings:
         calls = "tie(model), untie(model) or replace_head(model, model.head) of tiedgpt.tie"
-        raise UserError(f"the model's head and config.tie_word_embeddings disagree: use {calls}")
+        raise UserError(
+            "the model's head and config.tie_word_embeddings disagree", hint=f"use {calls}"
+        )
     named = model.named_parameters(remove_duplicate=False)
     parameters: dict[str, Tensor] = {unwrapped(name): parameter for name, parameter in named}
     expected = shapes(model.config)
@@ -82,7 +84,7 @@ def chosen_precision(model: GPT, precision: str | None, known: Iterable[str], wh
     precision = precision or names.get(own, str(own))
     if precision not in known:
         raise UserError(
-            f"precision must be one of {', '.join(known)} for {whose}, got {precision!r}"
+            f"must be one of {', '.join(known)} for {whose}, got {precision!r}", option="precision"
         )
     return precision
 
@@ -102,8 +104,11 @@ def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> Non
     config = model.config
     if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
         raise UserError(
-            f"a head of its own cannot be written: {whose} predicts with wte; load it with "
-            'resolve="keep-input" or "keep-output" (--resolve), or tie(model), to have one matrix'
+            f"a head of its own cannot be written: {whose} predicts with wte",
+            hint=(
+                'load it with resolve="keep-input" or "keep-output" (--resolve), or tie(model), '
+                "to have one matrix"
+            ),
         )
     for name, value in fixed.items():
         own = getattr(config, name)
@@ -119,12 +124,13 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
     The exact GELU and its tanh form differ by less than 0.0005 everywhere: `approximate_gelu` lets
     a model of one be run with the other.
     """
-    own, anyway = model.config.activation_function, ""
-    if own in GELUS and computed in GELUS:
-        anyway = "; approximate_gelu writes it anyway, and its logits differ a little there"
-    if own != computed and not (approximate_gelu and anyway):
+    own = model.config.activation_function
+    alike = own in GELUS and computed in GELUS
+    if own != computed and not (approximate_gelu and alike):
+        anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
         raise UserError(
-            f"activation_function={own!r} cannot be written: {whose} computes {computed!r}{anyway}"
+            f"the model's activation {own!r} cannot be written: {whose} computes {computed!r}",
+            hint=anyway if alike else None,
         )
 
 
@@ -133,5 +139,5 @@ def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = parameter.detach().cpu()
     result = tensor.to(dtype).contiguous()
     if dtype is torch.float16 and bool((result.isinf() & ~tensor.isinf()).any()):
-        raise UserError(f"{name} has numbers beyond float16's 65,504: write bf16 or fp32")
+        raise UserError(f"{name} has numbers beyond float16's 65,504", hint="write bf16 or fp32")
     return result

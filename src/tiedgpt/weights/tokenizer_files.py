@@ -39,9 +39,12 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     found = _in_directory(path, with_gguf=True) if path.is_dir() else _in_file(path)
     if found is None:
         raise UserError(
-            f"{path} holds no tokenizer{'' if path.is_dir() else ', nor does its directory'}; "
-            f"expected {EXPECTED}, or nanoGPT's {META} (kept in its data/NAME: copy it there), or "
-            f"{TOKENS}; a model of GPT-2's vocabulary takes Tokenizer.from_pretrained('gpt2')"
+            f"{path} holds no tokenizer{('' if path.is_dir() else ', nor does its directory')}",
+            hint=(
+                f"expected {EXPECTED}, or nanoGPT's {META} (kept in its data/NAME: copy it "
+                f"there), or {TOKENS}; a model of GPT-2's vocabulary takes "
+                "Tokenizer.from_pretrained('gpt2')"
+            ),
         )
     return found
 
@@ -62,9 +65,13 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
             return open_tokenizer(os.fspath(model))
     if not isinstance(tokenizer, (Tokenizer, type(None))):
         kind = type(tokenizer).__name__
-        raise UserError(f"tokenizer must be a tiedgpt.Tokenizer or where one is, got {kind}")
+        raise UserError(
+            f"must be a tiedgpt.Tokenizer or where one is, got {kind}", option="tokenizer"
+        )
     if needed and tokenizer is None:
-        raise UserError("a model in memory has no tokenizer: give it, or ids in place of the text")
+        raise UserError(
+            "a model in memory has no tokenizer", hint="give it, or ids in place of the text"
+        )
     return tokenizer
 
 
@@ -79,7 +86,7 @@ def _in_directory(directory: Path, *, with_gguf: bool = False) -> Tokenizer | No
     files = llmcs or (sorted(directory.glob("*.gguf")) if with_gguf else [])
     if len(files) > 1:
         kind = "tokenizers of llm.c" if llmcs else "GGUF files"
-        raise UserError(f"{directory} holds {len(files)} {kind}: name one")
+        raise UserError(f"{directory} holds {len(files)} {kind}", hint="name one")
     return _in_file(files[0]) if files else None
 
 
@@ -107,4 +114,6 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(32)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror})", hint="check the file"
+        ) from error

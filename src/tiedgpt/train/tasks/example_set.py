@@ -100,7 +100,8 @@ def _split(
     train = [number for number, each in enumerate(digests) if each not in chosen]
     if not train:
         raise UserError(
-            f"of {n} different examples none is left to train on beside those held out: give more"
+            f"of {n} different examples none is left to train on beside those held out",
+            hint="give more",
         )
     if held_out is None:
         first = {each: number for number, each in reversed([*enumerate(digests)])}

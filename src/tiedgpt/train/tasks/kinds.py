@@ -146,7 +146,7 @@ class Choose(Labelled):
             if not isinstance(choice, str) or not choice.strip():
                 raise UserError(f"{choice!r} in 'choices' is no text")
         if len(choices) < 2:
-            raise UserError("one choice leaves nothing to choose: give two or more")
+            raise UserError("one choice leaves nothing to choose", hint="give two or more")
         answer = record.get("answer")
         if type(answer) is not int or not 0 <= answer < len(choices):
             raise UserError(

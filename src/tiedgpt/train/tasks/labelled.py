@@ -167,8 +167,8 @@ class Labelled(Task):
         total, left_out = len(examples), len(examples) - len(made)
         if not made:
             raise UserError(
-                f"no example {what} fits a context of {self.context} tokens: give a longer "
-                "--context"
+                f"no example {what} fits a context of {self.context} tokens",
+                hint="give a longer --context",
             )
         if left_out:
             self.notes.append(
@@ -261,7 +261,8 @@ def read_examples(
     train = [example for example in whole if example.digest not in digests]
     if not train:
         raise UserError(
-            f"{len(whole)} lines, and none is left to train on beside those held out: give more"
+            f"{len(whole)} lines, and none is left to train on beside those held out",
+            hint="give more",
         )
     return Examples(train, held_out, _label_names(train, held_out))
 
@@ -273,8 +274,8 @@ def _label_names(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
         for name in example.labels:
             if name not in seen:
                 raise UserError(
-                    f"{example.place}: no example to train on has the label {name!r}: give "
-                    "more of it, or --val"
+                    f"{example.place}: no example to train on has the label {name!r}",
+                    hint="give more of it, or --val",
                 )
     if seen and not 2 <= len(seen) <= MAX_LABELS:
         raise UserError(
@@ -294,8 +295,8 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
                 yield replace(kind.parse(record), place=place)
                 empty = False
     except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}; check the name") from None
+        raise UserError(f"cannot read {source}: {error.strerror}", hint="check the name") from None
     except UserError as wrong:
         raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
     if empty:
-        raise UserError(f"{source} has no lines: give .jsonl, each line {kind.fields}")
+        raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")

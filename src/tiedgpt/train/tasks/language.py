@@ -70,13 +70,13 @@ class LanguageModelling(Task):
         tokens = self.encoded.train.tokens
         if tokens < self.context + 1:
             raise UserError(
-                f"the training text has {tokens:,} tokens and the context is {self.context}: use "
-                f"--context below {tokens} or more text"
+                f"the training text has {tokens:,} tokens and the context is {self.context}",
+                hint=f"use --context below {tokens} or more text",
             )
         if self.encoded.val.tokens < 2:
             raise UserError(
-                f"the validation text has {self.encoded.val.tokens} tokens, too few to predict "
-                "one: use more text, or give --val"
+                f"the validation text has {self.encoded.val.tokens} tokens, too few to predict one",
+                hint="use more text, or give --val",
             )
 
     def build(self) -> GPT:
@@ -159,6 +159,7 @@ def _open_shards(directory: Path, side: str, tokens: int) -> Shards:
     if len(shards) != tokens:
         raise CorruptInputError(
             f"{directory} holds {len(shards):,} {side} tokens and {tokens:,} were written: shards "
-            "are missing or changed; train in another --out"
+            "are missing or changed",
+            hint="train in another --out",
         )
     return shards

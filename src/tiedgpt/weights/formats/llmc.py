@@ -190,7 +190,8 @@ def tokenizer(path: Path) -> Tokenizer:
         if "\ufffd" in ids or not all(SPECIAL.fullmatch(text) for text in specials):
             raise UserError(
                 f"{path}: its tokens are neither a byte-level BPE's, with all 256 bytes, nor "
-                "characters; give the tokenizer that the model was trained with"
+                "characters",
+                hint="give the tokenizer that the model was trained with",
             )
         rust = tokenizer_of_ids(ids)
         rust.add_special_tokens(specials)

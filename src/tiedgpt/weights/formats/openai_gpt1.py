@@ -140,8 +140,8 @@ def _n_tokens(checkpoint: Checkpoint, matrix: StoredTensor, n_positions: Any) ->
     if not is_whole or not 0 < n_positions <= n_rows - max(n_words, 1):
         raise UserError(
             f"{checkpoint.source}: the {n_rows:,} rows of {ONE_MATRIX} are tokens, special tokens "
-            f"and positions, and n_ctx={n_positions!r} does not say how many: write the right "
-            '{"n_ctx": ...} into hparams.json beside it'
+            f"and positions, and n_ctx={n_positions!r} does not say how many",
+            hint='write the right {"n_ctx": ...} into hparams.json beside it',
         )
     return n_rows - int(n_positions)
 

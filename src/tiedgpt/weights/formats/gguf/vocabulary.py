@@ -41,8 +41,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if (model, split) != (MODEL, SPLIT):
         raise UserError(
             f"{path} holds no tokenizer of GPT-2's kind: its model is {str(model)[:40]!r}, its "
-            f"split {str(split)[:40]!r}; {MODEL!r} and {SPLIT!r} are read: give the tokenizer "
-            "that the model was trained with"
+            f"split {str(split)[:40]!r}; {MODEL!r} and {SPLIT!r} are read",
+            hint="give the tokenizer that the model was trained with",
         )
     metadata.setdefault(KEYS + "token_type", [NORMAL] * len(metadata.get(KEYS + "tokens") or ()))
     with reading(path, "tokenizer of GGUF"):
@@ -57,8 +57,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
             raise ValueError("a token has no type of its own, is empty, or occurs twice")
         if not ids.keys() >= set(BYTE_ALPHABET):
             raise UserError(
-                f"{path}: the vocabulary lacks some of the 256 bytes, so it is not byte-level; use "
-                "a model with a byte-level BPE, as GPT-2's"
+                f"{path}: the vocabulary lacks some of the 256 bytes, so it is not byte-level",
+                hint="use a model with a byte-level BPE, as GPT-2's",
             )
         merges = [tuple(line.split(" ")) for line in lines]
         for merge in merges:
@@ -85,13 +85,14 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -
     """
     if tokenizer is None:
         raise UserError(
-            "a GGUF file holds its tokenizer, and none is given: give the one that the model was "
-            "trained with, or write another format"
+            "a GGUF file holds its tokenizer, and none is given",
+            hint="give the one that the model was trained with, or write another format",
         )
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
-            f"{config.vocab_size:,}: give the tokenizer that it was trained with"
+            f"{config.vocab_size:,}",
+            hint="give the tokenizer that it was trained with",
         )
     stored: dict[str, Any] = json.loads(tokenizer.to_json())
     model = stored["model"]
@@ -120,12 +121,14 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -
         if id is None and name == "eos_token_id":
             raise UserError(
                 "neither the model's config nor the tokenizer names an eos_token_id, and without "
-                "one llama.cpp ends texts at token 11: set it in the config"
+                "one llama.cpp ends texts at token 11",
+                hint="set it in the config",
             )
         if id is not None and types[id] == UNUSED:
             raise UserError(
                 f"the model's {name}={id} is no token of the tokenizer, which has "
-                f"{len(tokenizer):,}: give the tokenizer that it was trained with"
+                f"{len(tokenizer):,}",
+                hint="give the tokenizer that it was trained with",
             )
         if id is not None:
             writer.add_uint32(key, id)
@@ -147,5 +150,6 @@ def _refuse_unlike_gpt2(tokenizer: Tokenizer, stored: dict[str, Any]) -> None:
     if why:
         raise UserError(
             f"this tokenizer {why}: it cannot be written into GGUF, for llama.cpp runs GPT-2's "
-            "byte-level BPE alone; write another format"
+            "byte-level BPE alone",
+            hint="write another format",
         )

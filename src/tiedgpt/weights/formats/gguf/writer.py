@@ -108,7 +108,9 @@ def _encoded(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any,
         return converted(name, tensor, DTYPES[kind.name]).flatten().view(torch.uint8).numpy()
     numbers = converted(name, tensor, torch.float32)
     if not float(numbers.abs().max()) <= LARGEST_Q8_0:  # also where it is nan
-        raise UserError(f"{name} has numbers that are not finite or too large for Q8_0: write fp32")
+        raise UserError(
+            f"{name} has numbers that are not finite or too large for Q8_0", hint="write fp32"
+        )
     with np.errstate(over="ignore", divide="ignore"):
         return gguf.quants.quantize(numbers.numpy(), kind)
 

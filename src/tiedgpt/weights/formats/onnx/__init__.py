@@ -75,8 +75,9 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     source, fields = checkpoint.source, checkpoint.config.get(METADATA_KEY)
     if not isinstance(fields, dict):
         raise UserError(
-            f"{source} is ONNX that tiedgpt did not write: `tie` looks into it, and it "
-            "is not loaded as a model; load the checkpoint that it was exported from"
+            f"{source} is ONNX that tiedgpt did not write: `tie` looks into it, and it is not "
+            "loaded as a model",
+            hint="load the checkpoint that it was exported from",
         )
     if unknown := sorted(fields.keys() - GPTConfig.__dataclass_fields__.keys()):
         raise UserError(

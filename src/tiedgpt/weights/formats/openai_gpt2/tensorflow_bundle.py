@@ -118,7 +118,9 @@ def _verifying(tensor: StoredTensor, expected: int, what: str) -> Read:
         for block in tensor.blocks():
             checksum = crc32c(block.tobytes(), checksum)
         if masked(checksum) != expected:
-            raise CorruptInputError(f"{what} do not match their checksum: download the file again")
+            raise CorruptInputError(
+                f"{what} do not match their checksum", hint="download the file again"
+            )
 
     def verified_read(first: int, end: int, left: int, right: int) -> Native:
         verify()

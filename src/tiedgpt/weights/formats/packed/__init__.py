@@ -78,8 +78,8 @@ class PackedModel:
         """Raise `CorruptInputError` where the mapped file was cut short."""
         if self.mapped is not None and self.mapped.size() < len(self.mapped):
             raise CorruptInputError(
-                f"{self.path} was cut short while it was in use: pack the model again, and replace "
-                "files instead of writing into them"
+                f"{self.path} was cut short while it was in use",
+                hint="pack the model again, and replace files instead of writing into them",
             )
 
 
@@ -148,7 +148,8 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     if metadata.get("format") == FORMAT and metadata.get("version") != VERSION:
         raise UserError(
             f"{file.path} has version {str(metadata.get('version'))[:20]} of the format, version "
-            f"{VERSION} is supported: pack the model again"
+            f"{VERSION} is supported",
+            hint="pack the model again",
         )
     described = layout(config, precision) if precision in PRECISIONS else {}
     expected = {name: (TYPES[dtype], shape, 0) for name, (shape, dtype) in described.items()}
@@ -157,8 +158,8 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     if expected != {n: (e.dtype, e.shape, e.storage.start % ALIGNMENT) for n, e in entries.items()}:
         raise CorruptInputError(
             f"{file.path} does not hold the arrays that its config.json and its precision "
-            f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on: pack the "
-            "model again"
+            f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on",
+            hint="pack the model again",
         )
     with reading(file.path, "packed model"):  # it may be cut off since its header was read
         with file.path.open("rb") as opened:

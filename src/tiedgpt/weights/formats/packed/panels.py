@@ -77,7 +77,9 @@ def pack(
     `given` (rows, groups) are the scales of int4's groups, where they are known.
     """
     if precision not in PRECISIONS:
-        raise UserError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        raise UserError(
+            f"must be one of {', '.join(PRECISIONS)}, got {precision!r}", option="precision"
+        )
     rows, width = matrix.shape
     weights, scales = (np.zeros(*layout) for layout in layouts(precision, rows, width))
     for first in range(0, len(weights), CHUNK):

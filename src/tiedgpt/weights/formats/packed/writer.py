@@ -66,13 +66,13 @@ def pack_gpt(
     """
     if not is_plain(model):
         raise UserError(
-            "a model with adapters, other modules or another head than its config's is not packed: "
-            "merge the adapters, or compute it with torch"
+            "a model with adapters, other modules or another head than its config's is not packed",
+            hint="merge the adapters, or compute it with torch",
         )
     scales: dict[str, NDArray[np.float32]] = {}
     if calibration is not None:
         if precision != "int4":
-            raise UserError(f"calibration is for precision int4, got {precision}")
+            raise UserError(f"is for precision int4, got {precision}", option="calibration")
         model, scales = calibrated(model, calibration, progress)
     arrays = {
         name: np.zeros(shape, dtype)
@@ -103,7 +103,7 @@ def save_packed(
     """
     directory = Path(directory)
     if (directory / "config.json").exists() and not (directory / FILE).exists():
-        raise UserError(f"{directory} holds another model: give a directory of its own")
+        raise UserError(f"{directory} holds another model", hint="give a directory of its own")
     require_room(directory, model.nbytes)
     with replacing(directory / FILE) as temporary:
         _write_arrays(temporary, model)

@@ -133,8 +133,8 @@ def read_module(module: nn.Module) -> Checkpoint:
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     if not callable(to_dict):
         raise UserError(
-            f"{type(module).__name__} is no model of transformers: give a path, a hub name, or a "
-            f"{GPT2.architecture} or {GPT1.architecture}"
+            f"{type(module).__name__} is no model of transformers",
+            hint=f"give a path, a hub name, or a {GPT2.architecture} or {GPT1.architecture}",
         )
     tensors = {
         name: stored_tensor(name, parameter)
@@ -201,7 +201,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         name = fields["activation_function"]
         if not isinstance(name, str) or name not in known:
             raise UserError(
-                f"the activation {name!r} is not built here; there are {', '.join(known)}"
+                f"the activation {name!r} is not built here", hint=f"there are {', '.join(known)}"
             )
         fields["activation_function"] = known[name]
     if model_type.norm is not None:

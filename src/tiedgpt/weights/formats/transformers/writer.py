@@ -71,7 +71,7 @@ def write_directory(
     card_path = directory / "README.md"
     with writing(directory):
         if directory.exists() and not directory.is_dir():
-            raise UserError(f"{directory} is a file; give a directory to save the model in")
+            raise UserError(f"{directory} is a file", hint="give a directory to save the model in")
     with writing(card_path):
         edited = card_path.exists() and OUR_CARD not in card_path.read_text("utf-8", "replace")
     require_room(directory, sum(tensor.n_bytes for tensor in tensors.values()))
