@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,42 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptInputError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def read_json_lines(
+    lines: Iterable[bytes],
+    name: str,
+    expected: str,
+    on_bad: Callable[[CorruptInputError], None] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`name:number`, object) for each line of a `.jsonl` file that is not blank.
+
+    `lines` is the file, opened as bytes: a line ends at a newline and nowhere else. (`splitlines`
+    would also divide lines within a string, at U+2028.) `expected` says in messages what a line
+    should look like. `on_bad` is given the error of a bad line, which is passed over then.
+
+    Raises:
+        CorruptInputError: a line is not a JSON object of valid Unicode.
+    """
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark
+        if not line.strip():
+            continue
+        place = f"{name}:{number}"
+        try:
+            record = json.loads(line.decode())
+            if not isinstance(record, dict):
+                raise ValueError(f"got a JSON {type(record).__name__}")
+            if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
+                json.dumps(record, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            bad = CorruptInputError(f"{place}: not a JSON object ({error}); a line is {expected}")
+            if on_bad is None:
+                raise bad from None
+            on_bad(bad)
+        else:
+            yield place, record
 
 
 def write_json(path: Path, value: object) -> None:

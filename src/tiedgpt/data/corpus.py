@@ -6,7 +6,6 @@ times and holds one document in memory at a time.
 
 import glob
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json_lines
 
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
@@ -88,7 +88,7 @@ class FileCorpus:
     def records(
         self, expected: str, on_bad: Callable[[CorruptInputError], None] | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, object) for each line of `.jsonl` files, as `json_lines`.
+        """Yield (place, object) for each line of `.jsonl` files, as `read_json_lines`.
 
         A text file is one object, with its text in `text_field`. Raises as iteration does.
         """
@@ -97,7 +97,7 @@ class FileCorpus:
             try:
                 with self._open(path) as file:
                     if path.lower().endswith(".jsonl"):
-                        yield from json_lines(file, name, expected, on_bad)
+                        yield from read_json_lines(file, name, expected, on_bad)
                         continue
                     data = file.read(PEEK)
                     if not self._binary(data):
@@ -231,41 +231,6 @@ def _guessed(data: bytes) -> str | None:
 
     found = from_bytes(data[: 4 * PEEK], cp_isolation=list(ENCODINGS)).best()
     return None if found is None else found.encoding
-
-
-def json_lines(
-    file: Iterable[bytes],
-    name: str,
-    expected: str,
-    on_bad: Callable[[CorruptInputError], None] | None = None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`name:number`, object) for each line of a `.jsonl` file that is not blank.
-
-    `expected` says in messages what a line should look like. `on_bad` is given the error of a bad
-    line, which is passed over then.
-
-    Raises:
-        CorruptInputError: a line is not a JSON object of valid Unicode.
-    """
-    for number, line in enumerate(file, start=1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark
-        if not line.strip():
-            continue
-        place = f"{name}:{number}"
-        try:
-            record = json.loads(line.decode())
-            if not isinstance(record, dict):
-                raise ValueError(f"got a JSON {type(record).__name__}")
-            if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
-                json.dumps(record, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            bad = CorruptInputError(f"{place}: not a JSON object ({error}); a line is {expected}")
-            if on_bad is None:
-                raise bad from None
-            on_bad(bad)
-        else:
-            yield place, record
 
 
 def _unreadable(path: str, error: OSError) -> UserError:

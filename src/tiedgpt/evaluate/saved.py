@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import reading, writing
+from tiedgpt.files import read_json_lines, reading, writing
 
 S = TypeVar("S")
 
@@ -18,19 +19,25 @@ S = TypeVar("S")
 def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     """Return the scores that a file of `keep` holds; none where there is no file.
 
-    A last line that was cut off is dropped, in the file as well. Raises `UserError` for a file
-    with other facts, `CorruptInputError` for one that is no such file.
+    A last line that was cut off is dropped, in the file as well; it may be the first one, with the
+    facts. Raises `UserError` for a file with other facts, `CorruptInputError` for one that is no
+    such file.
     """
     with reading(path, "file of results"):
         text = path.read_bytes() if path.exists() else b""
-    if not text:
-        return []
     whole = text[: text.rfind(b"\n") + 1]
+    lines = [line for _, line in read_json_lines(io.BytesIO(whole), str(path), "a result")]
+    if not lines and not _first_line(facts).startswith(text):
+        raise CorruptInputError(
+            f"{path} holds no results of an evaluation: name another file, or delete it"
+        )
+    first, *rest = lines or [facts]
     try:
-        first, *rest = map(json.loads, whole.splitlines())
         scores = [kind(**line) for line in rest]
-    except (ValueError, TypeError) as error:
-        raise CorruptInputError(f"{path} holds no results of an evaluation: {error}") from None
+    except TypeError as error:
+        raise CorruptInputError(
+            f"{path} holds no results of this edition ({error}): name another file, or delete it"
+        ) from None
     if first != facts:
         raise UserError(
             f"{path} holds results of another evaluation (model, data or options differ)",
@@ -48,7 +55,11 @@ def keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             if not file.tell():
-                print(json.dumps(facts), file=file)
+                file.write(_first_line(facts).decode())
             for score in scores:
                 print(json.dumps(asdict(score)), file=file, flush=True)  # type: ignore[call-overload]
                 yield score
+
+
+def _first_line(facts: dict[str, Any]) -> bytes:
+    return json.dumps(facts).encode() + b"\n"

@@ -116,7 +116,7 @@ def history(name: str, text: str) -> History:
 def metric_lines(text: str) -> list[dict[str, Any]]:
     """Return the objects in the text of a metrics.jsonl, without what a crash cut off."""
     found = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and type(value.get("step")) is int:

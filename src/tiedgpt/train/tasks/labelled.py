@@ -22,9 +22,10 @@ from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.data import json_lines, permutation
+from tiedgpt.data import permutation
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
+from tiedgpt.files import read_json_lines
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.heads import inference
@@ -291,7 +292,7 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
     empty = True
     try:
         with open(source, "rb") as file:
-            for place, record in json_lines(file, source, kind.fields):
+            for place, record in read_json_lines(file, source, kind.fields):
                 yield replace(kind.parse(record), place=place)
                 empty = False
     except OSError as error:
