@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tiedgpt import GPT
+from tests.evaluate.conftest import TEXT, opinionated
+from tiedgpt import GPT, Tokenizer
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples
-from tiedgpt.evaluate.intervals import ratio_interval, share_interval
 from tiedgpt.infer import Engine
+from tiedgpt.infer.prompts import split_choices
 
 
 def continuation(directory, engine, context, text):
@@ -59,6 +60,56 @@ def test_a_long_context_is_cut_on_the_left_and_a_long_choice_is_refused(engine):
         list(score_examples(engine, [Example("the", (text * 3,))]))
 
 
+CHINESE = "\u732b\u5728\u5df4\u9ece\u7684\u57ce\u91cc" * 9
+"""Without blanks: its tokens are characters, parts and rows of them."""
+
+
+@pytest.fixture(scope="module")
+def chinese():
+    tokenizer = Tokenizer.train([CHINESE, TEXT], 300)
+    with Engine(opinionated(tokenizer), tokenizer=tokenizer) as engine:
+        yield engine
+
+
+def test_no_letter_of_a_choice_is_free_where_a_token_spans_it_and_the_context(chinese):
+    encode, spell = chinese.tokenizer.encode, chinese.tokenizer.token_bytes
+    n_spanning = 0
+    for cut in range(1, 12):
+        context = CHINESE[:cut]
+        choices = (CHINESE[cut:14], CHINESE[cut : cut + 1], CHINESE[3:6])
+        config = chinese.runner.config
+        rows, n = split_choices(choices, context, config, chinese.tokenizer)
+        n_spanning += rows[0][:n] != encode(context)
+        (score,) = score_examples(chinese, [Example(context, choices)])
+        for choice, row, logprob in zip(choices, rows, score.logprobs, strict=True):
+            assert row[:n] == rows[0][:n]
+            assert b"".join(map(spell, row[n:])).endswith(choice.encode())
+            assert row in (
+                encode(context + choice),
+                [config.eos_token_id, *encode(context + choice)],
+            )
+            expected = sum(chinese.score(row).logprobs[n - 1 :])
+            assert logprob == pytest.approx(expected, abs=1e-3)
+    assert n_spanning >= 3
+
+
+def test_choices_are_divided_as_the_harness_does_where_no_token_spans_both(chinese):
+    encode = chinese.tokenizer.encode
+    for context, choices in (("the cat", (" sat", "  on")), ("the cat  ", ("sat", "the"))):
+        rows, n = split_choices(choices, context, chinese.runner.config, chinese.tokenizer)
+        assert rows[0][:n] == encode(context.rstrip())
+        assert rows == [encode(context + choice) for choice in choices]
+
+
+def test_an_example_that_cannot_be_scored_is_named_before_any_is(engine, tmp_path, monkeypatch):
+    long = engine.tokenizer.decode([3] * 60)
+    lines = [{"context": "the", "completion": text} for text in (" cat", long)]
+    examples = read_examples(write(tmp_path / "a.jsonl", lines))
+    monkeypatch.setattr(engine, "score", None)
+    with pytest.raises(UserError, match=r"a\.jsonl:2: a choice has \d+ tokens"):
+        next(score_examples(engine, examples))
+
+
 def test_an_empty_context_is_the_token_that_texts_begin_with(directory, engine):
     config = engine.runner.config
     (score,) = score_examples(engine, [Example("", ("the cat",))])
@@ -93,9 +144,9 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([CHOICES, {"text": "t"}], "line 2: a text after a multiple choice"),
-        ([CHOICES, CHOICES | {"answer": 2}], "line 2: `answer` must be from 0 to 1, got 2"),
-        ([{"context": "c", "choices": ["a", "b"]}], "line 1: needs `answer`, the index of"),
+        ([CHOICES, {"text": "t"}], r"a\.jsonl:2: a text after a multiple choice"),
+        ([CHOICES, CHOICES | {"answer": 2}], r"a\.jsonl:2: `answer` must be from 0 to 1, got 2"),
+        ([{"context": "c", "choices": ["a", "b"]}], r"a\.jsonl:1: needs `answer`, the index of"),
         ([CHOICES | {"answer": True}], "`answer` must be"),
         ([CHOICES | {"choices": ["a"]}], "at least two"),
         ([CHOICES | {"choices": ["a", ""]}], "not empty"),
@@ -103,7 +154,7 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
         ([{"context": "c", "completion": ""}], "`completion` must be a text"),
         ([{"context": "c"}], "needs `completion`, or `choices`"),
         ([{"answer": 1}], "no `text`"),
-        ([[1]], "not an object"),
+        ([[1]], "got a JSON list"),
         ([], "no example"),
     ],
 )
@@ -115,25 +166,17 @@ def test_bad_lines_are_named(tmp_path, lines, said):
 def test_lines_that_are_no_json_are_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "t"}\n{"text": \n')
-    with pytest.raises(CorruptInputError, match="line 2"):
+    with pytest.raises(CorruptInputError, match=r"a\.jsonl:2: "):
         read_examples(path)
-    path.write_bytes(b"\xff\n")
-    with pytest.raises(CorruptInputError, match="no UTF-8 text"):
-        read_examples(path)
+    for line in (b'{"text": "\xff"}', rb'{"text": "\ud83d"}', b'{"text": "\xed\xa0\xbd"}'):
+        path.write_bytes(b'{"text": "t"}\n\n' + line)
+        with pytest.raises(CorruptInputError, match=r"a\.jsonl:3: "):
+            read_examples(path)
 
 
-def test_intervals_cover_what_they_say():
-    generator = torch.Generator().manual_seed(0)
-    shares, ratios = 0, 0
-    for _ in range(400):
-        right = int((torch.rand(60, generator=generator) < 0.8).sum())
-        low, high = share_interval(right, 60)
-        shares += low <= 0.8 <= high
-        counts = torch.randint(1, 50, (40,), generator=generator).double()
-        totals = counts * (2 + torch.randn(40, generator=generator, dtype=torch.float64))
-        low, high = ratio_interval(totals.tolist(), counts.tolist())
-        ratios += low <= 2 <= high
-    assert shares / 400 == pytest.approx(0.95, abs=0.03)
-    assert ratios / 400 == pytest.approx(0.93, abs=0.04)
-    assert share_interval(0, 10)[0] == 0
-    assert share_interval(10, 10)[1] == pytest.approx(1)
+def test_only_a_newline_ends_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    text = "one\u2028two\u2029three\u0085four\x0bfive\x0csix\x1cseven"
+    lines = [json.dumps({"text": text}, ensure_ascii=False)] * 2
+    path.write_bytes("\r\n".join(lines).encode())
+    assert read_examples(path) == [text, text]

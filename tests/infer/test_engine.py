@@ -211,7 +211,7 @@ def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
         Engine(small, tokenizer=tokenizer)
     with pytest.raises(UserError, match="needs a tokenizer"):
         Engine(small).generate("text")
-    with pytest.raises(UserError, match="no token to start from"):
+    with pytest.raises(UserError, match="no token that texts begin with"):
         Engine(small).generate([[]])
     with pytest.raises(UserError, match="precision"):
         Engine(small, "int3")

@@ -85,7 +85,7 @@ def _evaluate(given: Arguments) -> None:
     from tiedgpt.evaluate import examples, texts
 
     data: list[Any] = []
-    if given.data is not None and given.data.endswith(".jsonl"):
+    if given.data is not None and given.data.lower().endswith(".jsonl"):
         data = examples.read_examples(Path(given.data))[: given.limit]
     elif given.data is not None:
         if given.limit is not None:
@@ -190,6 +190,7 @@ def _of_texts(result: TextScore) -> dict[str, str]:
         "nats a token": f"{result.nats:.4f}{ranges[1]}",
         "bits per byte": f"{result.bits_per_byte:.4f}",
         "measured on": f"{result.tokens:,} tokens in {n:,} window{'s' * (n != 1)}",
+        "interval": f"{'none: ' * math.isnan(low)}{result.groups.basis}",
         "windows": f"context {windows.context}, stride {windows.stride}, {first}",
     }
 

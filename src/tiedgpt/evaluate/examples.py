@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
-from tiedgpt.evaluate.texts import beginning_of, require_tokenizer
-from tiedgpt.files import reading
+from tiedgpt.evaluate.texts import require_tokenizer
+from tiedgpt.files import read_json_lines, reading
 from tiedgpt.infer import Engine
-from tiedgpt.infer.prompts import split_context
+from tiedgpt.infer.prompts import split_choices
 
 CONTEXTS = ("context", "prompt", "question")
+EXPECTED = (
+    '{"context": .., "choices": .., "answer": ..}, {"context": .., "completion": ..} or '
+    '{"text": ..}'
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Example:
     choices: tuple[str, ...]
     """One, if it is a cloze."""
     answer: int = 0
+    place: str = field(default="", compare=False, repr=False)
+    """Where it comes from, for messages: `path:line`."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +113,19 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     or {"text": ..}; `prompt` and `question` are other names of `context`. All lines are of one
     kind; an empty line is skipped. Raises `CorruptInputError` with the line's number.
     """
-    found = list[Example | str]()
-    with reading(path, "UTF-8 text"):
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_example(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            raise CorruptInputError(f"{path}, line {number}: {error}") from None
-        if _kind(found[-1]) != _kind(found[0]):
-            raise CorruptInputError(
-                f"{path}, line {number}: {_kind(found[-1])} after {_kind(found[0])}: a file holds "
-                "one kind"
-            )
-    if not found:
+    examples = list[Example | str]()
+    with reading(path, "file of examples"), path.open("rb") as file:
+        for place, record in read_json_lines(file, str(path), EXPECTED):
+            try:
+                examples.append(_example(record, place))
+            except ValueError as error:
+                raise CorruptInputError(f"{place}: {error}") from None
+            kind, first = _kind(examples[-1]), _kind(examples[0])
+            if kind != first:
+                raise CorruptInputError(f"{place}: {kind} after {first}: a file holds one kind")
+    if not examples:
         raise CorruptInputError(f"{path} holds no example")
-    return found  # type: ignore[return-value]
+    return examples  # type: ignore[return-value]
 
 
 def _kind(example: Example | str) -> str:
@@ -135,17 +134,15 @@ def _kind(example: Example | str) -> str:
     return "a completion" if len(example.choices) == 1 else "a multiple choice"
 
 
-def _example(fields: Any) -> Example | str:
+def _example(fields: dict[str, Any], place: str) -> Example | str:
     """Return what a line says; raise ValueError."""
-    if not isinstance(fields, dict):
-        raise ValueError("not an object of fields")
     if "text" in fields:
         return _text(fields, "text")
     context = next((_text(fields, name) for name in CONTEXTS if name in fields), None)
     if context is None:
         raise ValueError("no `text`, `context`, `prompt` or `question`")
     if "completion" in fields:
-        return Example(context, (_text(fields, "completion"),))
+        return Example(context, (_text(fields, "completion"),), place=place)
     choices, answer = fields.get("choices"), fields.get("answer")
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError("needs `completion`, or `choices`, a list of at least two texts")
@@ -155,7 +152,7 @@ def _example(fields: Any) -> Example | str:
         raise ValueError("needs `answer`, the index of the right choice")
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"`answer` must be from 0 to {len(choices) - 1}, got {answer!r}")
-    return Example(context, tuple(choices), answer)
+    return Example(context, tuple(choices), answer, place)
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
@@ -168,37 +165,51 @@ def _text(fields: dict[str, Any], name: str) -> str:
 def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[ExampleScore]:
     """Yield how likely each example's choices are, some examples at a time.
 
-    A context that the choices share is read once. Where context and choice are longer than the
+    All examples are encoded before the first is scored, and `UserError` names the one that cannot
+    be. A context that the choices share is read once. Where context and choice are longer than the
     model's context by more than a token, the context's beginning is left out.
     """
-    tokenizer = require_tokenizer(engine)
-    some, longest = iter(examples), engine.runner.config.n_positions + 1
-    while group := list(islice(some, 2 * engine.slots)):
-        if not all(example.context for example in group):
-            beginning_of(engine)  # which an empty context is
-        pairs = [
-            split_context(choice, example.context, engine.runner.config, tokenizer)
-            for example in group
-            for choice in example.choices
-        ]
-        for ids, n_context in pairs:
-            if len(ids) - n_context >= longest:
-                raise UserError(
-                    f"a choice has {len(ids) - n_context} tokens, the model's context {longest - 1}"
-                )
+    encoded = [_encode(engine, example) for example in examples]
+    longest = engine.runner.config.n_positions + 1
+    for first in range(0, len(encoded), 2 * engine.slots):
+        group = encoded[first : first + 2 * engine.slots]
+        pairs = [(ids, each.n_context) for each in group for ids in each.rows]
         scored = iter(
             engine.score(
                 [ids[n:] for ids, n in pairs],
                 [ids[max(0, len(ids) - longest) : n] for ids, n in pairs],
             )
         )
-        lengths = iter(len(ids) for ids, _ in pairs)
-        for example in group:
-            its = [next(scored) for _ in example.choices]
+        for each in group:
+            its = [next(scored) for _ in each.rows]
             yield ExampleScore(
-                [each.total for each in its],
-                [len(choice) for choice in example.choices],
-                [each.is_greedy for each in its],
-                example.answer,
-                max(next(lengths) for _ in its) > longest,
+                [choice.total for choice in its],
+                [len(choice) for choice in each.example.choices],
+                [choice.is_greedy for choice in its],
+                each.example.answer,
+                max(map(len, each.rows)) > longest,
             )
+
+
+class EncodedExample(NamedTuple):
+    """An example as ids: context and choice in one row, for each choice."""
+
+    example: Example
+    rows: list[list[int]]
+    n_context: int
+    """The ids that each row begins with, which are read and not scored."""
+
+
+def _encode(engine: Engine, example: Example) -> EncodedExample:
+    """Return an example's ids; `UserError` names the place of one that cannot be scored."""
+    config, tokenizer = engine.runner.config, require_tokenizer(engine)
+    try:
+        rows, n_context = split_choices(example.choices, example.context, config, tokenizer)
+        longest = max(map(len, rows)) - n_context
+        if longest > config.n_positions:
+            raise UserError(
+                f"a choice has {longest} tokens, the model's context {config.n_positions}"
+            )
+    except UserError as error:
+        raise UserError(f"{example.place}: {error}" if example.place else str(error)) from None
+    return EncodedExample(example, rows, n_context)

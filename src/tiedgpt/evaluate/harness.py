@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tiedgpt.errors import UserError
-from tiedgpt.evaluate.texts import beginning_of, require_tokenizer
+from tiedgpt.evaluate.texts import require_tokenizer
 from tiedgpt.infer import Engine
+from tiedgpt.infer.prompts import start_id
 
 try:
     from lm_eval import simple_evaluate
@@ -55,7 +56,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @property
     def prefix_token_id(self) -> int:
         """The id that stands before a text without a context."""
-        return beginning_of(self.engine)
+        return start_id(self.engine.runner.config)
 
     @property
     def tokenizer_name(self) -> str:

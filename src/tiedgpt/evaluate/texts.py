@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, ratio_interval
 from tiedgpt.infer import Engine
+from tiedgpt.infer.prompts import start_id
 from tiedgpt.text import Tokenizer
+
+LEAST_DOCUMENTS = 3
+"""From two, Student's t would say nothing: 12.7 standard errors to either side."""
+STRETCHES = 5
+"""Few and long, as neighbours must hardly depend on each other (the method of batch means)."""
+CONTEXTS_A_STRETCH, TOKENS_A_STRETCH = 12, 1024
+"""The least length of one, in contexts and in tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Windows:
                 f"must be from 1 to the context's {context}, got {stride}", option="stride"
             )
         if bos:
-            beginning_of(engine)
+            start_id(engine.runner.config)
         return cls(context, stride, bos)
 
     def cut(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -75,6 +86,17 @@ class WindowScore:
     tokens: int
     n_bytes: int
     """UTF-8 bytes of the text that the scored tokens stand for."""
+    document: int
+    """The number of the text, from 0."""
+
+
+class Groups(NamedTuple):
+    """Parts of what was scored that are taken as independent samples; none if they are too few."""
+
+    nats: Sequence[float]
+    tokens: Sequence[float]
+    basis: str
+    """What the groups are, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +116,32 @@ class TextScore:
         """Mean cross-entropy a token."""
         return math.fsum(score.nats for score in self.scores) / self.tokens
 
+    @cached_property
+    def groups(self) -> Groups:
+        """The documents; of one long text, stretches that hardly depend on each other."""
+        numbers = np.array([score.document for score in self.scores])
+        n, tokens = len(np.unique(numbers)), np.array([score.tokens for score in self.scores])
+        least = max(CONTEXTS_A_STRETCH * self.windows.context, TOKENS_A_STRETCH)
+        if n > 1:
+            basis = f"{n:,} documents"
+            if n < LEAST_DOCUMENTS:
+                return Groups((), (), f"{basis}: an interval needs {LEAST_DOCUMENTS}")
+        elif self.tokens < STRETCHES * least:
+            needed = f"an interval needs {STRETCHES * least:,}, or {LEAST_DOCUMENTS} documents"
+            return Groups((), (), f"one text of {self.tokens:,} tokens: {needed}")
+        else:
+            numbers = STRETCHES * (np.cumsum(tokens) - tokens) // self.tokens
+            each = self.tokens // STRETCHES
+            basis = f"{STRETCHES} stretches of one text, {each:,} tokens each"
+        _, places = np.unique(numbers, return_inverse=True)
+        nats = np.bincount(places, [score.nats for score in self.scores])
+        return Groups(nats.tolist(), np.bincount(places, tokens).tolist(), basis)
+
     @property
     def interval(self) -> Interval:
-        """95 % interval of `nats`, with windows as independent samples; nan of a single one."""
-        return ratio_interval([s.nats for s in self.scores], [s.tokens for s in self.scores])
+        """95 % interval of `nats` over `groups`; nan where there are too few of them."""
+        low, high = ratio_interval(self.groups.nats, self.groups.tokens)
+        return (low if math.isnan(low) else max(0.0, low)), high
 
     @property
     def perplexity(self) -> float:
@@ -120,6 +164,7 @@ class TextScore:
             "perplexity_interval": interval and [math.exp(nats) for nats in interval],
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
+            "interval_basis": self.groups.basis,
             "windows": len(self.scores),
             **asdict(self.windows),
         }
@@ -147,14 +192,20 @@ def score_windows(
     """Yield the score of each window of each text, but for the first `skip`."""
     tokenizer = require_tokenizer(engine)
     encode, byte_lengths = tokenizer.encode, tokenizer.byte_lengths()
-    beginning = [beginning_of(engine)] if windows.bos else []
-    every = (window for text in texts for window in windows.cut([*beginning, *encode(text)]))
+    beginning = [start_id(engine.runner.config)] if windows.bos else []
+    every = (
+        (number, *window)
+        for number, text in enumerate(texts)
+        for window in windows.cut([*beginning, *encode(text)])
+    )
     some, found = islice(every, skip, None), skip > 0
     while group := list(islice(some, 2 * engine.slots)):
-        contexts, targets = zip(*group, strict=True)
-        for scored, ids in zip(engine.score(targets, contexts), targets, strict=True):
+        numbers, contexts, targets = zip(*group, strict=True)
+        scored = engine.score(targets, contexts)
+        for number, ids, each in zip(numbers, targets, scored, strict=True):
             found = True
-            yield WindowScore(-scored.total, len(ids), int(byte_lengths[ids].sum()))
+            n_bytes = int(byte_lengths[ids].sum())
+            yield WindowScore(-each.total, len(ids), n_bytes, number)
     if not found:
         raise UserError("the text is too short: it has no token that is predicted")
 
@@ -164,12 +215,3 @@ def require_tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise UserError("a text needs a tokenizer, and there is none with the model (--tokenizer)")
     return engine.tokenizer
-
-
-def beginning_of(engine: Engine) -> int:
-    """Return the id that texts begin with; raise `UserError` where the model has none."""
-    config = engine.runner.config
-    beginning = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
-    if beginning is None:
-        raise UserError("the model has no token that texts begin with")
-    return beginning

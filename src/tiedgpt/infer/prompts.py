@@ -11,6 +11,8 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer.options import Prompt, is_id
 from tiedgpt.text import Tokenizer
 
+NOTHING_TO_SCORE = "a text to score must have a token after its context"
+
 
 def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's ids, checked against the vocabulary.
@@ -29,13 +31,7 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
     else:
         ids = [operator.index(token) if is_id(token) else token for token in prompt]
     if not ids:
-        start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-        if start is None:
-            raise UserError(
-                "the prompt is empty, and the model has no token to start from",
-                hint="give a text (--prompt)",
-            )
-        ids = [start]
+        ids = [start_id(config)]
     if _is_list(ids[0]):
         raise UserError("a prompt must be text or ids, got a list of prompts, which generate takes")
     for token in ids:
@@ -44,29 +40,69 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
     return ids
 
 
+def start_id(config: GPTConfig) -> int:
+    """Return the token that texts begin with; raise `UserError` where the model has none."""
+    start = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
+    if start is None:
+        raise UserError(
+            "the prompt is empty, and the model has no token that texts begin with",
+            hint="give a text (--prompt)",
+        )
+    return start
+
+
 def split_context(
     text: Prompt, context: Prompt | None, config: GPTConfig, tokenizer: Tokenizer | None
 ) -> tuple[list[int], int]:
     """Return the ids of a text after its context, and how many of them are given.
 
-    Without a context the first id is given. Texts are encoded as one, as they would be read.
+    Without a context the first id is given. Two texts are divided as `split_choices` does.
     """
     if context is None:
         ids = prompt_ids(text, config, tokenizer)
         if len(ids) < 2:
             raise UserError("a text of one token has nothing to predict", hint="give at least two")
         return ids, 1
-    if isinstance(text, str) and isinstance(context, str):  # a blank belongs to the next token
-        begins = context.rstrip() or context
-        context, text = begins, context[len(begins) :] + text
+    if isinstance(text, str) and isinstance(context, str):
+        (ids,), n_context = split_choices([text], context, config, tokenizer)
+        return ids, n_context
     given = prompt_ids(context, config, tokenizer)
-    if isinstance(text, str) and isinstance(context, str) and context:
-        ids = prompt_ids(context + text, config, tokenizer)
+    if not len(text):
+        raise UserError(NOTHING_TO_SCORE)
+    return [*given, *prompt_ids(text, config, tokenizer)], len(given)
+
+
+def split_choices(
+    choices: Sequence[str], context: str, config: GPTConfig, tokenizer: Tokenizer | None
+) -> tuple[list[list[int]], int]:
+    """Return the ids of the context with each choice, and how many ids are the context's.
+
+    Blanks at the end of the context belong to the choices. Context and choice are encoded as one
+    text, as they would be read; the given ids are those with which the context alone and each of
+    these texts begin. So a token that spans context and choice is scored, and all choices follow
+    the same ids. A context that is empty, or part of such a token, is the token that texts begin
+    with.
+    """
+    if not all(choices):
+        raise UserError(NOTHING_TO_SCORE)
+    begins = context.rstrip() or context
+    rows = [prompt_ids(context + choice, config, tokenizer) for choice in choices]
+    given = prompt_ids(begins, config, tokenizer)
+    if begins:
+        n_context = min(_common_length(given, row) for row in rows)
+        if n_context == 0:
+            rows, n_context = [[start_id(config), *row] for row in rows], 1
     else:
-        ids = [*given, *prompt_ids(text, config, tokenizer)]
-    if not len(text) or len(ids) <= len(given):
-        raise UserError("a text to score must have a token after its context")
-    return ids, len(given)
+        rows, n_context = [given + row for row in rows], len(given)
+    if min(map(len, rows)) <= n_context:
+        raise UserError(NOTHING_TO_SCORE)
+    return rows, n_context
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two sequences have in common from the start."""
+    differ = (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 def one_or_many(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

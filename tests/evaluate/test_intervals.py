@@ -1,0 +1,86 @@
+"""95 % intervals hold the truth in 95 of 100 samples, or there is none."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tiedgpt.evaluate.intervals import share_interval
+from tiedgpt.evaluate.texts import TextScore, Windows, WindowScore
+
+TRUTH = 3.0
+"""Nats a token of all texts that could be drawn."""
+
+
+def documents(generator, n, length_spread):
+    """Scores of documents that differ in length and in what a token costs."""
+    lengths = np.maximum(5, np.exp(generator.normal(5, length_spread, n))).astype(int)
+    means = TRUTH + generator.normal(0, 0.5, n) + generator.normal(0, 2, n) / np.sqrt(lengths)
+    scores = []
+    for number, (length, mean) in enumerate(zip(lengths, means, strict=True)):
+        halves = [length // 2, length - length // 2]  # windows of a document are alike
+        scores += [WindowScore(mean * tokens, int(tokens), 1, number) for tokens in halves]
+    return TextScore(Windows(128, 128, False), scores)
+
+
+def one_text(generator, n, correlation, stride):
+    """Scores of the windows of one text, each correlated with the one before."""
+    noise, values = generator.normal(size=n) * math.sqrt(1 - correlation**2), [0.0] * n
+    values[0] = generator.normal()
+    for at in range(1, n):
+        values[at] = correlation * values[at - 1] + noise[at]
+    scores = [WindowScore((TRUTH + value / 2) * stride, stride, 1, 0) for value in values]
+    return TextScore(Windows(128, stride, False), scores)
+
+
+def coverage(make, *arguments, samples=600):
+    generator, hits = np.random.default_rng(0), 0
+    for _ in range(samples):
+        low, high = make(generator, *arguments).interval
+        hits += low <= TRUTH <= high
+    return hits / samples
+
+
+@pytest.mark.parametrize("n", [3, 5, 12, 100])
+@pytest.mark.parametrize("length_spread", [0, 0.7, 1.3])
+def test_intervals_over_documents_cover_the_truth(n, length_spread):
+    assert coverage(documents, n, length_spread) >= 0.93
+
+
+@pytest.mark.parametrize("n", [120, 240, 480])
+@pytest.mark.parametrize("correlation", [0, 0.57, 0.8])
+def test_intervals_over_one_text_cover_the_truth(n, correlation):
+    assert coverage(one_text, n, correlation, 64) >= 0.91
+
+
+def test_intervals_are_no_wider_than_students_where_documents_are_alike():
+    generator = np.random.default_rng(0)
+    values = generator.normal(TRUTH, 0.5, 10)
+    scores = [WindowScore(10 * value, 10, 1, n) for n, value in enumerate(values)]
+    low, high = TextScore(Windows(128, 128, False), scores).interval
+    error = values.std(ddof=1) / math.sqrt(10)
+    assert low == pytest.approx(values.mean() - 2.262 * error)
+    assert high == pytest.approx(values.mean() + 2.262 * error)
+
+
+@pytest.mark.parametrize(
+    ("scores", "basis"),
+    [
+        (one_text(np.random.default_rng(0), 110, 0.5, 64).scores, "one text of 7,040 tokens"),
+        (documents(np.random.default_rng(0), 2, 1).scores, "2 documents: an interval needs 3"),
+    ],
+)
+def test_too_few_groups_have_no_interval(scores, basis):
+    told = TextScore(Windows(128, 64, False), scores).to_json()
+    assert told["nats_interval"] is None and told["perplexity_interval"] is None
+    assert basis in told["interval_basis"]
+
+
+def test_intervals_of_shares_cover_the_truth():
+    generator, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        low, high = share_interval(int((generator.random(60) < 0.8).sum()), 60)
+        hits += low <= 0.8 <= high
+    assert hits / 400 == pytest.approx(0.95, abs=0.03)
+    assert share_interval(0, 10)[0] == 0
+    assert share_interval(10, 10)[1] == pytest.approx(1)
