@@ -211,5 +211,6 @@ def _encode(engine: Engine, example: Example) -> EncodedExample:
                 f"a choice has {longest} tokens, the model's context {config.n_positions}"
             )
     except UserError as error:
-        raise UserError(f"{example.place}: {error}" if example.place else str(error)) from None
+        place = f"{example.place}: " if example.place else ""
+        raise UserError(place + error.problem(), hint=error.hint) from None
     return EncodedExample(example, rows, n_context)

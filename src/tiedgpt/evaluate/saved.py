@@ -29,14 +29,15 @@ def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     lines = [line for _, line in read_json_lines(io.BytesIO(whole), str(path), "a result")]
     if not lines and not _first_line(facts).startswith(text):
         raise CorruptInputError(
-            f"{path} holds no results of an evaluation: name another file, or delete it"
+            f"{path} holds no results of an evaluation", hint="name another file, or delete it"
         )
     first, *rest = lines or [facts]
     try:
         scores = [kind(**line) for line in rest]
     except TypeError as error:
         raise CorruptInputError(
-            f"{path} holds no results of this edition ({error}): name another file, or delete it"
+            f"{path} holds no results of this edition ({error})",
+            hint="name another file, or delete it",
         ) from None
     if first != facts:
         raise UserError(
