@@ -1,10 +1,14 @@
 import dataclasses
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
-from tests.train.conftest import CPU
+from tests.train.conftest import CPU, TEXT
+from tests.train.trials import SERVER
 from tiedgpt import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.text import Tokenizer
 from tiedgpt.train import memory
 from tiedgpt.train import plan as planning
 from tiedgpt.train.measures import held_memory, peak_memory
@@ -12,6 +16,7 @@ from tiedgpt.train.memory import Peak, measured_peak, memory_line, require_lasti
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
+from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
 
@@ -54,20 +59,49 @@ def known(monkeypatch):
     monkeypatch.setattr(memory, "held_memory", lambda device: 250 * MB)
 
 
-def test_the_peak_of_many_rows_is_foreseen_from_a_few(task, rows):
+@pytest.fixture
+def wide(task):
+    """A task of which a row takes some 8 MB."""
     task.config = dataclasses.replace(task.config, n_positions=128, n_embd=128, n_layer=3)
     task.context = task.row_units = task.row_tokens = 128
-    plan = rows(128)
-    foreseen = measured_peak(task, plan, 128, CPU)
-    assert foreseen.before <= foreseen.of(1) < foreseen.of(128)
-    model = task.build().train()
-    _, rules = groups_and_optimizers(task, model, plan, 0)
-    began = held_memory(CPU)
-    memory.forget_peak(CPU)
-    for step in range(2):
-        train_step(model, rules, task.batches(plan)(step), plan)
-    assert peak_memory(CPU) > began + 200 * MB
-    assert foreseen.of(128) == pytest.approx(peak_memory(CPU), rel=0.3)
+    return task
+
+
+def resident_growth(path, config, *plans):
+    """Train two steps by each plan; return the most bytes that the last of them added."""
+    torch.set_num_threads(1)
+    task = LanguageModelling(RunDirectory(path), config, Tokenizer.characters([TEXT]))
+    for plan in plans:
+        began = held_memory(CPU)
+        model = task.build().train()
+        _, rules = groups_and_optimizers(task, model, plan, 0)
+        for step in range(2):
+            train_step(model, rules, task.batches(plan)(step), plan)
+    return peak_memory(CPU) - began
+
+
+def test_the_peak_of_many_rows_is_foreseen_from_a_few(wide, rows, tmp_path):
+    foreseen = measured_peak(wide, rows(64), 64, CPU)
+    assert foreseen.before <= foreseen.of(1) < foreseen.of(64) - 200 * MB
+    with ProcessPoolExecutor(1, mp_context=SERVER) as fresh:
+        plans = rows(1), rows(64)  # the first one loads libraries
+        taken = fresh.submit(resident_growth, tmp_path / "run", wide.config, *plans).result()
+    assert taken > 200 * MB
+    assert foreseen.of(64) - foreseen.before == pytest.approx(taken, rel=0.3)
+
+
+def test_a_peak_does_not_depend_on_what_the_process_did_before(wide, rows):
+    def measured():
+        peak = measured_peak(wide, rows(4), 4, CPU)
+        return peak.fixed - peak.before, peak.a_row
+
+    first = measured()
+    blocks = [torch.ones(1000 * n) for n in range(1, 400)]  # 320 MB
+    held = blocks[::10]
+    assert measured() == first, "the process holds more"
+    del blocks
+    assert measured() == first, "malloc keeps what was freed"
+    assert len(held) == 40
 
 
 def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(rows, free, known):

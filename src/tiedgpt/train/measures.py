@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import platform
 import re
 import sys
+import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from tiedgpt.core.model import plain_matrix
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
@@ -184,12 +187,50 @@ def held_memory(device: torch.device) -> int:
         return 0
 
 
-def forget_peak(device: torch.device) -> None:
-    """Let `peak_memory` begin anew, where the system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+class TensorMemory:
+    """Counts the bytes that tensors take on a device, starting at zero.
+
+    Neither earlier allocations of the process nor freed memory that it keeps count, so the numbers
+    do not depend on what the process did before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.held = 0
+        """Bytes that were allocated in counted blocks and not freed there."""
+        self.peak = 0
+        """The largest value of `held` in any counted block."""
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what this thread and the backward passes that it starts allocate and free.
+
+        On a CPU it uses PyTorch's profiler: a profile that is active outside the block ends.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            start = torch.cuda.memory_allocated(self._device) - self.held
+            try:
+                yield
+            finally:
+                self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device) - start)
+                self.held = torch.cuda.memory_allocated(self._device) - start
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
+        with profiler.profile(profile_memory=True) as profile:
+            yield
+        for change in _allocations(profile):
+            self.held += change
+            self.peak = max(self.peak, self.held)
+
+
+def _allocations(profile: profiler.profile) -> list[int]:
+    """Return the bytes of every allocation, and of every release as a negative number."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes())["traceEvents"]
+    return [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
 
 
 def peak_memory(device: torch.device) -> int | None:
