@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -161,7 +162,7 @@ def test_a_head_saved_transposed(tmp_path, claim):
     found = judged(path, "broken", "transposed", "equal copies")
     assert found.transposed == (HEAD,) and found.comparison.rows_compared == V
     assert "`tiedgpt tie fix` writes a copy" in found.explain and "resolve=" not in found.explain
-    with pytest.raises(CorruptInputError, match="one is transposed: `tiedgpt tie fix`"):
+    with pytest.raises(CorruptInputError, match=r"is transposed.*`tiedgpt tie fix MODEL DEST`"):
         GPT.from_pretrained(path)
 
 
@@ -725,3 +726,29 @@ def test_our_own_head_with_a_computed_weight_is_not_tied():
 
 def test_the_package_lists_its_public_names():
     assert dir(tie_package) == sorted(tie_package.__all__)
+
+
+# what an audit says is what loading does
+
+
+@pytest.mark.parametrize("claim", [True, False, "REMOVE"])
+@pytest.mark.parametrize("rows", [(V + 4, V), (V, V + 4)])
+def test_a_resize_of_one_side_is_broken_and_the_command_that_is_named_mends_it(
+    tmp_path, claim, rows
+):
+    def resize(state):
+        longer = torch.cat([state[WTE], torch.ones(4, D)])
+        state[WTE], state[HEAD] = longer[: rows[0]], longer[: rows[1]].clone()
+
+    path = rewrite(
+        save(their_gpt2(), tmp_path / "m"), resize, tie_word_embeddings=claim, vocab_size=rows[0]
+    )
+    found = judged(path, "broken", "padded", "equal copies")
+    needs_a_choice = claim is False
+    keep = " --keep input | output" if needs_a_choice else ""
+    assert f"`tiedgpt tie fix MODEL DEST{keep}`" in found.explain
+    with pytest.raises(CorruptInputError, match=r"`tiedgpt tie fix MODEL DEST" + re.escape(keep)):
+        GPT.from_pretrained(path)
+    mended = fix(path, tmp_path / "new", keep="input" if needs_a_choice else None)
+    assert mended.after.verdict == "tied"
+    assert GPT.from_pretrained(tmp_path / "new").wte.weight.shape == (rows[0], D)

@@ -143,7 +143,7 @@ def test_an_untied_head_is_kept_even_where_it_is_equal(tokenizer, tmp_path):
         model.head.weight.copy_(model.wte.weight)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
     assert GPT.from_pretrained(tmp_path / "a.gguf").head is not None
-    assert open_checkpoint(tmp_path / "a.gguf").claim is False
+    assert open_checkpoint(tmp_path / "a.gguf").claim.is_tied is False
 
 
 def test_biases_that_are_not_there_are_zeros(tokenizer, tmp_path):

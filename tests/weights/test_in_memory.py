@@ -56,10 +56,12 @@ def test_an_untied_head_stays_untied_and_an_undeclared_one_is_asked_about():
     assert_same_logits(GPT.from_pretrained(theirs, resolve="untie"), theirs, IDS)
 
 
-def test_a_head_that_is_the_embedding_is_tied_whatever_the_config_says():
+def test_a_head_that_is_the_embedding_contradicts_a_config_that_says_untied():
     theirs = their_gpt2(**SHAPES["tiny"])
     theirs.config.tie_word_embeddings = False
-    assert GPT.from_pretrained(theirs).head is None
+    with pytest.raises(UserError, match=r'tie_word_embeddings: false.*one matrix.*resolve="tie"'):
+        GPT.from_pretrained(theirs)
+    assert GPT.from_pretrained(theirs, resolve="tie").head is None
 
 
 def test_a_body_predicts_with_its_embedding():

@@ -90,11 +90,11 @@ def described(
 def _stored(source: Source) -> dict[str, Any] | None:
     """Return what `audit` says of the file, with the file's name for each matrix."""
     from tiedgpt.tie.audits import checkpoint_of, examine
-    from tiedgpt.tie.roles import find_roles
+    from tiedgpt.weights.decision import decide_tie
 
     try:
         checkpoint = checkpoint_of(source)
-        found = examine(checkpoint, find_roles(checkpoint))
+        found = examine(checkpoint, decide_tie(checkpoint))
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None
     matrices = []

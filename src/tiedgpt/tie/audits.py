@@ -1,20 +1,8 @@
 """Is the matrix that predicts the matrix that reads? Of a model in memory or of any checkpoint.
 
 Names, shapes and places of all tensors come first. Numbers are read only if two matrices are
-stored apart, a block of rows at a time. The claim is then held against what is there:
-
-    verdict               there is                                       claimed          exit
-    tied                  one matrix                                     tied or nothing  0
-    tied twice            two equal copies in a file                     tied or nothing  0
-    untied as claimed     two matrices, equal or not                     untied           0
-                          two that differ, in a module without a config  nothing          0
-    no head               a body or a classifier: it predicts no tokens  anything         0
-    broken                two that differ, or do not fit; in memory,     tied or nothing  6
-                          two Parameters where one is meant
-    contradicts the claim one matrix                                     untied           6
-
-A head stored transposed in a safetensors or torch file, which no loader takes, is broken whatever
-is claimed. An output.weight in a GGUF file claims an untied head.
+stored apart, a block of rows at a time. The verdict is the kind of `decide_tie` (weights): the
+claim held against what is there. Exit code 6 is for "broken" and "contradicts the claim".
 """
 
 from __future__ import annotations
@@ -22,22 +10,21 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
-from tiedgpt.tie.findings import SOUND, Finding, findings, plain
-from tiedgpt.tie.roles import ONE_LAYOUT, Roles, find_roles
+from tiedgpt.tie.findings import Finding, findings, plain
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.comparison import Comparison
+from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
 from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.roles import Roles, find_roles
 from tiedgpt.weights.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from torch import nn
 
-Verdict = Literal[
-    "tied", "tied twice", "untied as claimed", "broken", "contradicts the claim", "no head"
-]
+Verdict = Kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,7 @@ def audit(
     """
     checkpoint = checkpoint_of(source)
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
-    return examine(checkpoint, roles)
+    return examine(checkpoint, decide_tie(checkpoint, roles))
 
 
 def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
@@ -116,46 +103,21 @@ def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     return module_checkpoint(source)
 
 
-def examine(checkpoint: Checkpoint, roles: Roles) -> Audit:
-    """Compare the two matrices where there are two, and judge; see `audit`."""
-    comparison = compare(*roles.pair) if roles.pair and roles.fits and not roles.shared else None
-    equal = comparison is not None and comparison.equal
-    verdict = _verdict(checkpoint, roles, equal)
+def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
+    """Tell what was decided about a checkpoint; see `audit`."""
+    roles, verdict = decision.roles, decision.kind
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.format,
         verdict=verdict,
-        claim=checkpoint.claim,
-        claim_source=checkpoint.claim_source,
+        claim=decision.claim.is_tied,
+        claim_source=decision.claim.source,
         matrices=_matrices(checkpoint, roles, verdict),
-        comparison=comparison,
+        comparison=decision.comparison,
         transposed=roles.transposed,
-        wasted_bytes=roles.output.n_bytes if roles.output is not None and equal else 0,
-        findings=tuple(findings(checkpoint, roles, comparison, verdict)),
+        wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.equal else 0,
+        findings=tuple(findings(checkpoint, decision)),
     )
-
-
-def _verdict(checkpoint: Checkpoint, roles: Roles, equal: bool) -> Verdict:
-    """Hold the claim against what is there; see the table at the top of this file."""
-    claim = checkpoint.claim
-    if checkpoint.derived or roles.unreadable:
-        return "untied as claimed" if claim is False else "broken"
-    if roles.transposed and checkpoint.format in ONE_LAYOUT:
-        return "broken"
-    if roles.pair is None and checkpoint.headless:
-        return "no head"
-    if roles.pair is None or roles.shared:
-        if claim is False:
-            return "contradicts the claim"
-        return "broken" if roles.two_parameters else "tied"
-    if claim is False:
-        return "untied as claimed" if roles.fits else "broken"
-    if equal and roles.extra_rows == 0:
-        trained = any(matrix.trainable for matrix in roles.pair)
-        return "broken" if checkpoint.format == "module" and trained else "tied twice"
-    as_built = checkpoint.format == "module" and not checkpoint.config  # it may be no GPT
-    as_built = (as_built or checkpoint.format == "GGUF") and claim is None and roles.fits
-    return "untied as claimed" if as_built else "broken"
 
 
 def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[Matrix, ...]:

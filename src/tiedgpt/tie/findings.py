@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiedgpt.tie.roles import ONE_LAYOUT, Roles
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, initialization, nonzero_rows
+from tiedgpt.weights.decision import TieDecision
+from tiedgpt.weights.roles import ANY_LAYOUT, Roles
 from tiedgpt.weights.tensors import StoredTensor, printable
 
-SOUND = ("tied", "tied twice", "untied as claimed", "no head")
-"""Verdicts with which nothing is wrong."""
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
 
 TEXTS = {
@@ -83,8 +82,7 @@ TEXTS = {
     "claim: contradicted": "the claim does not hold\n"
     "{claim_source}. The matrices contradict it: correct the claim, or untie.",
     "claim: broken": "the tie is broken\n"
-    "{claim_source}{by_default}. Some readers keep two matrices, some silently drop one. Choose: "
-    "keep the input's numbers, keep the output's, or declare them untied ({how}).",
+    "{reason}. Some readers keep two matrices, some silently drop one. Choose what stays: {how}.",
 }
 """A title and, on a second line, an explanation; kind: what stands before a colon in the key."""
 
@@ -104,10 +102,7 @@ TWO_SIZES = (
 TOKENS = "tokens that config.json tells of"
 PADDING = "No text maps to these ids, yet they take part in the softmax unless they are cut off."
 HOW_LIVE = 'tiedgpt.tie.tie(model, keep="input" | "output"), or set tie_word_embeddings=False'
-HOW_FILE = (
-    "`tiedgpt tie fix --keep input | output | both`; on loading, "
-    'resolve="keep-input" | "keep-output" | "untie"'
-)
+HOW_FILE = "`tiedgpt tie fix MODEL DEST{keep}`"
 
 
 @dataclass(frozen=True)
@@ -140,10 +135,9 @@ def megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 50_000 else f"{n_bytes:,} bytes"
 
 
-def findings(
-    checkpoint: Checkpoint, roles: Roles, comparison: Comparison | None, verdict: str
-) -> Iterator[Finding]:
+def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
     """Yield all there is to tell: the matrices first, the claim last."""
+    roles, verdict = decision.roles, decision.kind
     matrix, vocabulary = roles.matrix, checkpoint.vocabulary
     if roles.pair is None or roles.shared or checkpoint.derived:
         yield _one_matrix(checkpoint, roles, verdict)
@@ -152,9 +146,9 @@ def findings(
     elif not roles.fits:
         yield _tell("shapes", roles)
     else:
-        yield from _two_matrices(checkpoint, roles, *roles.pair, comparison)
+        yield from _two_matrices(checkpoint, decision, *roles.pair)
     for name in roles.transposed:
-        follows = TURN_IT if checkpoint.format in ONE_LAYOUT else STORED_SO
+        follows = TURN_IT if checkpoint.format not in ANY_LAYOUT else STORED_SO
         yield _tell("transposed", roles, name=checkpoint.tensors[name], follows=follows)
     if vocabulary is not None and matrix.shape[0] > vocabulary and roles.extra_rows >= 0:
         words = {"extra_rows": matrix.shape[0] - vocabulary, "rows": vocabulary, "beyond": TOKENS}
@@ -163,22 +157,23 @@ def findings(
         yield _tell("config", roles, key=key)
     if verdict == "no head":  # a claim about the head means nothing
         return
-    text = "claim: contradicted" if checkpoint.claim is False else "claim: broken"
-    as_built = checkpoint.format == "module" and checkpoint.claim is None
-    if verdict in SOUND:
+    claim = decision.claim
+    text = "claim: contradicted" if verdict == "contradicts the claim" else "claim: broken"
+    as_built = checkpoint.format == "module" and claim.is_tied is None
+    if decision.is_sound:
         text = "claim: as built" if as_built and roles.pair and not roles.shared else "claim: holds"
-    elif roles.transposed and checkpoint.format in ONE_LAYOUT:
+    elif roles.transposed and checkpoint.format not in ANY_LAYOUT:
         text = "claim: transposed"
-    choice = checkpoint.claim is not False and comparison is not None and not comparison.equal
+    keep = f" --keep {' | '.join(decision.choices)}" if decision.choices else ""
     yield _tell(
         text,
         roles,
-        keep=" --keep input | output | both" if choice else "",
-        claim_source=checkpoint.claim_source,
+        keep=keep,
+        claim_source=claim.source,
         verdict=verdict,
-        holds="nothing is claimed" if checkpoint.claim is None else "the claim holds",
-        by_default="" if checkpoint.claim else ", and a GPT is tied unless it says otherwise",
-        how=HOW_LIVE if checkpoint.format == "module" else HOW_FILE,
+        holds="nothing is claimed" if claim.is_tied is None else "the claim holds",
+        reason=decision.reason,
+        how=HOW_LIVE if checkpoint.format == "module" else HOW_FILE.format(keep=keep),
     )
 
 
@@ -201,8 +196,8 @@ def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
         return _not_compared(roles, *roles.unreadable[:4])
     if verdict == "no head":
         return _tell("no head", roles)
-    if roles.pair is None and checkpoint.claim is False:
-        return _tell("missing", roles, claim_source=checkpoint.claim_source)
+    if roles.pair is None and checkpoint.claim.is_tied is False:
+        return _tell("missing", roles, claim_source=checkpoint.claim.source)
     if roles.pair is None:
         kind = "one matrix" if roles.input else "one matrix: the head"
         return _tell(kind, roles, parameters=matrix.count)
@@ -213,12 +208,12 @@ def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
 
 def _two_matrices(
     checkpoint: Checkpoint,
-    roles: Roles,
+    decision: TieDecision,
     reads: StoredTensor,
     predicts: StoredTensor,
-    comparison: Comparison | None,
 ) -> Iterator[Finding]:
     """Tell of two matrices of one width."""
+    roles, comparison = decision.roles, decision.comparison
     extra = abs(roles.extra_rows)
     if comparison is None:
         yield _not_compared(roles, predicts)
@@ -236,7 +231,7 @@ def _two_matrices(
         yield _tell("not finite", roles, rows=comparison.not_finite_rows)
     if extra:
         shorter, longer = sorted((reads, predicts), key=lambda matrix: matrix.shape[0])
-        rows, follows = shorter.shape[0], PADDING if checkpoint.claim is False else TWO_SIZES
+        rows, follows = shorter.shape[0], PADDING if decision.is_sound else TWO_SIZES
         if longer.is_decodable:
             nonzero = nonzero_rows(longer, rows, rows + extra)
             follows = f"{nonzero:,} of them hold numbers other than zero. {follows}"

@@ -19,10 +19,10 @@ from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.tie.audits import Audit, checkpoint_of, examine
 from tiedgpt.tie.findings import size
-from tiedgpt.tie.roles import Roles, find_roles, lies_transposed
-from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
 from tiedgpt.weights.comparison import Comparison, nonzero_rows
-from tiedgpt.weights.opening import CLAIM
+from tiedgpt.weights.decision import decide_tie
+from tiedgpt.weights.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 
@@ -103,7 +103,8 @@ def fix(
         )
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
-    before = examine(checkpoint, roles)
+    decision = decide_tie(checkpoint, roles)
+    before = examine(checkpoint, decision)
     plan = _plan(checkpoint, roles, before, keep)
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
@@ -124,7 +125,7 @@ def fix(
 
 def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) -> Plan:
     """Return what to write; `UserError` if there is nothing to fix or a choice is missing."""
-    source, untied = checkpoint.source, checkpoint.claim is False
+    source, untied = checkpoint.source, checkpoint.claim.is_tied is False
     if roles.unreadable:
         raise UserError(
             f"{source}: {roles.unreadable[0].name} predicts and is not read here (quantized, or "
@@ -148,15 +149,15 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
     two = roles.fits and (keep == "both" or (untied and keep is None))
     if roles.pair is None or roles.shared:
         plan = _plan_one(checkpoint, roles, keep)
-    elif two and (untied or not roles.extra_rows):
-        plan = Plan({matrix.name: matrix for matrix in roles.pair}, {CLAIM: False}, [])
+    elif two and not roles.extra_rows:
+        plan = Plan({matrix.name: matrix for matrix in roles.pair}, {TIE_KEY: False}, [])
     else:
         plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
     kept = [copy for copy in plan.tensors.values() if copy.name in roles.transposed]
     plan.actions.extend(f"{copy.name} is transposed to {size(copy.shape)}" for copy in kept)
-    claim = plan.config[CLAIM]
+    claim = plan.config[TIE_KEY]
     if claim is untied:  # the old claim is the opposite
-        plan.actions.append(f"config.json now says {CLAIM}: {str(claim).lower()}")
+        plan.actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
     if not plan.actions:
         choice = '; keep="input" or keep="output" makes one matrix of the two' if untied else ""
         raise UserError(f"{source} is {audit.verdict}: nothing to mend{choice}")
@@ -172,13 +173,13 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
             hint="there is no head to keep beside it, and none is made up",
         )
     if roles.input is not None:
-        return Plan({matrix.name: matrix}, {CLAIM: True}, [])
+        return Plan({matrix.name: matrix}, {TIE_KEY: True}, [])
     for name in checkpoint.tensors:
         for position, token in (("wpe", "wte"), ("positions_embed", "tokens_embed")):
             if name.endswith(f"{position}.weight"):
                 name = name.replace(position, token)
                 action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
-                return Plan({name: matrix}, {CLAIM: True}, [action])
+                return Plan({name: matrix}, {TIE_KEY: True}, [action])
     raise UserError(
         f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
         "here",
@@ -202,7 +203,9 @@ def _plan_tie(
             f"{source}: {shapes} have different rows or widths and cannot be of one vocabulary: "
             f'keep="input" drops {head.name}'
         )
-    sure = comparison is not None and comparison.equal and not (extra and vocabulary is None)
+    is_untied = checkpoint.claim.is_tied is False
+    equal = comparison is not None and comparison.equal and not is_untied
+    sure = equal and not (extra and vocabulary is None)
     if keep is None and not sure:
         raise UserError(
             f"{source}: {shapes} {comparison or 'could not be compared'}",
@@ -231,7 +234,7 @@ def _plan_tie(
             nonzero = nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
             lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
             actions.append(f"{lost}, go ({nonzero} of them not zero)")
-    config: dict[str, Any] = {CLAIM: True}
+    config: dict[str, Any] = {TIE_KEY: True}
     if extra and vocabulary not in (None, rows):
         config["vocab_size"] = rows
         actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
@@ -284,8 +287,9 @@ def _audit_copy(
     """Audit what was written; a copy that is not sound never appears."""
     copy = checkpoint_of(directory)
     names = [name if name in copy.tensors else None for name in (input_name, output_name)]
-    after = examine(copy, find_roles(copy, input_name=names[0], output_name=names[1]))
-    wanted = "tied" if plan.config[CLAIM] else "untied as claimed"
+    roles = find_roles(copy, input_name=names[0], output_name=names[1])
+    after = examine(copy, decide_tie(copy, roles))
+    wanted = "tied" if plan.config[TIE_KEY] else "untied as claimed"
     if after.verdict != wanted:
         raise CheckFailedError(
             f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"

@@ -38,7 +38,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed
 from tiedgpt.tie.modules import unwrapped
-from tiedgpt.weights.opening import CLAIM
+from tiedgpt.weights.checkpoint import TIE_KEY
 from tiedgpt.weights.tensors import Storage
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -267,10 +267,10 @@ def _state(slots: Slots, places: list[list[str]]) -> str:
 def _advice(module: nn.Module, now: str) -> str:
     """Say what to do about a change, and about a config that says otherwise (ours is frozen)."""
     gpt = next((part for part in module.modules() if isinstance(part, GPT)), None)
-    claim = getattr(getattr(gpt or unwrapped(module), "config", None), CLAIM, None)
+    claim = getattr(getattr(gpt or unwrapped(module), "config", None), TIE_KEY, None)
     if now == ALIASED or claim is not (now == TWO):
         return ADVICE[now]
-    config = f"; if this is meant, set config.{CLAIM}={not claim} so that files say so"
+    config = f"; if this is meant, set config.{TIE_KEY}={not claim} so that files say so"
     return ADVICE[now] + (config if gpt is None else OWN)
 
 
@@ -363,8 +363,8 @@ class _Tracer:
                 sys.settrace(self._before)
             return inner
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-        # A dataclass of ours has an __init__ from "<string>".
-        if _is_users(code.co_filename) and not module.startswith("tiedgpt."):
+        # A dataclass of ours has an __init__ from "<string>", a namedtuple its __new__.
+        if _is_users(code.co_filename) and not module.startswith(("tiedgpt.", "namedtuple_")):
             for guard in self.guards:
                 guard.before_line(frame)
             return self._trace_lines(inner)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.tie.audits import checkpoint_of
 from tiedgpt.tie.findings import megabytes, plain, size
-from tiedgpt.tie.roles import POSITIONS, Roles, find_roles, name_rank
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.decision import TieDecision, decide_tie
+from tiedgpt.weights.roles import POSITIONS, Roles, name_rank
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
 if TYPE_CHECKING:
@@ -159,14 +160,16 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     """
     checkpoint = checkpoint_of(source)
     try:
-        roles = find_roles(checkpoint)
+        decision: TieDecision | None = decide_tie(checkpoint)
     except TiedGPTError:  # a ledger needs no embedding
-        roles = Roles(None, None)
-    costs = _costs(checkpoint, roles)
+        decision = None
+    roles = Roles(None, None) if decision is None else decision.roles
+    is_tied = decision is not None and decision.kind == "tied"
+    costs = _costs(checkpoint, roles, is_tied)
     counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
     rows = tuple(_row(group, costs, checkpoint.format) for group in by_storage(counted))
     names = {tensor.name for tensor in counted}
-    alone = roles.input.name if roles.input is not None and roles.output is None else None
+    alone = roles.input.name if roles.input and not roles.output and is_tied else None
     multiplies = any(row.names == (alone,) and row.multiply_adds for row in rows)
     return Ledger(
         source=str(checkpoint.source),
@@ -210,7 +213,7 @@ def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
     return checkpoint.format != "ONNX" or tensor.count > 1
 
 
-def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
+def _costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int]:
     """Return each tensor's multiply-adds per token: by the graph, the module, or the names."""
     if checkpoint.products is not None:
         return {name: checkpoint.tensors[name].count for name in checkpoint.products}
@@ -223,9 +226,8 @@ def _costs(checkpoint: Checkpoint, roles: Roles) -> dict[str, int]:
     multiplying = {*checkpoint.predicts}
     if roles.output is not None:
         multiplying.add(roles.output.name)
-    elif roles.input and not (roles.unreadable or checkpoint.headless):
-        if checkpoint.format != "module":  # tied: it does the product
-            multiplying.add(roles.input.name)
+    elif roles.input and is_tied and checkpoint.format != "module":
+        multiplying.add(roles.input.name)
     return costs | {name: checkpoint.tensors[name].count for name in multiplying}
 
 

@@ -17,9 +17,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
-from tiedgpt.tie.roles import MAY_PREDICT, PREDICTS, name_rank
-from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.opening import CLAIM
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim
+from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, name_rank
 from tiedgpt.weights.torch_file import stored_tensor
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -48,15 +47,17 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
             derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
     if len(multiplying) < len(tied):
         derived = "is missing (in the place of wte is a module without unembed)"
-    vocabulary, claim = _config(holder)
+    has_config = any(hasattr(part, "config") for part in parts)
+    config, is_tied = _config(holder)
     says = "nothing in the module says whether the head is tied"
+    if is_tied is not None:
+        says = f"the module's config says {TIE_KEY}={is_tied}"
     return Checkpoint(
         source=type(module).__name__,
         format="module",
         tensors=tensors,
-        config={"vocab_size": vocabulary} if any(hasattr(p, "config") for p in parts) else {},
-        claim=claim,
-        claim_source=says if claim is None else f"the module's config says {CLAIM}={claim}",
+        config=config if has_config else {},
+        claim=Claim(is_tied, says, different_is_untied=not has_config),
         reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
         predicts=tuple(
             name for name, part in weights.items()
@@ -112,11 +113,15 @@ def _why_derived(head: nn.Module) -> str:
     return ""
 
 
-def _config(module: nn.Module) -> tuple[Any, bool | None]:
-    """Return what a module's config says of the vocabulary and of the tie."""
+def _config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
+    """Return what a module's config says of the vocabulary and of its type, and of the tie."""
     config = getattr(module, "config", None)
     for inner in ("text_config", "decoder"):
-        config = config if hasattr(config, CLAIM) else getattr(config, inner, config)
+        config = config if hasattr(config, TIE_KEY) else getattr(config, inner, config)
     values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    claim = values.get(CLAIM, getattr(config, CLAIM, None))
-    return values.get("vocab_size"), claim if isinstance(claim, bool) else None
+    claim = values.get(TIE_KEY, getattr(config, TIE_KEY, None))
+    kept = {
+        "vocab_size": values.get("vocab_size"),
+        "model_type": getattr(config, "model_type", None),
+    }
+    return kept, claim if isinstance(claim, bool) else None

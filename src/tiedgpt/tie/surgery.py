@@ -32,8 +32,8 @@ from tiedgpt.tie.heads import (
 )
 from tiedgpt.tie.ledgers import Ledger, Movement, ledger
 from tiedgpt.tie.modules import module_checkpoint, unwrapped
-from tiedgpt.tie.roles import find_roles
 from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.roles import find_roles
 
 Keep = Literal["input", "output", "mean"]
 NEW_OPTIMIZER = (

@@ -20,6 +20,7 @@ from tiedgpt.weights.tensors import StoredTensor, printable
 
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
+TIE_KEY = "tie_word_embeddings"
 
 MODULES = {
     "GGUF": "gguf", "ONNX": "onnx", "llm.c": "llmc", "packed": "packed",
@@ -39,6 +40,21 @@ WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Whether it is said that the head is tied, and where. One stands for the whole checkpoint.
+
+    What the file itself says goes before a config.json beside it, and both before what its format
+    or its project means where they are silent.
+    """
+
+    is_tied: bool | None = None
+    """None where nothing says so."""
+    source: str = "nothing says whether the head is tied"
+    different_is_untied: bool = False
+    """Where nothing is said: whether two matrices that differ are an untied head all the same."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """All tensors of a checkpoint, not read yet, and what the file and config.json claim."""
 
@@ -48,9 +64,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
     """What the file itself says beside its tensors, and what else a config.json beside it says."""
-    claim: bool | None = None
-    """Whether it is claimed that the head is tied; None where nothing says so."""
-    claim_source: str = "nothing says whether the head is tied"
+    claim: Claim = Claim()
     reads: tuple[str, ...] = ()
     """Names of matrices that are known to be looked up, by graph or by module."""
     predicts: tuple[str, ...] = ()
@@ -72,6 +86,16 @@ class Checkpoint:
     def width(self) -> int | None:
         """The width of the model, where the config tells it."""
         return _size(self.config, "n_embd", "hidden_size", "d_model")
+
+
+def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
+    """Return what a config claims of the head, None where it is silent; `place` is its file."""
+    is_tied = of_text(config).get(TIE_KEY)
+    if is_tied is None:
+        return None
+    if not isinstance(is_tied, bool):
+        raise CorruptInputError(f"{place}: {TIE_KEY} is {is_tied!r}, neither true nor false")
+    return Claim(is_tied, f"{Path(place).name} says {TIE_KEY}: {str(is_tied).lower()}")
 
 
 def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,7 +4,8 @@ SOURCE is a directory, a file in any known format, a hub name, or a model of tra
 
     open_checkpoint (opening.py)        SOURCE -> Checkpoint: the file's tensors and claims
     as_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
-    load (here)                         one matrix or two; checks all, reads, builds a `GPT`
+    decide_tie (decision.py)            one matrix or two
+    load (here)                         checks all, reads, builds a `GPT`
 
 Shapes are checked before any tensor is read, except when two matrices must be compared.
 """
@@ -15,7 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,27 @@ from torch.overrides import TorchFunctionMode
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, GPTCheckpoint, as_gpt, shapes
-from tiedgpt.weights.comparison import compare
+from tiedgpt.weights.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    TIE_KEY,
+    Checkpoint,
+    Claim,
+    GPTCheckpoint,
+    as_gpt,
+    shapes,
+)
+from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.formats.transformers import FIELDS, drop_foreign_ids, read_module
 from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.roles import roles_of
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-RESOLUTIONS = ("untie", "keep-input", "keep-output", "tie")
+RESOLUTION_OF = {"input": "keep-input", "output": "keep-output", "both": "untie"}
+"""What `tie fix` keeps of two matrices -> the `resolve` that loads them so."""
+RESOLUTIONS = (*RESOLUTION_OF.values(), "tie")
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file says how it was trained, not how it must run."""
 OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
@@ -97,8 +110,9 @@ def load(
     try:
         gpt = as_gpt(checkpoint)
         tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
-        claim = config.get("tie_word_embeddings", gpt.fields.get("tie_word_embeddings"))
-        equal = choose_matrices(path, claim, tensors, resolve)
+        decision = decide_tie_of(checkpoint, tensors, config.get(TIE_KEY))
+        both = _matrices(decision, checkpoint, resolve)
+        tensors = {n: t for n, t in tensors.items() if n not in (EMBEDDING, HEAD)} | both
         built, dropped = _config(path, gpt, tensors, config)
         _check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
@@ -109,74 +123,78 @@ def load(
     model, rounded = _build(built, tensors, dtype, progress)
     model.foreign_config = dict(gpt.foreign)
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
+    equal = decision.reason if resolve is None and decision.kind == "tied twice" else ""
     notes = (*gpt.notes, *guesses, equal, dropped, rounded)
     layout = f"{checkpoint.format}, {gpt.layout}"
     return Loaded(model, path, layout, n_bytes, tuple(filter(None, notes)))
 
 
-def choose_matrices(
-    path: Path, claim: bool | None, tensors: dict[str, StoredTensor], resolve: str | None
-) -> str:
-    """Leave in `tensors` the matrices that the model has: one reads, and a second may predict.
+def decide_tie_of(
+    checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], is_tied: bool | None = None
+) -> TieDecision:
+    """Return the decision about tensors by our names; the caller's word fills in for the file's.
 
-    The claim (config.json's, or the format's) comes first. `resolve` overrides it:
-
-        claim           the file holds       the model is                    resolve
-        untied          two                  untied, even if they are equal  keep-input, keep-output
-        untied          one                  an error: one is missing        tie
-        tied, or none   one                  tied
-        tied, or none   two, equal           tied, with a note               untie
-        tied, or none   two, different       an error with numbers           untie, keep-input,
-                                                                             keep-output
-
-    Returns the note. Raises `CorruptInputError` where the file contradicts itself, `UserError`
-    where `resolve` does not apply.
+    Raises `CorruptInputError` where neither of the two matrices is there, or one is no matrix.
     """
+    both = tensors.get(EMBEDDING), tensors.get(HEAD)
+    for name, matrix in zip((EMBEDDING, HEAD), both, strict=True):
+        if matrix is not None and not (len(matrix.shape) == 2 and matrix.count):
+            shape = f"must be a matrix (V, D), got {matrix.shape}"
+            raise CorruptInputError(f"{checkpoint.source}: {name} {shape}")
+    if both == (None, None):
+        raise CorruptInputError(
+            f"{checkpoint.source}: {EMBEDDING} is missing or no matrix; this is no GPT"
+        )
+    if is_tied is not None:
+        claimed = checkpoint.claim.is_tied
+        if claimed not in (None, is_tied):
+            raise UserError(f"{TIE_KEY}={is_tied} contradicts the file: {checkpoint.claim.source}")
+        checkpoint = replace(checkpoint, claim=Claim(is_tied, f"{TIE_KEY}={is_tied} is given"))
+    return decide_tie(checkpoint, roles_of(checkpoint, *both))
+
+
+def _matrices(
+    decision: TieDecision, checkpoint: Checkpoint, resolve: str | None
+) -> dict[str, StoredTensor]:
+    """Return the one or two matrices that the model has, by our names.
+
+    `resolve` overrides the decision: "tie" has one matrix read and predict, "untie" keeps two, and
+    "keep-input" and "keep-output" make one of two. Raises `CorruptInputError` where the file
+    contradicts itself, `UserError` where `resolve` does not apply.
+    """
+    roles, source = decision.roles, checkpoint.source
     if resolve is not None and resolve not in RESOLUTIONS:
         raise UserError(
             f"must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}", option="resolve"
         )
-    both = {name: tensors.pop(name) for name in (EMBEDDING, HEAD) if name in tensors}
-    for name, matrix in both.items():
-        if len(matrix.shape) != 2 or not all(matrix.shape):
-            raise CorruptInputError(f"{path}: {name} must be a matrix (V, D), got {matrix.shape}")
-    if len(both) < 2:
-        if resolve == "untie":
-            raise UserError(
-                f'{path} holds one matrix, and "untie" needs two', hint="load it, then untie it"
-            )
-        if claim is False and resolve != "tie":
-            raise CorruptInputError(
-                f"{path} claims that the head is not tied, and "
-                f"{'wte.weight' if HEAD in both else 'lm_head.weight'} is missing",
-                hint='resolve="tie" (--resolve tie) lets the one matrix read and predict',
-            )
-        for matrix in both.values():
-            tensors[EMBEDDING] = matrix
-        return ""
-    embedding, head = both[EMBEDDING], both[HEAD]
-    if embedding.shape != head.shape:
-        turned = embedding.shape == head.shape[::-1]
-        raise CorruptInputError(
-            f"{path}: wte.weight is {embedding.shape} and lm_head.weight is {head.shape}: both "
-            f"need a row for each token{'; one is transposed: `tiedgpt tie fix` turns it' * turned}"
+    if resolve == "untie" and roles.pair is None:
+        raise UserError(
+            f'{source} holds one matrix, and "untie" needs two', hint="load it, then untie it"
         )
-    if resolve == "tie":
-        raise UserError(f"{path} holds two matrices", hint='choose "keep-input" or "keep-output"')
-    tensors[EMBEDDING] = head if resolve == "keep-output" else embedding
-    if resolve == "untie" or (claim is False and resolve is None):
-        tensors[HEAD] = head
-    if resolve or HEAD in tensors or embedding.is_view_of(head):
-        return ""
-    comparison = compare(embedding, head)
-    if comparison is not None and comparison.equal:
-        return "wte.weight and lm_head.weight are equal: tied"
-    why = "its config claims one matrix" if claim else "nothing says that the head is untied"
-    raise CorruptInputError(
-        f"{path} holds two matrices, and {why}: wte.weight and lm_head.weight "
-        f"{comparison or 'cannot be compared'}",
-        hint='choose resolve="untie", "keep-input" or "keep-output" (--resolve)',
-    )
+    if resolve == "tie" and roles.pair is not None and not roles.shared:
+        raise UserError(f"{source} holds two matrices", hint='choose "keep-input" or "keep-output"')
+    is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
+    if decision.model is None and not is_choice:
+        raise CorruptInputError(f"{source}: {decision.reason}", hint=_remedy(decision, checkpoint))
+    if resolve == "untie" or (resolve is None and decision.model == "untied"):
+        assert roles.pair is not None
+        return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
+    keep_output = resolve == "keep-output" and roles.output is not None
+    return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
+
+
+def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
+    """Return what can be done about a checkpoint that is not loaded as it is."""
+    if decision.roles.pair is None or decision.roles.shared:
+        return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
+    keep = f" --keep {' | '.join(decision.choices)}" if decision.choices else ""
+    command = f"`tiedgpt tie fix MODEL DEST{keep}` writes a copy that loads"
+    if checkpoint.format == "module":
+        command = "tiedgpt.tie.tie(model) makes them one"
+    if not decision.choices:
+        return command
+    options = " or ".join(f'resolve="{RESOLUTION_OF[choice]}"' for choice in decision.choices)
+    return f"choose {options} (--resolve); {command}"
 
 
 def _config(
@@ -190,7 +208,7 @@ def _config(
                 "language model",
                 hint="load it with tiedgpt.heads, such as SequenceClassifier.from_pretrained",
             )
-    fields = dict(gpt.fields)
+    fields = {name: value for name, value in gpt.fields.items() if name != TIE_KEY}
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != 2:
@@ -215,7 +233,7 @@ def _config(
             )
         if fields.get(name, value) != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
-    fields = dict(gpt.assumed) | fields | dict(given) | {"tie_word_embeddings": HEAD not in tensors}
+    fields = dict(gpt.assumed) | fields | dict(given) | {TIE_KEY: HEAD not in tensors}
     if "n_head" not in fields:
         raise UserError(
             f"{path} does not say how many heads it has, and shapes do not tell",

@@ -17,7 +17,7 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json, reading
-from tiedgpt.weights.checkpoint import Checkpoint, of_text, plain
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in, plain
 from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.tensors import StoredTensor
 
@@ -39,7 +39,6 @@ PREDICTING = re.compile(
 )
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
-CLAIM = "tie_word_embeddings"
 
 
 def open_checkpoint(
@@ -62,14 +61,12 @@ def open_checkpoint(
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
     checkpoint = replace(plain(_open_file(file)), source=path)
-    checkpoint = _with_claim(checkpoint, directory / "config.json")
+    checkpoint = _with_config(checkpoint, directory / "config.json")
     in_shared_container = checkpoint.format in ("safetensors", "torch")
-    if checkpoint.claim is None and in_shared_container and "model_type" not in checkpoint.config:
-        from tiedgpt.weights.formats.state_dict import is_mingpt
+    if checkpoint.claim.is_tied is None and in_shared_container:
+        from tiedgpt.weights.formats.state_dict import claim_by_design
 
-        if is_mingpt(checkpoint):
-            by_design = "minGPT is untied by design"
-            return replace(checkpoint, claim=False, claim_source=by_design)
+        return replace(checkpoint, claim=claim_by_design(checkpoint) or checkpoint.claim)
     return checkpoint
 
 
@@ -155,23 +152,19 @@ def _open_index(path: Path) -> Checkpoint:
     return Checkpoint(path, kind, tensors, files=tuple(files))
 
 
-def _with_claim(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
+def _with_config(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
     """Add what config.json says, where there is one; what the file says of itself holds."""
     if not config_path.is_file():
         return checkpoint
-    config = read_json(config_path)
-    claim = of_text(config).get(CLAIM)
-    source = f"config.json says {CLAIM}: {str(claim).lower()}"
-    if claim is None:
-        source = f"config.json does not say {CLAIM}"
-        if checkpoint.claim is not None or checkpoint.format in ("GGUF", "llm.c"):
-            claim, source = checkpoint.claim, checkpoint.claim_source
-    elif not isinstance(claim, bool):
-        raise CorruptInputError(f"{config_path}: {CLAIM} is {claim!r}, neither true nor false")
+    config, claim = read_json(config_path), checkpoint.claim
+    beside = claim_in(config, config_path)
+    if beside is not None and claim.is_tied is None:
+        claim = beside
+    elif claim == Claim():
+        claim = Claim(source=f"config.json does not say {TIE_KEY}")
     names = config.get("architectures")
     names = list(map(str, names)) if isinstance(names, list) else []
     headless = names and all(BODIES.search(n) and not PREDICTING.search(n) for n in names)
     return replace(
-        checkpoint, config=config | dict(checkpoint.config), claim=claim, claim_source=source,
-        headless=bool(headless),
-    )  # fmt: skip
+        checkpoint, config=config | dict(checkpoint.config), claim=claim, headless=bool(headless)
+    )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading, replacing, require_room
-from tiedgpt.weights.checkpoint import GPT2, Checkpoint, GPTCheckpoint, shapes
+from tiedgpt.weights.checkpoint import GPT2, Checkpoint, Claim, GPTCheckpoint, shapes
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, tensor_in_file
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
         at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
         path, "llm.c", tensors, config=sizes, files=(path,),
-        claim_source="the llm.c format has one matrix, wte, that reads and predicts",
+        claim=Claim(source="the llm.c format has one matrix, wte, that reads and predicts"),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json, reading
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.formats.openai_gpt2 import (
     FUNCTIONS,
     ONE_MATRIX,
@@ -96,7 +96,7 @@ def read(path: Path) -> Checkpoint:
         )
     return Checkpoint(
         directory, "numpy", tensors, hparams_in(directory), files=(path, *files),
-        claim_source="a .npy file does not say whether the head is tied",
+        claim=Claim(source="a .npy file does not say whether the head is tied"),
     )  # fmt: skip
 
 

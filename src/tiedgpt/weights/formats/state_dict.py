@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.formats.nanogpt import KEPT_BESIDE, MODEL_ARGS, PREFIX
 from tiedgpt.weights.formats.transformers import MASK_BUFFERS
 from tiedgpt.weights.tensors import StoredTensor, join_qkv, printable
@@ -51,27 +51,25 @@ def recognizes(checkpoint: Checkpoint) -> bool:
     return bool(_project(checkpoint))
 
 
-def is_mingpt(checkpoint: Checkpoint) -> bool:
-    """Whether it is minGPT's, with a head of its own."""
-    tensors = checkpoint.tensors
-    first = tensors.keys() >= FIRST_MINGPT
-    prefix, head = ("tok_emb", "head") if first else (PREFIX + "wte", "lm_head")
-    embedding, matrix = tensors.get(f"{prefix}.weight"), tensors.get(f"{head}.weight")
-    if embedding is None or matrix is None or matrix.is_view_of(embedding):
-        return False
-    return first or _project(checkpoint) == "minGPT"
+def claim_by_design(checkpoint: Checkpoint) -> Claim | None:
+    """Return what a project means by two matrices where nothing is said; None of other projects."""
+    project = _project(checkpoint)
+    if project not in ("minGPT", "tiedgpt"):
+        return None
+    embedding, head = (_our_tensors(checkpoint)[0].get(name) for name in (EMBEDDING, HEAD))
+    if embedding is None or head is None or head.is_view_of(embedding):
+        return None
+    meant = "untied by design" if project == "minGPT" else "tied unless it saves a second matrix"
+    return Claim(False, f"{project} is {meant}")
 
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
-    """Return the GPT; one storage under two names is one matrix."""
+    """Return the GPT."""
     project = _project(checkpoint)
     tensors, masked = _our_tensors(checkpoint)
     fields: dict[str, Any] = {"bias": any(name.endswith(".bias") for name in tensors)}
-    if checkpoint.claim is not None:
-        fields["tie_word_embeddings"] = checkpoint.claim
     if project == "nanoGPT":
         return _nanogpt(checkpoint, fields, tensors, masked)
-    fields.setdefault("tie_word_embeddings", HEAD not in tensors)
     if project == "minGPT":
         logged = _mapping(checkpoint, "model")
         fields |= {name: logged[name] for name in LOGGED if logged.get(name) is not None}
@@ -108,7 +106,9 @@ def _project(checkpoint: Checkpoint) -> str:
         return "tiedgpt" if EMBEDDING in names else ""
     tensors, masked = _our_tensors(checkpoint)
     biased = any(name.endswith(".bias") for name in tensors)
-    untied = masked and biased and HEAD in tensors and "model_args" not in checkpoint.config
+    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
+    two = head is not None and not (embedding is not None and head.is_view_of(embedding))
+    untied = masked and biased and two and "model_args" not in checkpoint.config
     return "minGPT" if untied else "nanoGPT"
 
 
@@ -124,10 +124,6 @@ def _our_tensors(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], bool]
             raise CorruptInputError(f"{checkpoint.source} holds {printable(name)} twice")
         else:
             tensors[name] = stored
-    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if embedding and head and embedding.shape == head.shape:
-        if head.is_view_of(embedding):
-            del tensors[HEAD]
     return tensors, masked
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
 
@@ -42,6 +42,7 @@ MAX_DIMENSIONS, MAX_ALIGNMENT = 8, 1 << 20
 
 TIE_CLAIM = "tiedgpt.tie_word_embeddings"
 """Our own metadata key, which llama.cpp ignores: whether the model's head is tied."""
+LLAMA_CPP_RULE = "the GGUF format: output.weight predicts where it is there, else token_embd.weight"
 ARCHITECTURE = "gpt2"
 NAMES = {
     "wte": "token_embd",
@@ -80,12 +81,14 @@ def read(path: Path) -> Checkpoint:
     """
     metadata, tensors = read_header(path)
     config = {key: value for key, value in metadata.items() if value is not None}
-    claim, rule = metadata.get(TIE_CLAIM), "the GGUF format: output.weight predicts, or token_embd"
-    if claim is not None:
-        rule = f"the file says {TIE_CLAIM}: {str(claim).lower()}"
-        if not isinstance(claim, bool):
-            raise CorruptInputError(f"{path}: {TIE_CLAIM} must be true or false, got {claim!r}")
-    return Checkpoint(path, "GGUF", tensors, config, claim=claim, claim_source=rule, files=(path,))
+    tied, rule = metadata.get(TIE_CLAIM), LLAMA_CPP_RULE
+    if tied is not None:
+        rule = f"the file says {TIE_CLAIM}: {str(tied).lower()}"
+        if not isinstance(tied, bool):
+            raise CorruptInputError(f"{path}: {TIE_CLAIM} must be true or false, got {tied!r}")
+    # Converters of 2023 wrote the matrix of a tied GPT-2 twice: two equal ones claim nothing.
+    claim = Claim(tied, rule, different_is_untied=tied is None)
+    return Checkpoint(path, "GGUF", tensors, config, claim=claim, files=(path,))
 
 
 def read_header(
@@ -168,7 +171,7 @@ def _fields(source: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
                 "not supported"
             )
     keys = {"n_layer": SIZE_KEYS["n_layer"], "n_head": SIZE_KEYS["n_head"], **ID_KEYS}
-    keys |= {"layer_norm_epsilon": EPSILON_KEY, "tie_word_embeddings": TIE_CLAIM}
+    keys["layer_norm_epsilon"] = EPSILON_KEY
     fields = {name: metadata[key] for name, key in keys.items() if key in metadata}
     if isinstance(epsilon := fields.get("layer_norm_epsilon"), float):
         fields["layer_norm_epsilon"] = float(f"{epsilon:.7g}")  # of a float32: 1e-05 again

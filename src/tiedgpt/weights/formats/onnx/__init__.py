@@ -20,7 +20,7 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
@@ -56,14 +56,13 @@ def read(path: Path) -> Checkpoint:
         graph = _Graph(onnx, path)
         graph.walk(model.graph, is_outermost=True)
         config = _our_config(model)
-    claim, source = None, "an ONNX graph does not say whether the head is tied"
-    if isinstance(config.get("tie_word_embeddings"), bool):
-        claim = config["tie_word_embeddings"]
-        source = f"its metadata say tie_word_embeddings: {str(claim).lower()}"
+    claim = Claim(source="an ONNX graph does not say whether the head is tied")
+    if isinstance(tied := config.get("tie_word_embeddings"), bool):
+        claim = Claim(tied, f"its metadata say tie_word_embeddings: {str(tied).lower()}")
     return Checkpoint(
         path, "ONNX", graph.tensors,
         config={**config, METADATA_KEY: config} if config else {},
-        files=(path, *dict.fromkeys(graph.other_files)), claim=claim, claim_source=source,
+        files=(path, *dict.fromkeys(graph.other_files)), claim=claim,
         reads=tuple(dict.fromkeys(graph.reads)), predicts=tuple(graph.products[-1:]),
         products=tuple(name for name in dict.fromkeys(graph.products)
                        if len(graph.tensors[name].shape) == 2),

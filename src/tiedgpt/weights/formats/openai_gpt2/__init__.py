@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.formats.openai_gpt2 import tensorflow_bundle
 from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.tensors import StoredTensor, printable
@@ -42,7 +42,7 @@ def read(path: Path) -> Checkpoint:
     tensors, files = tensorflow_bundle.read_bundle(path)
     return Checkpoint(
         path, "TensorFlow", tensors, hparams_in(path.parent), files=files,
-        claim_source="a TensorFlow checkpoint does not say whether the head is tied",
+        claim=Claim(source="a TensorFlow checkpoint does not say whether the head is tied"),
     )  # fmt: skip
 
 

@@ -18,11 +18,12 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import (
     HEAD,
     Checkpoint,
+    Claim,
     GPTCheckpoint,
+    claim_in,
     plain,
-    unwrapped,
 )
-from tiedgpt.weights.tensors import StoredTensor, by_storage, printable
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,8 +126,7 @@ def recognizes(checkpoint: Checkpoint) -> bool:
 def read_module(module: nn.Module) -> Checkpoint:
     """Return a model of transformers in memory as a checkpoint; nothing is copied yet.
 
-    A head that is the embedding's own parameter is tied, whatever its config says. Raises
-    `UserError` for any other module.
+    Raises `UserError` for any other module.
     """
     from tiedgpt.weights.torch_file import stored_tensor
 
@@ -140,12 +140,9 @@ def read_module(module: nn.Module) -> Checkpoint:
         name: stored_tensor(name, parameter)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    config = to_dict()
-    for group in by_storage(tensors.values()):
-        if len(group) > 1 and any(unwrapped(t.name) == "lm_head.weight" for t in group):
-            config["tie_word_embeddings"] = True
-    name = f"the {type(module).__name__} in memory"
-    return plain(Checkpoint(name, "module", tensors, config=config))
+    config, name = to_dict(), f"the {type(module).__name__} in memory"
+    claim = claim_in(config, "its config") or Claim()
+    return plain(Checkpoint(name, "module", tensors, config=config, claim=claim))
 
 
 def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:

@@ -1,8 +1,9 @@
 """Which matrix reads a token and which one predicts it. Only this file decides it.
 
-    find_roles(checkpoint) -> Roles
+    find_roles(checkpoint) -> Roles         by names, shapes and use, of any architecture
+    roles_of(checkpoint, input, output)     of two matrices that are known
 
-A file gives names and shapes. An ONNX graph and a module in memory (`modules.py`) also say which
+A file gives names and shapes. An ONNX graph and a module in memory also say which
 matrices are looked up (`checkpoint.reads`) and which ones multiply (`checkpoint.predicts`). In
 doubt, `UserError` lists the candidates; nothing is guessed.
 """
@@ -10,10 +11,12 @@ doubt, `UserError` lists the candidates; nothing is guessed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tiedgpt.errors import UserError
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
 READS = frozenset(
@@ -41,8 +44,8 @@ POSITIONS = re.compile(
 """Names of tables of positions and of token types."""
 MAX_WIDTH = 1 << 22
 """No embedding is wider; reading rows of any width could fill the memory."""
-ONE_LAYOUT = ("safetensors", "torch")
-"""Formats whose loaders take an embedding and a head only as (V, D)."""
+ANY_LAYOUT = ("ONNX", "module")
+"""Formats that say how a matrix is used, so that it may lie as (D, V)."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,16 @@ class Roles:
         """Rows that the output has more (or, if negative, fewer) than the input."""
         return self.pair[1].shape[0] - self.pair[0].shape[0] if self.pair and self.fits else 0
 
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """How far apart the two are. It reads both, once; None if there are no two of one width."""
+        return compare(*self.pair) if self.pair and self.fits and not self.shared else None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both are there, apart, and equal in the rows that both have."""
+        return self.comparison is not None and self.comparison.equal
+
 
 def find_roles(
     checkpoint: Checkpoint, *, input_name: str | None = None, output_name: str | None = None
@@ -110,23 +123,30 @@ def find_roles(
     if reads is None and head is None:
         why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
         raise _ask(checkpoint, "input", f"{why}; its largest", matrices)
-    if reads is None:
-        return Roles(None, head)
-    predicts = None if head is reads else head
-    transposed: list[str] = []
-    if checkpoint.format in ONE_LAYOUT and lies_transposed(checkpoint, reads):
-        transposed.append(reads.name)
-        reads = reads.turned()
-    unreadable: list[StoredTensor] = []
+    roles = roles_of(checkpoint, reads, None if head is reads else head)
+    if roles.input is None:
+        return roles
+    reads, unreadable = roles.input, list[StoredTensor]()
     if head is None:
         unreadable = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
     elif output_name is None and head.dtype not in FLOATS and not _is_similar(head, reads):
-        unreadable, predicts = [head], None
-    if predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
+        unreadable, roles = [head], replace(roles, output=None)
+    aliases = (t for t in matrices if t.name != reads.name and t.is_view_of(reads))
+    return replace(roles, aliases=tuple(aliases), unreadable=tuple(unreadable))
+
+
+def roles_of(
+    checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
+) -> Roles:
+    """Return the roles of known matrices, those that are stored as (D, V) turned to (V, D)."""
+    transposed: list[str] = []
+    if reads and checkpoint.format not in ANY_LAYOUT and lies_transposed(checkpoint, reads):
+        transposed.append(reads.name)
+        reads = reads.turned()
+    if reads and predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
         transposed.append(predicts.name)
         predicts = predicts.turned()
-    aliases = (t for t in matrices if t.name != reads.name and t.is_view_of(reads))
-    return Roles(reads, predicts, tuple(aliases), tuple(unreadable), tuple(transposed))
+    return Roles(reads, predicts, transposed=tuple(transposed))
 
 
 def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
