@@ -41,9 +41,9 @@ def saved(tmp_path):
 
 @pytest.fixture
 def chat(monkeypatch, capsys):
-    def chat(path, said):
+    def chat(path, said, *options):
         monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-        code = main(["chat", str(path), "--temperature", "0"])
+        code = main(["chat", str(path), "--temperature", "0", *options])
         out, err = capsys.readouterr()
         return code, out, " ".join(err.split())
 
@@ -51,17 +51,30 @@ def chat(monkeypatch, capsys):
 
 
 def test_a_reply_ends_where_the_template_says(saved, chat):
-    assert chat(saved("<|im_end|>"), "hello\n\nhello\n/exit\nhello\n") == (0, "\n\n", "")
+    code, out, err = chat(saved("<|im_end|>"), "hello\n\nhello\n/exit\nhello\n")
+    assert (code, out) == (0, "\n\n") and "cut off" not in err
     code, out, err = chat(saved("<|im_end|>"), "HELLO\nhello\n")
     assert (code, out) == (0, "\n") and "'H'" in err  # which this tokenizer does not know
 
 
-def test_a_full_context_is_told_of_and_a_new_conversation_can_begin(saved, chat):
-    code, out, err = chat(saved("i"), "hello\nhello\n/new\nhello\n")
-    first, second = out.splitlines()
-    assert code == 0 and first == second and {*first} == {"i"}
-    assert err.count("the context is full") == 2
-    assert "and the context is 64: begin a new one with /new" in err
+def test_a_long_conversation_goes_on_without_its_oldest_turns(saved, chat):
+    code, out, err = chat(saved("i"), "hello\n" * 4 + "/new\nhello\n")
+    first, *others, fresh = out.splitlines()
+    assert code == 0 and first == fresh == "i" * 32
+    assert len(others) == 3 and all(set(reply) == {"i"} and len(reply) >= 16 for reply in others)
+    assert err.count("the reply was cut off after") == 5
+    assert err.count("its oldest turn was dropped") == 3
+
+
+def test_the_length_of_replies_is_an_option(saved, chat):
+    code, out, err = chat(saved("i"), "hello\nhello\n", "--max-new-tokens", "3")
+    assert (code, out) == (0, "iii\niii\n") and "dropped" not in err
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(saved, chat):
+    code, out, err = chat(saved("i"), "hello " * 20 + "\nhello\n")
+    assert code == 0 and out == "i" * 32 + "\n"
+    assert "the message has" in err and "send a shorter message" in err
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])

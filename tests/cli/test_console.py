@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,6 +221,26 @@ def test_an_error_names_its_options_as_each_border_writes_them(capsys):
     assert main(["generate", "x", "--regex", "a", "--json-schema", "{}"]) == 1
     shown = "error: --regex and --json-schema exclude each other\nhint: choose one\n"
     assert capsys.readouterr().err == shown
+
+
+def test_what_takes_seconds_is_told_and_what_is_quick_is_not(monkeypatch, capsys):
+    monkeypatch.setattr("tiedgpt.cli.console.PATIENCE_SECONDS", 0.01)
+    with console.waiting("computing"):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == "note: computing ...\n"
+    monkeypatch.setattr("tiedgpt.cli.console.PATIENCE_SECONDS", 60)
+    with console.waiting("computing"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupted_training_says_what_becomes_of_it(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiedgpt.cli.train.run", interrupt)
+    assert main(["train"]) == 75
+    assert "the same command begins again" in capsys.readouterr().err
 
 
 def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):

@@ -43,6 +43,26 @@ def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_pa
         assert ("was trained on" in capsys.readouterr().err) == noted
 
 
+@pytest.mark.parametrize("name", ["out.gguf", "out.onnx", "directory/model.safetensors"])
+def test_a_model_may_be_a_file(directory, text, tmp_path, name, capsys):  # noqa: F811
+    shutil.copytree(directory, tmp_path / "directory")
+    path, options = tmp_path / name, ["--tokenizer", str(directory)]
+    if not path.exists():
+        assert main(["convert", str(directory), str(path)]) == 0
+    capsys.readouterr()
+    scores = []
+    for source in (directory, path):
+        assert main(["eval", str(source), str(text), *options, "--format", "json"]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["nats"])
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("option", ["--out", "--fork"])
+def test_a_run_that_is_a_file_is_refused(text, capsys, option):
+    assert main(["train", str(text), option, str(text), "--steps", "1"]) == 1
+    assert str(text) in capsys.readouterr().err
+
+
 def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811
     path = tmp_path / "a.jsonl"
     line = {"context": "the dog", "choices": [" ate", " sat on"], "answer": 0}

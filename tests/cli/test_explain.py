@@ -40,10 +40,24 @@ def test_a_lesson_is_printed_and_its_numbers_are_json(topic, capfd):
     assert found["topic"] == topic and found["numbers"]
 
 
+def test_two_trainings_are_announced_and_what_they_show_is_no_contradiction(capfd):
+    assert main(["explain", "head", "model", "--text", TEXT]) == 0
+    out, err = capfd.readouterr()
+    assert "training two tiny GPTs" in err
+    numbers = explain("head", "model", text=TEXT).numbers
+    is_better = numbers["untied_loss"] < numbers["tied_loss"]
+    assert ("no contradiction" in " ".join(out.split())) == is_better
+
+
+def test_the_lesson_on_norms_begins_with_its_conclusion():
+    begin = explain("norms", "model", text=TEXT).blocks[0]
+    assert "|" not in begin and not any(c.isdigit() for c in begin)
+
+
 def test_the_newest_run_is_taken_else_a_tiny_model_is_trained(tmp_path, capfd):
     assert main(["explain", "parameters"]) == 0
     out, err = capfd.readouterr()
-    assert "a tiny GPT, trained just now" in out and "training a tiny one" in err
+    assert "a tiny GPT, trained just now" in out and "training a tiny GPT" in err
     random_model(tied=False).save_pretrained("runs/mine/model")
     (tmp_path / "runs/mine/run.toml").write_text('[options]\ntask = "lm"\n')
     assert main(["explain", "tie"]) == 0

@@ -45,6 +45,11 @@ def test_every_name_prints_a_table_json_and_a_figure(name, capfd):
     json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
 
 
+def test_one_prediction_is_not_several(capfd):
+    assert main(["inspect", "positions", "model", "--ids", "3", "4"]) == 0
+    assert "training learns from 1 prediction," in capfd.readouterr().out
+
+
 def test_a_poke_is_told_and_ids_need_no_tokenizer(capfd):
     assert main(["inspect", "positions", "model", "--text", TEXT, "--poke", "3"]) == 0
     out = capfd.readouterr().out

@@ -1,5 +1,6 @@
 """Figures as files."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tiedgpt.errors import UserError
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Grid, Line, Panel
+from tiedgpt.plots.terminal import draw
 
 PANELS = [
     Panel("loss", "tokens", (Line("a", [0, 5e4], [2, 1]), Line("b", [0, 5e4], [3, 1], 1, True))),
@@ -30,8 +32,19 @@ def test_another_name_and_a_missing_matplotlib_are_told_before_anything_is_drawn
     with pytest.raises(UserError, match=r"name it \.png"):
         save_figure(PANELS, tmp_path / "curves.gif", "")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install tiedgpt\[plot\]"):
+    with pytest.raises(UserError, match=r"pip install 'tiedgpt\[plot\]'"):
         save_figure(PANELS, tmp_path / "curves.png", "")
+
+
+def test_more_runs_than_colours_can_be_told_apart(tmp_path):
+    lines = tuple(Line(f"run {n}", [0, 1], [n, n + 1], n) for n in range(13))
+    save_figure([Panel("loss", "tokens", lines)], tmp_path / "many.svg", "")
+    curves = re.findall(r'id="line2d_\d+">\s*<path d="[^"]*" clip-path[^>]*style="([^"]*)"',
+                        (tmp_path / "many.svg").read_text())  # fmt: skip
+    looks = [re.sub(r"stroke-(width|linecap): [^;]*;?", "", look) for look in curves]
+    assert len({look for look in looks if "b0b0b0" not in look}) >= 13
+    text = draw(Panel("loss", "tokens", lines[:12]), width=120)
+    assert len({str(span.style) for span in text.spans if "not bold" in str(span.style)}) == 12
 
 
 def test_texts_are_drawn_as_they_are_and_many_points_as_pixels(tmp_path):

@@ -258,6 +258,7 @@ def test_a_few_epochs_teach_the_format(tmp_path, options, place):
     follows = [task.reply(engine.model, number) for number in range(10)]
     ends = [" ".join(reply.split()[:2]) == "it is" for reply, _ in follows]
     assert sum(ends) >= 9 and template.name == "chatml"
+    assert all(re.fullmatch(r"name \d", question) for _, question in follows)
     generation = json.loads((run.model / "generation_config.json").read_text())
     assert generation["eos_token_id"] == template.end_ids(tokenizer)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tiedgpt import infer
 from tiedgpt.cli.console import note
@@ -11,10 +12,14 @@ from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import UserError
 
+if TYPE_CHECKING:
+    from tiedgpt.data.templates import Template
+
 ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
 
 Each line is a message. /new begins a new conversation; /exit or the end of input quits. Ctrl-C
-stops a reply."""
+stops a reply. When the conversation outgrows the model's context, its oldest turns are dropped."""
+Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,71 +30,121 @@ class Arguments(EngineOptions):
     """A run, a model's directory or a hub name; default: the newest run in runs/."""
     system: str | None = None
     """The system message, sent before the conversation."""
+    max_new_tokens: int | None = None
+    """Maximum number of tokens in a reply; default: half of the model's context."""
     temperature: float = 0.7
     """Sampling temperature; 0: greedy decoding."""
     seed: int = 0
     """Seed of the sampling."""
 
 
+@dataclass
+class Conversation:
+    """The turns so far, which leave room for a reply in the model's context."""
+
+    engine: infer.Engine
+    template: Template
+    config: infer.GenerationConfig
+    messages: list[Message]
+    """The system message, if there is one, and then the turns."""
+
+    def __post_init__(self) -> None:
+        self.n_system = len(self.messages)
+
+    def clear(self) -> None:
+        """Forget all turns."""
+        del self.messages[self.n_system :]
+
+    def prompt(self, message: str) -> list[int]:
+        """Return the ids of the conversation with a new message, and keep the message.
+
+        The oldest turns are dropped, with a note, until a quarter of the context is free, or as
+        much as a reply may take. Raises `UserError` for a message that is too long by itself or
+        cannot be encoded.
+        """
+        from tiedgpt.data.templates import encode_pieces
+
+        context = self.engine.runner.config.n_positions
+        room = min(context // 4, self.config.max_new_tokens)
+        turns = [*self.messages, {"role": "user", "content": message}]
+        n_dropped = 0
+        while True:
+            assert self.engine.tokenizer is not None  # a directory with a template has one
+            ids, _ = encode_pieces(self.template.prompt(turns), self.engine.tokenizer)
+            is_last = len(turns) == self.n_system + 1
+            if len(ids) + room <= context or is_last:
+                break
+            del turns[self.n_system : self.n_system + 2]
+            n_dropped += 1
+        if len(ids) >= context:
+            raise UserError(
+                f"the message has {len(ids):,} tokens and the context is {context:,}",
+                hint="send a shorter message",
+            )
+        if n_dropped:
+            turn = "turn was" if n_dropped == 1 else f"{n_dropped} turns were"
+            note(f"the conversation is longer than the context: its oldest {turn} dropped")
+        self.messages = turns
+        return ids
+
+    def reply(self, ids: list[int]) -> None:
+        """Print a reply as it comes, and keep it."""
+        free = self.engine.runner.config.n_positions - len(ids)
+        config = replace(self.config, max_new_tokens=min(free, self.config.max_new_tokens))
+        generation, text = self.engine.stream(ids, config), ""
+        try:
+            for token in generation:
+                text += token.text
+                print(token.text, end="", flush=True)
+        except KeyboardInterrupt:
+            generation.cancel()
+        print()
+        if generation.done and generation.result().finish_reason in ("length", "context"):
+            note(f"the reply was cut off after {config.max_new_tokens:,} tokens")
+        self.messages.append({"role": "assistant", "content": text})
+
+
 def run(arguments: list[str]) -> None:
     """Chat until the user leaves."""
-    given = parse(Arguments, "chat", arguments, ABOUT)
-    source = source_or_newest(given.source, task="lm")
+    options = parse(Arguments, "chat", arguments, ABOUT)
+    config = infer.GenerationConfig(
+        max_new_tokens=options.max_new_tokens or 1,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    source = source_or_newest(options.source, task="lm")
     from tiedgpt.data import read_template
-    from tiedgpt.data.templates import encode_pieces
     from tiedgpt.weights.hub import local_directory
 
-    template = read_template(local_directory(given.tokenizer or source))
+    template = read_template(local_directory(options.tokenizer or source))
     if template is None:
         raise UserError(
-            f"{source} has no chat template: tune it on messages (`tiedgpt tune`), or let it "
-            "continue a text (`tiedgpt generate`)"
+            f"{source} has no chat template",
+            hint="tune it on messages (`tiedgpt tune`), or let it continue a text "
+            "(`tiedgpt generate`)",
         )
-    with given.engine(source, slots=1) as engine:
-        assert engine.tokenizer is not None  # a directory with a template has one
-        begin = [{"role": "system", "content": given.system}] if given.system else []
-        messages, context = [*begin], engine.runner.config.n_positions
-        config = infer.GenerationConfig(
-            max_new_tokens=context, temperature=given.temperature, seed=given.seed
-        )
-        while (line := _line()) is not None:
-            if line == "/new" or not line:
-                messages = [*begin] if line else messages
-                continue
-            messages.append({"role": "user", "content": line})
-            try:
-                ids, _ = encode_pieces(template.prompt(messages), engine.tokenizer)
-                if len(ids) >= context:
-                    raise UserError(
-                        f"the conversation has {len(ids):,} tokens and the context is "
-                        f"{context:,}: begin a new one with /new, or send a shorter message"
-                    )
-            except UserError as problem:
-                note(str(problem))
-                messages.pop()
-                continue
-            messages.append({"role": "assistant", "content": _reply(engine, ids, config)})
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    with options.engine(source, slots=1) as engine:
+        if options.max_new_tokens is None:
+            half = max(1, engine.runner.config.n_positions // 2)
+            config = replace(config, max_new_tokens=half)
+        conversation = Conversation(engine, template, config, system)
+        while (line := _read_line()) is not None:
+            if line == "/new":
+                conversation.clear()
+            elif line:
+                try:
+                    ids = conversation.prompt(line)
+                except UserError as problem:
+                    note(str(problem))
+                else:
+                    conversation.reply(ids)
 
 
-def _line() -> str | None:
-    """Return what the user says; None at the end."""
+def _read_line() -> str | None:
+    """Return the user's next line; None at the end."""
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         return None
     return None if line == "/exit" else line
-
-
-def _reply(engine: infer.Engine, ids: list[int], config: infer.GenerationConfig) -> str:
-    """Print a reply as it comes; return it."""
-    generation, said = engine.stream(ids, config), ""
-    try:
-        for token in generation:
-            said += token.text
-            print(token.text, end="", flush=True)
-    except KeyboardInterrupt:
-        generation.cancel()
-    print()
-    if generation.done and generation.result().finish_reason == "context":
-        note("the context is full, so the reply was cut off: /new begins a new conversation")
-    return said

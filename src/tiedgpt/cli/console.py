@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ LABEL_WIDTH = 10
 """Of the labels of facts; a longer label pushes its own fact to the right."""
 SHORTEST_NAME = 16
 """Tables shorten names no further."""
+PATIENCE_SECONDS = 2.0
+"""How long something may take before the user is told what it is."""
 GOOD, BAD = "bold green", "bold red"
 
 
@@ -112,6 +115,18 @@ def table(
     to.print(Text(f"{head}\n{rule}"))
     for number, line in enumerate(lines):
         to.print(Text(line, "bold" if number in bold else ""))
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Note on stderr what is being done, if it takes more than two seconds."""
+    timer = threading.Timer(PATIENCE_SECONDS, note, [f"{what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from importlib import import_module, metadata, util
 from typing import Any, Literal
 
 from tiedgpt import __version__
-from tiedgpt.cli.console import table
+from tiedgpt.cli.console import table, waiting
 from tiedgpt.cli.options import parse
 
 NEEDED = (
@@ -44,7 +44,8 @@ class Arguments:
 def run(arguments: list[str]) -> None:
     """Show the state of the installation."""
     given = parse(Arguments, "doctor", arguments, str(Arguments.__doc__))
-    report = examine()
+    with waiting("measuring this machine"):
+        report = examine()
     if given.format == "json":
         print(json.dumps(report, indent=2))
         return

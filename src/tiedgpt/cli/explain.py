@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tiedgpt.cli.console import note, show_text
+from tiedgpt.cli.console import note, show_text, waiting
 from tiedgpt.cli.options import Positional, UsageError, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
@@ -57,8 +57,11 @@ def run(arguments: list[str]) -> None:
         except UserError:
             if source is not None:
                 raise
-            note("runs/ has no model: training a tiny one, in seconds")
-    lesson = explain(given.topic, source, tokenizer=given.tokenizer, text=given.text)
+            note("runs/ has no model: a tiny one is taken")
+    with waiting(f"measuring {given.topic} on {source or 'a tiny model'}"):
+        lesson = explain(
+            given.topic, source, tokenizer=given.tokenizer, text=given.text, progress=note
+        )
     if given.format == "json":
         print(lesson.to_json())
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from tiedgpt.cli.console import fact
+from tiedgpt.cli.console import fact, waiting
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
 from tiedgpt.errors import UserError
@@ -135,8 +135,10 @@ def _inspect(given: Arguments) -> Any:
         raise UserError("--text and --ids are not for inspect vocabulary", hint="leave them out")
     if given.name == "ablate":
         options["progress"] = _progress
-    model, tokenizer = _model(given, source_or_newest(given.source))
-    return function(model, tokenizer, **options)
+    source = source_or_newest(given.source)
+    with waiting(f"computing {given.name} of {source}"):
+        model, tokenizer = _model(given, source)
+        return function(model, tokenizer, **options)
 
 
 def _text(given: Arguments) -> Any:
@@ -240,7 +242,8 @@ def _positions(found: Positions, _: int) -> None:
     )
     print(
         f"\nmean loss {_cell(found.loss)} nats, {_cell(found.bits_per_byte)} bits per byte\n"
-        f"training learns from {found.next} predictions, generation reads position {found.next}\n"
+        f"training learns from {found.next} prediction{'s' * (found.next != 1)}, generation reads "
+        f"position {found.next}\n"
         "bits: surprisal of the next token; entropy: of the prediction, in bits"
     )
     if found.poked is not None and changes is not None:

@@ -64,7 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     except TiedGPTError as error:
         return _fail(error, error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        hint = None
+        if arguments and arguments[0] in ("train", "tune"):
+            hint = "no step was lost: the same command begins again where this one was"
+        return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK

@@ -103,6 +103,13 @@ class Template:
             dict.fromkeys(encode_pieces([Piece(END_OF_TEXT, True, True), end], tokenizer)[0])
         )
 
+    def last_message(self, text: str, role: str = "user") -> str:
+        """Return the content of the last message of a role in a conversation's text."""
+        around = self.roles.get(role, Role())
+        begin, end = around.prefix + around.before, around.after + around.suffix
+        message = text.rpartition(begin)[2] if begin else text
+        return (message.partition(end)[0] if end else message).strip()
+
     def jinja(self) -> str:
         """Return the template as transformers executes it, its data in the first line."""
         data = json.dumps(asdict(self)).replace("#", "\\u0023")  # no `#}` ends the comment early

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -161,6 +161,7 @@ def explain(
     *,
     tokenizer: Any = None,
     text: str | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Lesson:
     """Return a lesson, measured on a live model; print it, or take its `numbers`.
 
@@ -168,6 +169,7 @@ def explain(
     any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
     name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
     path, or transformers'. A part that cannot be measured is left out, and the lesson says why.
+    `progress` is called with a line about each part that takes seconds, before it begins.
 
     Raises `UserError` for an unknown topic, and a model or text that cannot be used.
     """
@@ -176,7 +178,9 @@ def explain(
     if topic not in TOPICS:
         raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
     about = TOPICS[topic]
-    subject = import_module("tiedgpt.lessons.subject").open_subject(model, tokenizer, text)
+    subject = import_module("tiedgpt.lessons.subject").open_subject(
+        model, tokenizer, text, progress
+    )
     lesson = Lesson(topic, about.question, about.places, about.commands, **subject.described())
     with subject.inference():
         getattr(import_module("tiedgpt.lessons.topics"), topic)(subject, lesson)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -52,6 +53,8 @@ class Subject:
     ids: Tensor
     is_random: bool = False
     """Whether the ids are drawn at random, because no text could be encoded."""
+    progress: Callable[[str], None] = lambda line: None
+    """Is told of each part that takes seconds, before it begins."""
 
     def __post_init__(self) -> None:
         self.audit: Audit = audit(self.module)
@@ -159,9 +162,12 @@ class Subject:
         return piece(self.tokenizer, int(id))
 
 
-def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
+def open_subject(
+    model: Any, tokenizer: Any, text: str | None, progress: Callable[[str], None]
+) -> Subject:
     """Return what a lesson runs on; see `explain`."""
     if model is None:
+        progress("training a tiny GPT on Python's docstrings")
         tiny = tiny_model()
         model, tokenizer = tiny.model, tiny.tokenizer
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
@@ -179,13 +185,14 @@ def open_subject(model: Any, tokenizer: Any, text: str | None) -> Subject:
     device = next(model.parameters()).device
     if own is not None and len(own) >= 4 and int(own.max()) < size:
         reads = ", reading a typical part of its run's validation text"
-        subject = Subject(model, f"{about}: {n:,} parameters{reads}", found, own.to(device))
+        about = f"{about}: {n:,} parameters{reads}"
+        subject = Subject(model, about, found, own.to(device), progress=progress)
         return _typical(subject, length)
     ids = _ids(found, text, size, length)
     is_random = ids is None
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
-    return Subject(model, f"{about}: {n:,} parameters", found, ids.to(device), is_random)
+    return Subject(model, f"{about}: {n:,} parameters", found, ids.to(device), is_random, progress)
 
 
 def _validation_ids(model: Any) -> Tensor | None:

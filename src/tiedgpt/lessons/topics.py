@@ -188,10 +188,12 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
         else "The model's own head is no better than new numbers or equal probabilities on this "
         "text: the model was not trained, or not on such text. "
     )
+    subject.progress("training two tiny GPTs on Python's docstrings, one tied and one untied")
     tied, untied = tiny_model(), tiny_model(tied=False)
     larger = (
-        " After so few steps, the larger model is better; `tiedgpt study tied-vs-untied` measures "
-        "it."
+        " That the untied one is better here is no contradiction: it has {more:,} parameters "
+        "more, and both saw as much text. Tying saves parameters; it does not promise the lower "
+        "loss after as many steps. `tiedgpt study tied-vs-untied` compares models of equal size."
         if untied.loss < tied.loss
         else ""
     )
@@ -204,6 +206,7 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
         tied_size=sizes[0],
         tied_loss=tied.loss,
         untied_size=sizes[1],
+        more=sizes[1] - sizes[0],
         untied_loss=untied.loss,
         tiny_uniform=math.log(len(tied.tokenizer)),
     )
@@ -304,6 +307,13 @@ def norms(subject: Subject, lesson: Lesson) -> None:
     logits, norm, cosine = h @ rows.T, rows.norm(dim=1), F.cosine_similarity(h[-1:], rows)
     top = logits[-1].topk(5).indices
     ranks = 1 + (cosine > cosine[top, None]).sum(1)
+    lesson.say(
+        "In short: each token has one row, and training fits that row to both jobs. On the output "
+        "side a longer row makes its token's logit larger, for better or worse. On the input side "
+        "a longer row makes the token count for more beside its position. A row's length alone "
+        "does not tell how important a token is: only what is left after the mean row is "
+        "subtracted changes a prediction. The numbers below show each of these on this model."
+    )
     lesson.say(
         "The logit of token i is h . e_i = |h| |e_i| cos, where e_i is its row of {predicts}. "
         "After the last token, {last}, |h| is {h_norm:.3g}:",

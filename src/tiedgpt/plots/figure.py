@@ -14,6 +14,8 @@ from tiedgpt.plots.panel import Grid, Panel
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind people tell apart."""
+STYLES = ("solid", "dashed", "dotted", "dashdot")
+"""One for each time that all colours were used."""
 MOST_NAMES = 64
 """More places than this on an axis are numbered."""
 MANY = 2000
@@ -106,7 +108,8 @@ def _fill(panel: Panel, place: Any) -> None:
     place.spines[["top", "right"]].set_visible(False)
     place.grid(alpha=0.25)
     for line in panel.lines:
-        color = COLORS[line.color % len(COLORS)]
+        times, number = divmod(line.color, len(COLORS))
+        color, style = COLORS[number], STYLES[times % len(STYLES)]
         if len(line.low):
             place.fill_between(line.xs, line.low, line.high, color=color, alpha=0.2, linewidth=0)
         place.plot(
@@ -114,6 +117,7 @@ def _fill(panel: Panel, place: Any) -> None:
             line.ys,
             label=_drawable(line.name),
             color=color,
+            linestyle=style,
             linewidth=1.4 if line.joined else 0,
             marker="o" if line.marked or not line.joined or len(line.xs) == 1 else None,
             markersize=3 if line.joined or line.marked else 1.5,

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from tiedgpt.plots.panel import Panel, label, ticks
 
-COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+COLORS = (6, 5, 3, 2, 4, 1, 14, 13, 11, 10, 12, 9)
+"""The terminal's own cyan, magenta, yellow, green, blue and red, and then the bright ones."""
 ASCII = str.maketrans("┌┐└┘─│┬┤┼", "++++-|+++")
 
 
@@ -63,7 +64,7 @@ def draw(panel: Panel, *, width: int = 80, height: int = 14, unicode: bool = Tru
         if len(panel.lines) > 1:
             place = min(len(xs) - 1, (number - 1) * len(xs) // 20)  # each at its own, from the end
             plotext.text(str(number), xs[place], min(ys[place], y_high), color=color)
-            heading.append(f"  {number} {line.name}", f"not bold {color}")
+            heading.append(f"  {number} {line.name}", f"not bold color({color})")
     drawn = plotext.build()
     heading = Text("\n").join(heading.wrap(Console(), width))
     return heading + "\n" + Text.from_ansi(drawn if unicode else drawn.translate(ASCII))

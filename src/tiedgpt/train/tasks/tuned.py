@@ -181,14 +181,17 @@ class TunedExamples(Tuned):
         return " <- ".join(self.reply(self.plain(model), step))
 
     def reply(self, model: GPT, number: int) -> tuple[str, str]:
-        """Return what a model without adapters replies to a prompt held out, and the prompt."""
+        """Return what a model without adapters replies to a prompt held out, and its question."""
         held_out = self.examples.held_out
         ids, counted = held_out.example(number % len(held_out))
         prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
         ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
         engine = Engine(model, tokenizer=self.tokenizer, slots=1)
         said = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
-        return said.text, self.tokenizer.decode(prompt)
+        question = self.tokenizer.decode(id for id in prompt if id != self.tokenizer.eos_token_id)
+        if self.template is not None:
+            question = self.template.last_message(question)
+        return said.text, question.strip()
 
     def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
         """Return how many examples there are, how much of them is trained, and what predicts."""
