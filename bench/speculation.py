@@ -35,7 +35,7 @@ from tiedgpt.infer import GenerationConfig
 from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.scheduler import Request, Scheduler
-from tiedgpt.infer.sequence import Sequence
+from tiedgpt.infer.sequence import SequenceState
 from tiedgpt.weights.formats.packed import PackedModel, open_packed
 from turns import cores, facts, in_turn, keep, per_second, show
 from ways import CLASSES
@@ -98,7 +98,9 @@ def saying(model: PackedModel, rows: np.ndarray, text: list[int]) -> PackedModel
 def turn(runner: PackedRunner, prompt: list[int], batch: int, config: GenerationConfig) -> Turn:
     """Let `batch` sequences run; time what comes after their prompts."""
     scheduler = Scheduler(runner.session(slots=batch, capacity=PROMPT + config.max_new_tokens))
-    texts = [Sequence(prompt, config, model=runner.config, copies=copy) for copy in range(batch)]
+    texts = [
+        SequenceState(prompt, config, model=runner.config, copies=copy) for copy in range(batch)
+    ]
     for text in texts:
         scheduler.add(Request(partial(decode, sequence=text), prompt=prompt, text=text))
     while not all(text.new_ids for text in texts):

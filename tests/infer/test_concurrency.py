@@ -19,7 +19,7 @@ from tests.infer.conftest import equal
 from tiedgpt.errors import UserError
 from tiedgpt.infer import ClosedError, Engine, QueueFullError
 from tiedgpt.infer.scheduler import Request
-from tiedgpt.infer.sequence import Sequence
+from tiedgpt.infer.sequence import SequenceState
 from tiedgpt.infer.slots import Read
 from tiedgpt.infer.torch_session import TorchSession
 
@@ -290,7 +290,7 @@ def test_a_forked_child_can_generate(backend, endless):
 def n_requests():
     """How many requests, texts and reads are in memory."""
     gc.collect()
-    kinds = {Request, Sequence, Read}
+    kinds = {Request, SequenceState, Read}
     return sum(type(each) in kinds for each in gc.get_objects())  # isinstance runs foreign code
 
 

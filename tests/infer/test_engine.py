@@ -146,6 +146,29 @@ def test_a_sliding_context_goes_on_as_if_begun_from_what_it_still_sees(engine):
     assert long_prompt.dropped == 60 - 24
 
 
+@pytest.mark.parametrize("stop", [["sat on", "at"], ["at", "sat on"], ["sat off", "at"], ["mat"]])
+@pytest.mark.parametrize("n", [3, 50])
+def test_a_text_ends_before_the_same_stop_string_however_it_is_tokenized(engine, stop, n):
+    text = "cat sat on the mat"
+    letters = [engine.tokenizer.encode(letter)[0] for letter in text]
+    expected = text[: min(text.find(each) for each in stop if each in text)]
+    for ids in (letters, engine.tokenizer.encode(text)):
+
+        def write(seen, n_prompt, logits, ids=ids):
+            forced = np.full_like(logits, -np.inf)
+            forced[ids[len(seen) - n_prompt]] = 0
+            return forced
+
+        options = {"stop": stop, "processors": [write], "max_new_tokens": min(n, len(ids))}
+        completion = engine.generate("the", **options)
+        stream = engine.stream("the", **options)
+        assert "".join(token.text for token in stream) == completion.text
+        whole = engine.tokenizer.decode(ids[:n])
+        assert completion.text == whole[: len(expected)]
+        ended = any(each in whole for each in stop)
+        assert completion.finish_reason == ("stop" if ended else "length")
+
+
 def test_an_empty_prompt_starts_from_the_beginning_of_text(engine):
     start = engine.model.config.bos_token_id
     empty = engine.generate("", max_new_tokens=8, temperature=0)

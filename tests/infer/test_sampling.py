@@ -13,7 +13,7 @@ from tiedgpt import GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
 from tiedgpt.infer.sampling import Choice, adjusted, choose, filtered, for_vocabulary
-from tiedgpt.infer.sequence import Sequence
+from tiedgpt.infer.sequence import SequenceState
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -139,7 +139,7 @@ def test_a_bad_word_of_text_is_ruled_out_alone_and_after_a_blank():
 
 def sequence(prompt, size=4, **options):
     model = GPTConfig(vocab_size=size, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    return Sequence(prompt, GenerationConfig(**options), model=model)
+    return SequenceState(prompt, GenerationConfig(**options), model=model)
 
 
 def test_processors_come_first_and_see_the_text_and_the_prompts_length():

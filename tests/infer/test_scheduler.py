@@ -10,7 +10,7 @@ from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
 from tiedgpt.infer.scoring import score
-from tiedgpt.infer.sequence import Sequence
+from tiedgpt.infer.sequence import SequenceState
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 30, [11, 12, 13, 14, 15], [16]]
 
@@ -20,10 +20,10 @@ def scheduler(engine, slots=2, capacity=48):
 
 
 def request(engine, prompt, **options):
-    text = Sequence(
+    text = SequenceState(
         prompt, GenerationConfig(**options), model=engine.runner.config, tokenizer=engine.tokenizer
     )
-    return Request(partial(decode, sequence=text), prompt=prompt, text=text)
+    return Request(partial(decode, sequence=text), prompt=prompt, sequence=text)
 
 
 def add(running, engine, prompt, **options):
@@ -55,7 +55,7 @@ def test_a_step_advances_each_running_request_by_one_token(engine):
     requests = [add(running, engine, prompt, temperature=0) for prompt in PROMPTS[:3]]
     for step in range(1, 4):
         running.step()
-        assert [len(added.text.new_ids) for added in requests] == [step, step, 0]
+        assert [len(added.sequence.new_ids) for added in requests] == [step, step, 0]
 
 
 def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine):
@@ -65,11 +65,11 @@ def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine)
     running.step()
     long = add(running, engine, [3] * 30, temperature=0)
     steps = 0
-    while not long.text.new_ids:
+    while not long.sequence.new_ids:
         running._pace.chunk = 8
         running.step()
         steps += 1
-        assert len(short.text.new_ids) == 1 + steps
+        assert len(short.sequence.new_ids) == 1 + steps
     assert steps == 4
 
 
@@ -93,9 +93,9 @@ def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goe
     first, second = (add(running, engine, [n] * 30, temperature=0) for n in (1, 2))
     running.step()
     running.step()
-    assert [len(added.text.new_ids) for added in (first, second)] == [1, 1]
+    assert [len(added.sequence.new_ids) for added in (first, second)] == [1, 1]
     running.step()
-    assert [len(added.text.new_ids) for added in (first, second)] == [2, 2]
+    assert [len(added.sequence.new_ids) for added in (first, second)] == [2, 2]
 
 
 def test_of_a_prompt_in_chunks_only_the_last_logits_are_held(engine):
@@ -118,7 +118,7 @@ def test_cancelling_frees_the_slot_at_once(engine):
     running.cancel(third)
     running.cancel(first)
     running.step()
-    assert len(second.text.new_ids) == 1
+    assert len(second.sequence.new_ids) == 1
     drain(running)
     assert first.result.finish_reason == third.result.finish_reason == "cancelled"
     assert len(first.result.ids) == 1 and third.result.ids == []
@@ -157,7 +157,7 @@ def test_a_request_waits_for_another_that_reads_the_same_long_prefix(engine, rea
     second = add(running, engine, [*prompt, 2], temperature=0, max_new_tokens=4)
     other = add(running, engine, [3], temperature=0, max_new_tokens=4)
     running.step()
-    assert [len(each.text.new_ids) for each in (first, second, other)] == [1, 0, 0]
+    assert [len(each.sequence.new_ids) for each in (first, second, other)] == [1, 0, 0]
     drain(running)
     assert sum(sum(read.values()) for read in reads) == len(prompt) + 1 + 1 + 1 + 3 * 3
     assert running.counts["reused_tokens"] == len(prompt)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tiedgpt.infer.beam import beam_search
 from tiedgpt.infer.scoring import SCORED_AT_ONCE
-from tiedgpt.infer.sequence import Completion, FinishReason, Sequence
+from tiedgpt.infer.sequence import Completion, FinishReason, SequenceState
 from tiedgpt.infer.slots import Read, Slots, Steps, choose
 from tiedgpt.text import Tokenizer
 
 
-def decode(slots: Slots, sequence: Sequence) -> Steps[Completion]:
+def decode(slots: Slots, sequence: SequenceState) -> Steps[Completion]:
     """Read the prompt, then choose and read one token after another until the text ends.
 
     Positions are learned: a window that slides is read anew from its first token on. A draft is
@@ -47,7 +47,7 @@ def decode(slots: Slots, sequence: Sequence) -> Steps[Completion]:
     return sequence.completion()
 
 
-def search(slots: Slots, sequence: Sequence, tokenizer: Tokenizer | None) -> Steps[Completion]:
+def search(slots: Slots, sequence: SequenceState, tokenizer: Tokenizer | None) -> Steps[Completion]:
     """Return the best text that beam search finds."""
     config, prompt = sequence.config, sequence.ids
     max_new_tokens = min(slots.capacity - len(prompt) + 1, config.max_new_tokens)

@@ -26,8 +26,7 @@ from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, wi
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score
-from tiedgpt.infer.sequence import Completion, Token
-from tiedgpt.infer.sequence import Sequence as Text
+from tiedgpt.infer.sequence import Completion, SequenceState, Token
 from tiedgpt.infer.slots import Slots, Steps
 from tiedgpt.infer.threads import check_threads
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
@@ -266,17 +265,17 @@ class Engine:
             guidance.require_room(model)
         _require_context(len(ids), config, model, guidance.longer if guidance else 0)
         processors = () if matcher is None else (matcher.fresh(),)
-        text = Text(
+        sequence = SequenceState(
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
             processors=processors, copies=copies,
         )  # fmt: skip
-        begin = partial(_begin, text=text, guidance=guidance, tokenizer=self.tokenizer)
+        begin = partial(_begin, sequence=sequence, guidance=guidance, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         deadline = time.monotonic() + timeout
         longer = guidance.longer if guidance else 0
         return Request(
-            begin, n_slots=config.n_slots, prompt=() if whole else ids, text=text,
+            begin, n_slots=config.n_slots, prompt=() if whole else ids, sequence=sequence,
             length=min(len(ids) + longer + config.max_new_tokens, model.n_positions),
             deadline=deadline,
         )  # fmt: skip
@@ -303,11 +302,15 @@ class Engine:
 
 
 def _begin(
-    slots: Slots, text: Text, guidance: Guidance | None, tokenizer: Tokenizer | None
+    slots: Slots, sequence: SequenceState, guidance: Guidance | None, tokenizer: Tokenizer | None
 ) -> Steps[Completion]:
     if guidance is not None:
         slots = GuidedSlots(slots, guidance)
-    return search(slots, text, tokenizer) if text.config.num_beams > 1 else decode(slots, text)
+    return (
+        search(slots, sequence, tokenizer)
+        if sequence.config.num_beams > 1
+        else decode(slots, sequence)
+    )
 
 
 def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig, taken: int) -> None:

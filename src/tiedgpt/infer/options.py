@@ -65,7 +65,7 @@ class GenerationConfig:
     seed: int | None = None
     """The same seed gives the same text; default: a new seed each time."""
     stop: str | Sequence[str] = ()
-    """The text ends before the first of these strings."""
+    """The text ends where the first of these strings begins, however tokens divide it."""
     stop_ids: Sequence[int] = ()
     """The text ends with the first of these ids, as with the end-of-text token."""
     context_end: ContextEnd = "stop"

@@ -18,8 +18,7 @@ from typing import Any
 
 from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.sampling import Choice
-from tiedgpt.infer.sequence import FinishReason
-from tiedgpt.infer.sequence import Sequence as Text
+from tiedgpt.infer.sequence import FinishReason, SequenceState
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.slots import Read, SlotPool, Slots, Steps, Wanted, common_prefix
 
@@ -40,7 +39,7 @@ class Request:
     """Steps that a scheduler runs in `n_slots` slots, and how they ended.
 
     They fill at most `length` positions of each. `prompt` is what the first slot begins with and
-    may share with others; `text` what it writes.
+    may share with others; `sequence` is what it writes.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class Request:
         n_slots: int = 1,
         length: int = 0,
         prompt: Sequence[int] = (),
-        text: Text | None = None,
+        sequence: SequenceState | None = None,
         deadline: float = math.inf,
     ) -> None:
         self.n_slots, self.length, self.prompt = n_slots, length, prompt
-        self.text, self.deadline = text, deadline
+        self.sequence, self.deadline = sequence, deadline
         self.has_ended = False
         self.result: Any = None
         self.error: Exception | None = None
@@ -115,9 +114,9 @@ class Request:
         self.has_ended, self.reads = True, []
         if self._steps is not None:
             self._steps.close()
-        if self.text is not None:
-            self.text.finish(reason)
-            self.result = self.text.completion(self.error)
+        if self.sequence is not None:
+            self.sequence.finish(reason)
+            self.result = self.sequence.completion(self.error)
 
 
 Part = tuple[Request, Read, int]
@@ -216,7 +215,7 @@ class Scheduler:
             for read in request.reads:
                 if read.n_left:
                     (decoding if read.is_decode else prompts).append((request, read, read.n_left))
-        newest = max((r.created for r, _, _ in prompts if r.text), default=math.inf)
+        newest = max((r.created for r, _, _ in prompts if r.sequence), default=math.inf)
         if prompts and newest < min((r.began for r, _, _ in decoding), default=math.inf):
             decoding = []
         room = self._pace.chunk if decoding else PREFILL_TOKENS
@@ -280,10 +279,10 @@ class Scheduler:
         for request in [request for request in self.running if request.has_ended]:
             self.running.remove(request)
             self.pool.release(request.slots)
-            if request.text is not None:
+            if request.sequence is not None:
                 self.counts["generated_tokens"] += len(request.result.ids)
-                self.counts["draft_tokens"] += request.text.n_drafted
-                self.counts["accepted_tokens"] += request.text.n_accepted
+                self.counts["draft_tokens"] += request.sequence.n_drafted
+                self.counts["accepted_tokens"] += request.sequence.n_accepted
 
 
 class _Pace:

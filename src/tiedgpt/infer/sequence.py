@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,11 +11,11 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
+from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import GenerationConfig, Processor
 from tiedgpt.infer.sampling import Choice, Chosen, adjusted, for_vocabulary
 from tiedgpt.infer.speculation import Drafter
-from tiedgpt.infer.stopping import StopWatch
 from tiedgpt.text import Tokenizer
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout", "error"]
@@ -39,9 +38,9 @@ class Token:
     """Where its text begins in the completion's text, in characters."""
     finish_reason: FinishReason | None = None
     """Of the last token, why the text ends."""
-    prompt_logprobs: Ids[float] = ()
+    prompt_logprobs: Sequence[float] = ()
     """With the first token, the logprob of each of the prompt's after its first, if asked for."""
-    prompt_top_logprobs: Ids[Likeliest] = ()
+    prompt_top_logprobs: Sequence[Likeliest] = ()
     """For each of these, the likeliest ones."""
 
 
@@ -75,7 +74,7 @@ class Completion:
         return sum(self.logprobs) / max(1, len(self.logprobs))
 
 
-class Sequence:
+class SequenceState:
     """A prompt's ids and text as they grow.
 
     `copies` tells apart the draws for prompts that are the same, under the same seed.
@@ -83,13 +82,13 @@ class Sequence:
 
     def __init__(
         self,
-        prompt: Ids[int],
+        prompt: Sequence[int],
         config: GenerationConfig,
         *,
         model: GPTConfig,
         tokenizer: Tokenizer | None = None,
-        end_ids: Ids[int] = (),
-        processors: Ids[Processor] = (),
+        end_ids: Sequence[int] = (),
+        processors: Sequence[Processor] = (),
         copies: int = 0,
     ) -> None:
         if config.stop and tokenizer is None:
@@ -108,17 +107,12 @@ class Sequence:
         self.top_logprobs: list[Likeliest] = []
         self.prompt_logprobs: list[float] = []
         self.prompt_top_logprobs: list[Likeliest] = []
+        self.ends = {model.eos_token_id, *end_ids, *config.stop_ids}
         self._drafter = Drafter(config.draft_tokens) if config.speculate else None
         self._processors = (*config.processors, *processors)
-        self.ends = {model.eos_token_id, *end_ids, *config.stop_ids}
-        self._stops = StopWatch(config.stop)
-        self._decoder = tokenizer.stream(after=prompt[-1]) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, prompt[-1], config.stop)
         seeds = None if config.seed is None else [config.seed, copies]
         self._generator = np.random.Generator(np.random.PCG64(seeds))
-        self._decoded = ""  # with what a stop string cuts off or may cut off
-        self._n_certain = 0  # characters of it that belong to the text
-        self._text_ends = list[int]()  # of each token that is decoded
-        self._n_emitted = 0
 
     @property
     def new_ids(self) -> list[int]:
@@ -138,7 +132,7 @@ class Sequence:
         self.n_drafted += len(draft)
         return draft
 
-    def adjusted(self, ids: Ids[int], logits: Array) -> Array:
+    def adjusted(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after some ids with processors, biases and penalties applied."""
         return adjusted(self.config, self._processed(ids, logits), ids, self.n_prompt)
 
@@ -150,7 +144,7 @@ class Sequence:
         uniform = 0.0 if self.config.greedy else self._generator.random()
         return Choice(self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own)
 
-    def _processed(self, ids: Ids[int], logits: Array) -> Array:
+    def _processed(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after the processors, which may change what they are given."""
         processed = logits.copy() if self.config.processors else logits
         for process in self._processors:
@@ -170,7 +164,7 @@ class Sequence:
         self.logprobs.append(logprob)
         if self.config.stop or self.emit is not None:
             self._decode()
-        if token in self.ends or self._stops.stopped:
+        if token in self.ends or self._detokenizer.has_stopped:
             self.finish("stop")
         elif self.n_left <= 0:
             self.finish("length")
@@ -181,29 +175,17 @@ class Sequence:
 
     def _decode(self) -> None:
         """Decode the tokens that are not decoded yet."""
-        for token in self.ids[self.n_prompt + len(self._text_ends) :]:
-            if token not in self.ends and self._decoder is not None:
-                self._take(self._decoder.push(token))
-            self._text_ends.append(len(self._decoded))
-
-    def _take(self, text: str) -> None:
-        self._decoded += text
-        self._n_certain += len(self._stops.push(text))
+        for token in self.ids[self.n_prompt + self._detokenizer.n_tokens :]:
+            self._detokenizer.push(None if token in self.ends else token)
 
     def _emit(self) -> None:
-        """Tell of the tokens whose text is certain; the newest may spell part of a character."""
-        while self.emit is not None and self._n_emitted < len(self._text_ends):
-            at = self._n_emitted
-            last = at == len(self._text_ends) - 1
-            begin, end = self._text_ends[at - 1] if at else 0, self._text_ends[at]
-            unfinished = last and end == begin and self._decoder is not None
-            if self.finish_reason is None and (end > self._n_certain or unfinished):
-                return
-            self._n_emitted += 1
+        """Tell of the tokens whose text is certain."""
+        if self.emit is None:
+            return
+        n_new = len(self.ids) - self.n_prompt
+        for at, text, offset in self._detokenizer.release(is_last=self.finish_reason is not None):
             top = self.top_logprobs[at] if self.config.top_logprobs else []
-            text = self._decoded[begin : min(end, self._n_certain)]
-            reason = self.finish_reason if last else None
-            offset = min(begin, self._n_certain)
+            reason = self.finish_reason if at == n_new - 1 else None
             token, logprob = self.ids[self.n_prompt + at], self.logprobs[at]
             prompt = () if at else (self.prompt_logprobs, self.prompt_top_logprobs)
             self.emit(Token(token, text, logprob, top, offset, reason, *prompt))
@@ -220,19 +202,16 @@ class Sequence:
         """End the text; what was held back is part of it unless a stop string cut it off."""
         if self.finish_reason is not None:
             return
-        self.finish_reason = reason
         self._decode()
-        self._n_certain += len(self._stops.finish())
-        if self._decoder is not None and self._n_emitted < len(self._text_ends):
-            self._take(self._decoder.finish())
-            self._n_certain += len(self._stops.finish())
-            self._text_ends[-1] = len(self._decoded)
+        self._detokenizer.finish()
+        has_ended = self._detokenizer.has_stopped and reason in ("length", "context")
+        self.finish_reason = "stop" if has_ended else reason
         self._emit()
 
     def completion(self, error: Exception | None = None) -> Completion:
         """Return the text so far; all of it, once `finish_reason` is not None."""
         return Completion(
-            self.new_ids, self._decoded[: self._n_certain], self.finish_reason or "length",
+            self.new_ids, self._detokenizer.text, self.finish_reason or "length",
             self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
             self.prompt_top_logprobs, error,
         )  # fmt: skip

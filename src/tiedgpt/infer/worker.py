@@ -127,8 +127,8 @@ class Worker:
         self._runner.heed_caller()
         generation = Generation(self, request)
         generation.future.set_running_or_notify_cancel()  # it cannot be cancelled
-        if emit and request.text is not None:
-            request.text.emit = generation.tokens.put if emit is True else emit
+        if emit and request.sequence is not None:
+            request.sequence.emit = generation.tokens.put if emit is True else emit
         with self._lock:
             if self._closed:
                 room.release()  # for others that wait

@@ -1,0 +1,86 @@
+"""Text as it becomes certain: it does not depend on how tokens divide it."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tiedgpt import Tokenizer
+from tiedgpt.infer.detokenizer import Detokenizer
+
+texts = st.text("abcä", max_size=30)
+stop_lists = st.lists(st.text("abcä", min_size=1, max_size=5), max_size=4)
+LETTERS = Tokenizer.train(["xyz"], 257)
+"""A token for each byte: characters have several."""
+WORDS = Tokenizer.train(["abc ab bc ca aab bbc abcabc cab bac cba äa aä abä " * 20], 300)
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of one text."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def stream(self, *, after):
+        return self
+
+    def push(self, token):
+        return self.pieces[token]
+
+    def finish(self):
+        return ""
+
+
+def decode(tokenizer, ids, stops):
+    """Return the text and what was shown of it before its end was known."""
+    detokenizer, shown = Detokenizer(tokenizer, 0, stops), []
+    for token in ids:
+        detokenizer.push(token)
+        shown += detokenizer.release()
+        if detokenizer.has_stopped:
+            break
+    detokenizer.finish()
+    shown += detokenizer.release(is_last=True)
+    assert "".join(piece.text for piece in shown) == detokenizer.text
+    assert [piece.at for piece in shown] == list(range(detokenizer.n_tokens))
+    offset = 0
+    for piece in shown:
+        assert piece.offset == offset
+        offset += len(piece.text)
+    return detokenizer.text, detokenizer.has_stopped
+
+
+@given(texts, stop_lists, st.lists(st.integers(1, 5), min_size=30, max_size=30))
+@example("zabcz", ["abc", "b"], [2, 1, 1, 1] * 8)
+@example("zabxz", ["abc", "b"], [2, 1, 1, 1] * 8)
+@example("zab", ["abc", "b"], [3] * 30)
+def test_a_text_ends_before_its_earliest_stop_string_however_it_is_divided(text, stops, sizes):
+    ends = [text.find(stop) for stop in stops if stop in text]
+    expected = text[: min(ends)] if ends else text, bool(ends)
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(text[at : at + size])
+        at += size
+    assert decode(Pieces(pieces), range(len(pieces)), stops) == expected
+    assert decode(LETTERS, LETTERS.encode(text), stops) == expected
+    assert decode(WORDS, WORDS.encode(text), stops) == expected
+
+
+@given(texts, stop_lists)
+def test_nothing_is_held_back_that_no_stop_string_can_cut_off(text, stops):
+    detokenizer = Detokenizer(Pieces(list(text)), 0, stops)
+    for at in range(len(text)):
+        detokenizer.push(at)
+        if detokenizer.has_stopped:
+            break
+        seen = text[: at + 1]
+        longest = max(
+            (n for stop in stops for n in range(len(stop)) if seen.endswith(stop[:n])), default=0
+        )
+        matches = [seen.find(stop) for stop in stops if stop in seen]
+        assert detokenizer.text == seen[: min([len(seen) - longest, *matches])]
+
+
+@pytest.mark.parametrize("text", ["ä", "zä"])
+def test_half_a_character_is_told_once_no_token_comes(text):
+    *ids, _ = LETTERS.encode(text)
+    assert decode(LETTERS, ids, ()) == (text[:-1] + "\ufffd", False)
