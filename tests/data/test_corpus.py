@@ -197,6 +197,7 @@ def test_a_file_of_another_encoding_is_left_out_where_it_was_found(tmp_path):
         ("Привет мир, как дела сегодня?\n" * 4, "cp1251"),
         ("日本語のテキストです。今日はいい天気ですね。\n" * 3, "shift_jis"),
         ("text", "utf-16"),
+        ("text", "utf-32"),
     ],
 )
 def test_the_encoding_of_a_named_file_is_guessed_and_told(write, text, encoding):
@@ -204,6 +205,36 @@ def test_the_encoding_of_a_named_file_is_guessed_and_told(write, text, encoding)
     corpus = documents([path])
     assert [document.text for document in corpus] == [text]
     assert list(corpus.guessed.values()) == [encoding]
+
+
+def test_utf_32_is_told_from_utf_16_by_its_mark_in_either_order(write):
+    for mark, order in ((b"\xff\xfe\0\0", "le"), (b"\0\0\xfe\xff", "be")):
+        assert texts(write("a.txt", mark + "wide".encode(f"utf-32-{order}"))) == ["wide"]
+
+
+def test_an_encoded_surrogate_is_named_with_its_byte_and_no_encoding_is_guessed(write, tmp_path):
+    path = write("f/a.txt", "Привет ".encode() * 9 + "\ud83d".encode(errors="surrogatepass"))
+    with pytest.raises(CorruptInputError, match=r"a\.txt .*byte 117 .*surrogate"):
+        texts(path)
+    write("f/b.txt", "text")
+    assert texts(str(tmp_path / "f")) == ["text"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet", ".txt.gz", ".jsonl.zst"])
+def test_records_and_compressed_files_are_refused_by_name_and_left_out_of_folders(
+    write, tmp_path, suffix
+):
+    path = write(f"f/a{suffix}", '{"text": "a, b"}\n')
+    with pytest.raises(UserError, match=rf"a{suffix} .*\.jsonl"):
+        texts(path)
+    write("f/b.txt", "text")
+    corpus = documents([str(tmp_path / "f")])
+    assert [document.text for document in corpus] == ["text"]
+    assert f"a{suffix}" in corpus.notes()[0]
+
+
+def test_ndjson_is_read_as_jsonl(write):
+    assert texts(write("a.ndjson", '{"text": "one"}\n{"text": "two"}\n')) == ["one", "two"]
 
 
 def test_an_encoding_can_be_named(write, tmp_path):

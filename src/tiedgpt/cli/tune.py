@@ -93,11 +93,11 @@ def _are_examples(given: Arguments) -> bool:
     """Whether lines of .jsonl have replies; `CorruptInputError` where the first is no example."""
     if given.text_field != TuneOptions.text_field:
         return False
-    from tiedgpt.data import ExampleReader, documents
+    from tiedgpt.data import ExampleReader, documents, is_json_lines
     from tiedgpt.text import Tokenizer
 
     corpus = documents(given.data)
-    if not any(path.lower().endswith(".jsonl") for path in corpus.paths):
+    if not any(map(is_json_lines, corpus.paths)):
         return False
     reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=given.skip_bad)
     return reader.kind != "text"

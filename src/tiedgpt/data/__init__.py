@@ -1,6 +1,6 @@
 """Text to token batches: corpora, examples, splits, token shards and the order of batches."""
 
-from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
+from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, is_json_lines
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
@@ -30,6 +30,7 @@ __all__ = [
     "documents",
     "encode_corpus",
     "in_order",
+    "is_json_lines",
     "open_encoded",
     "permutation",
     "plan_split",

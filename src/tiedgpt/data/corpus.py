@@ -4,9 +4,11 @@ The sources of the command line come in. A corpus goes out, which can be iterate
 times and holds one document in memory at a time.
 """
 
+import contextlib
 import glob
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +21,17 @@ from tiedgpt.files import read_json_lines
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
 """Folders of other programs, which are not searched."""
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""How text in UTF-16 begins that is marked as such."""
+MARKS = {
+    b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}  # fmt: skip
+"""Byte order marks; UTF-32's first, which begins as UTF-16's does."""
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with a JSON object in each line."""
+NOT_TEXT = (".csv", ".tsv", ".json", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Endings of files with records, or compressed, which are not trained on as raw text."""
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+"""Half of a character, encoded as if it were one: UTF-8 forbids it."""
 ENCODINGS = (
     "cp1252", "cp1251", "cp1253", "koi8_r", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr",
 )  # fmt: skip
@@ -95,8 +106,10 @@ class FileCorpus:
         for path in self.paths:
             name = _printable(path)
             try:
+                if not self._require_text(path, name):
+                    continue
                 with self._open(path) as file:
-                    if path.lower().endswith(".jsonl"):
+                    if is_json_lines(path):
                         yield from read_json_lines(file, name, expected, on_bad)
                         continue
                     data = file.read(PEEK)
@@ -124,19 +137,36 @@ class FileCorpus:
         if n_skipped := len(self.skipped):
             names = ", ".join(sorted(self.skipped)[:3]) + (", ..." if n_skipped > 3 else "")
             files = f"{n_skipped:,} file{'s' * (n_skipped > 1)}"
-            found.append(f"left out {files}, not in UTF-8: {names}")
+            found.append(f"left out {files}, not text in UTF-8: {names}")
         return found
 
+    def _require_text(self, path: str, name: str) -> bool:
+        """Return whether a file's name is that of text; of a named one, raise `UserError`."""
+        if not path.lower().endswith(NOT_TEXT):
+            return True
+        if self.paths[path]:
+            raise UserError(
+                f"{name} is not read: a {os.path.splitext(path)[1]} file is no plain text; write "
+                f'its texts as {{"{self.text_field}": ...}}, one on each line of a .jsonl file'
+            )
+        self.skipped.add(path)
+        return False
+
     def _binary(self, data: bytes) -> bool:
-        return b"\0" in data and not data.startswith(UTF_16) and self.encoding == "auto"
+        return b"\0" in data and not data.startswith(tuple(MARKS)) and self.encoding == "auto"
 
     def _text(self, data: bytes, path: str, name: str) -> str | None:
-        """Return the text of bytes in UTF-8, in UTF-16 that is marked, or in `encoding`."""
-        encodings = ["utf-16" if data.startswith(UTF_16) else "utf-8-sig"]
+        """Return the text of bytes in UTF-8, marked UTF-16 or UTF-32, or in `encoding`.
+
+        Raises `CorruptInputError` for a named file that is UTF-8 but for encoded surrogates.
+        """
+        marks = (encoding for mark, encoding in MARKS.items() if data.startswith(mark))
+        encodings = [next(marks, "utf-8-sig")]
         if self.encoding != "auto":
             encodings.insert(0 if b"\0" in data else 1, self.encoding)
-        elif self.paths[path] and (found := _guessed(data)) is not None:
-            encodings.append(found)
+        elif self.paths[path]:
+            _require_no_surrogate(data, name)
+            encodings += _guess_encoding(data)
         for encoding in encodings:
             try:
                 text = data.decode(encoding)
@@ -220,17 +250,37 @@ def _fail(error: OSError) -> None:
     raise _unreadable(error.filename, error) from error
 
 
-def _guessed(data: bytes) -> str | None:
-    """Return the encoding of text that is not UTF-8, by what is frequent; None for other bytes."""
+def is_json_lines(path: str) -> bool:
+    """Return whether a file's name says that each of its lines is a JSON object."""
+    return path.lower().endswith(JSON_LINES)
+
+
+def _require_no_surrogate(data: bytes, name: str) -> None:
+    """Raise `CorruptInputError` for bytes that are UTF-8 but for encoded surrogates."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if SURROGATE.match(data, error.start) is None:
+            return
+        with contextlib.suppress(UnicodeDecodeError):
+            data.decode(errors="surrogatepass")
+            raise CorruptInputError(
+                f"{name} is not valid UTF-8: at byte {error.start:,} it has a surrogate, half of a "
+                "character; remove it, or write the file again as UTF-8"
+            ) from None
+
+
+def _guess_encoding(data: bytes) -> list[str]:
+    """Return the encoding of text that is not UTF-8, by what is frequent; [] for other bytes."""
     high = len(data) - len(data.translate(None, bytes(range(128, 256))))
     if high == 0 or data.startswith(b"\xef\xbb\xbf"):  # it is UTF-8, or says so
-        return None
+        return []
     if high <= len(data) / 4:
-        return "cp1252"  # western: few of its letters are beyond ASCII
+        return ["cp1252"]  # western: few of its letters are beyond ASCII
     from charset_normalizer import from_bytes
 
-    found = from_bytes(data[: 4 * PEEK], cp_isolation=list(ENCODINGS)).best()
-    return None if found is None else found.encoding
+    best = from_bytes(data[: 4 * PEEK], cp_isolation=list(ENCODINGS)).best()
+    return [] if best is None else [best.encoding]
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
