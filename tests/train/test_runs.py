@@ -175,6 +175,11 @@ def test_impossible_options_are_one_line(folder, capfd, wrong, says):
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
+def test_a_file_is_not_taken_for_the_directory_of_a_run(folder, capfd):
+    assert train("--steps", "2", "--out", "cats.txt") == 1
+    assert "cats.txt is a file" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
 @pytest.mark.parametrize("text", ["one line of text, and no more, " * 99, "x" * 4000])
 def test_texts_of_one_line_and_of_one_character_train(folder, capfd, text, tokenizer):

@@ -54,14 +54,20 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, con
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "dropout", "rule"),
-    [(1, 0.0, "muon"), (3, 0.2, "muon"), (5, 0.2, "adamw"), (4, 0.0, "adamw")],
+    ("stop_after", "dropout", "rule", "dtype"),
+    [
+        (1, 0.0, "muon", "fp32"),
+        (3, 0.2, "muon", "fp32"),
+        (5, 0.2, "adamw", "fp32"),
+        (4, 0.0, "adamw", "fp32"),
+        (3, 0.2, "muon", "bf16"),
+        (5, 0.0, "adamw", "bf16"),
+    ],
 )
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
-    new_run, config, plan, stop_after, dropout, rule
+    new_run, config, plan, stop_after, dropout, rule, dtype
 ):
-    plan = dataclasses.replace(plan, optimizer=rule)
-
+    plan = dataclasses.replace(plan, optimizer=rule, dtype=dtype)
     config = dataclasses.replace(
         config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout
     )

@@ -255,7 +255,7 @@ def test_a_few_epochs_teach_the_format(tmp_path, options, place):
     assert first > 5 and last < 0.8
     tokenizer, template = Tokenizer.from_pretrained(run.model), read_template(run.model)
     engine = Engine(run.model, backend="torch")
-    follows = [task.reply(engine.model, number) for number in range(10)]
+    follows = [task.reply(engine.model, task.examples.held_out, n) for n in range(10)]
     ends = [" ".join(reply.split()[:2]) == "it is" for reply, _ in follows]
     assert sum(ends) >= 9 and template.name == "chatml"
     assert all(re.fullmatch(r"name \d", question) for _, question in follows)
@@ -293,8 +293,8 @@ def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, cap
     assert "is finished" in " ".join(capsys.readouterr().err.split())
     record = tomllib.loads((tmp_path / "runs/messages-tuned-1/run.toml").read_text())
     assert record["options"]["start"] == str(place / "base")
-    assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0.1
-    assert record["training"]["lr"] == pytest.approx(6.25e-5 * 768 / 32)
+    assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0
+    assert record["training"]["lr"] == pytest.approx(4 * 6.25e-5 * 768 / 32)
     card = (tmp_path / "runs/messages-tuned-1/model/README.md").read_text()
     assert f"tune {place / 'messages.jsonl'} --from {place / 'base'}" in card
 
@@ -307,7 +307,7 @@ BAD = {
     "other fields": (GOOD + '{"a": 1}\n', [], "bad.jsonl:2: its fields are of none"),
     "another kind": (GOOD + '{"prompt": "a", "completion": "b"}\n', [], "of the kind completion"),
     "no reply": (GOOD + USER, [], "bad.jsonl:2: nothing in it is trained"),
-    "one example": (GOOD * 3, [], "none is left to train on"),
+    "all held out": (GOOD * 3, ["--val", "bad.jsonl"], "none is left to train on"),
     "too long": (GOOD * 3, ["--context", "4", "--too-long", "error"], "the context 4"),
     "all too long": (GOOD * 3, ["--context", "4"], "no example is left"),
     "long context": (MANY, ["--context", "400"], "has 64 positions"),
@@ -350,9 +350,8 @@ def test_bad_lines_can_be_skipped(tmp_path, options):
         data=(path,), start=options("text").start, examples=True, skip_bad=True, steps=1
     )
     examples = open_sources(asked)
-    assert len(examples.train) + len(examples.held_out) == 40
+    assert len(examples.train) == len(examples.held_out) == 40 and not examples.holds_out
     assert "bad lines that were skipped: 1" in examples.notes[0]
-    assert len(examples.held_out) == 4
 
 
 def test_a_template_of_another_program_is_refused_by_name(place, tmp_path, capsys, monkeypatch):

@@ -208,6 +208,8 @@ class Display:
             if seen < READABLE and not options.continues:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
         score = f"validation {_scored(ended.metrics, 4)}, on all held-out data"
+        if isinstance(task, TunedExamples) and not task.examples.holds_out:
+            score = f"{_scored(ended.metrics, 4)} on the examples trained on, which are memorized"
         part = f"loss {ended.sample_nats:.4f}"
         if part not in score:
             score += f"; {part} on the part scored during training"
@@ -255,10 +257,12 @@ def _show_samples(
     engine = Engine(directory.model, backend="torch", slots=1)
     config = engine.model.config
     if isinstance(task, TunedExamples):
-        for number in range(min(2, len(task.examples.held_out))):
-            reply, asked = task.reply(engine.model, number)
-            out.print(Text(f"--- reply {number + 1}: to {asked!r}", "bold"))
-            out.print(Text(f"{reply.rstrip()}\n"))
+        sides = {"trained on": task.examples.train, "held out": task.examples.held_out}
+        for side, examples in sides.items() if task.examples.holds_out else [*sides.items()][:1]:
+            for number in range(min(2, len(examples))):
+                reply, asked = task.reply(engine.model, examples, number)
+                out.print(Text(f"--- reply to {asked!r}, {side}", "bold"))
+                out.print(Text(f"{reply.rstrip()}\n"))
         return config, " ".join(asked.split()[:FIRST_WORDS])
     prompt = options.sample_prompt or (task.words() if options.data else "Return a new")
     for number, begin in enumerate(("", prompt)):

@@ -248,7 +248,7 @@ def prepared(
     The plan is None for a fresh run. Returns None for a run that is finished.
     """
     from tiedgpt.train.plan import recorded
-    from tiedgpt.train.sources import fork_options, open_sources, prepare
+    from tiedgpt.train.sources import adapt_options, fork_options, open_sources, prepare
 
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():
@@ -266,8 +266,10 @@ def prepared(
     asked = fork_options(options, tables)
     if not tables:
         before_data(directory)
+    sources = sources or open_sources(options)
+    asked = adapt_options(asked, sources)
     with bar("reading text", to=display.err) as progress:
-        task = prepare(directory, asked, sources or open_sources(options), config, progress)
+        task = prepare(directory, asked, sources, config, progress)
     return asked, task, plan
 
 

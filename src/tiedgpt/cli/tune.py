@@ -11,7 +11,6 @@ from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import program, source_or_newest
 from tiedgpt.cli.train import RunArguments, once_for_all
 from tiedgpt.errors import UserError
-from tiedgpt.train.options import DEFAULT_EPOCHS
 from tiedgpt.train.runs import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
 
@@ -43,7 +42,8 @@ class Arguments(RunArguments, TuneOptions):
     from_: str | None = None
     """The model to tune: directory, file, hub name or run; default: the newest run."""
     epochs: float | None = None
-    """Train for this many passes over the data; default: 3."""
+    """Train for this many passes over the data; default: 3, and with examples at
+    least 300 steps."""
     minutes: float | None = None
     """Train for about this many minutes instead."""
     context: int | None = None
@@ -53,7 +53,8 @@ class Arguments(RunArguments, TuneOptions):
     optimizer: Literal["auto", "muon", "adamw"] = "auto"
     """Optimizer of the blocks' matrices; auto: adamw. AdamW trains all other parameters."""
     lr: float | None = None
-    """Peak learning rate; default: 6.25e-5 x 768 / width, with --lora ten times that."""
+    """Peak learning rate; default: 6.25e-5 x 768 / width, with --lora ten times that, with fewer
+    than 100 examples four times."""
     eval_every: int | None = None
     """Steps between evaluations; default: four evaluations per epoch."""
     val: str | None = None
@@ -61,7 +62,17 @@ class Arguments(RunArguments, TuneOptions):
     out: str | None = None
     """The run's directory; default: runs/NAME-tuned-1, or -2 and so on for other options."""
     HIDDEN: ClassVar = (
-        *("start", "examples", "task", "size", "width", "tokenizer", "vocab_size", "fork"),
+        *(
+            "start",
+            "examples",
+            "memorizes",
+            "task",
+            "size",
+            "width",
+            "tokenizer",
+            "vocab_size",
+            "fork",
+        ),
         *("window", "bias", "untie_at", "batch_warmup", "length_warmup"),
     )
 
@@ -70,8 +81,6 @@ class Arguments(RunArguments, TuneOptions):
         if not self.data:
             raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         given = {option.name: getattr(self, option.name) for option in fields(TuneOptions)}
-        if not (self.minutes or self.steps or self.epochs):
-            given["epochs"] = float(DEFAULT_EPOCHS)
         given["examples"] = self.packing == "on" or _are_examples(self)
         options = TuneOptions(**given | {"start": self.from_ or "the newest run"})
         start = None if self.from_ is None else source_or_newest(self.from_)

@@ -146,8 +146,8 @@ class FileCorpus:
             return True
         if self.paths[path]:
             raise UserError(
-                f"{name} is not read: a {os.path.splitext(path)[1]} file is no plain text; write "
-                f'its texts as {{"{self.text_field}": ...}}, one on each line of a .jsonl file'
+                f"{name} is not read, as a {os.path.splitext(path)[1]} file is no plain text",
+                hint=f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl',
             )
         self.skipped.add(path)
         return False
@@ -266,7 +266,8 @@ def _require_no_surrogate(data: bytes, name: str) -> None:
             data.decode(errors="surrogatepass")
             raise CorruptInputError(
                 f"{name} is not valid UTF-8: at byte {error.start:,} it has a surrogate, half of a "
-                "character; remove it, or write the file again as UTF-8"
+                "character",
+                hint="remove it, or write the file again as UTF-8",
             ) from None
 
 

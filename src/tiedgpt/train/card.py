@@ -117,7 +117,7 @@ def command(tables: Mapping[str, Any]) -> str:
     parts += ["--parallel", processes["parallel"]] if processes else []
     for option in fields(kind):
         value = given.get(option.name, option.default)
-        if option.name in ("data", "examples") or value in (None, option.default):
+        if option.name in ("data", "examples", "memorizes") or value in (None, option.default):
             continue
         flag = option.name.replace("_", "-")
         flag = "from" if kind is TuneOptions and flag == "start" else flag

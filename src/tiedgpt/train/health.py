@@ -90,10 +90,11 @@ class Health:
 
     def ends(self, plan: Plan) -> bool:
         """Whether validation ends the run: out of patience, or it has turned."""
+        if plan.keep == "last" or not plan.can_end_early:
+            return False
         if plan.patience is not None:
             return self.stale >= plan.patience
-        worse = self.newest_loss > WORSE * self.best_loss
-        return plan.keep == "best" and self.stale >= TURNED and worse
+        return self.stale >= TURNED and self.newest_loss > WORSE * self.best_loss
 
     def require_sound(self, step: int, *, skip_limit: int) -> None:
         """Raise `DivergedError` where too many steps were skipped or the loss has run away."""

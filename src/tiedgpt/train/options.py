@@ -22,6 +22,10 @@ DEFAULT_EPOCHS = 3
 """Over labelled examples; as Radford et al. 2018, section 4.1."""
 LABELLED_BATCH = 32
 """Examples in a step, as there."""
+LEAST_STEPS = 100
+"""Over few examples, where nothing says for how long: 3 epochs would be too few to learn them."""
+MOST_EPOCHS = 40
+"""That such steps may be."""
 START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
 START_RATE = 6.25e-5 * 768
@@ -134,7 +138,8 @@ class TrainOptions:
     width: int | None = None
     """Width of the hidden states; the heads and the learning rate follow; default: the size's."""
     minutes: float | None = None
-    """Train for about this many minutes; default: 3, or 3 epochs of labelled examples."""
+    """Train for about this many minutes; default: 3, or 3 epochs of labelled examples and
+    at least 100 steps."""
     steps: int | None = None
     """Train for this many steps instead."""
     epochs: float | None = None
@@ -201,7 +206,7 @@ class TrainOptions:
     finite."""
     patience: int | None = None
     """Stop after this many evaluations without improvement; default: when the validation loss has
-    risen again."""
+    risen again, but not with fewer than 50 held-out examples."""
     keep: Keep = "best"
     """best: keep the weights with the best validation loss; last: train all steps and keep the
     last weights."""
@@ -260,6 +265,11 @@ class TrainOptions:
             raise UserError(
                 "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
             )
+        if self.keep == "last" and self.patience is not None:
+            raise UserError(
+                f"--patience {self.patience} is for --keep best",
+                hint="--keep last trains all steps",
+            )
         if self.schedule != "wsd" and self.cooldown != DEFAULT_COOLDOWN:
             raise UserError(f"--cooldown {self.cooldown} is for --schedule wsd")
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
@@ -289,6 +299,16 @@ class TrainOptions:
         given = {name: getattr(self, name) for name in DURATIONS}
         default = ("minutes", DEFAULT_MINUTES) if self.task == "lm" else ("epochs", DEFAULT_EPOCHS)
         return next(((name, many) for name, many in given.items() if many is not None), default)
+
+    @property
+    def least_steps(self) -> int:
+        """The steps that few examples need, where nothing says for how long is trained."""
+        return LEAST_STEPS if self.task != "lm" and not self.says_duration else 1
+
+    @property
+    def says_duration(self) -> bool:
+        """Whether it is given for how long is trained."""
+        return any(getattr(self, name) is not None for name in DURATIONS)
 
     @property
     def named_size(self) -> str:
@@ -329,6 +349,16 @@ class TrainOptions:
         size, rule = self.shape, self.rule
         rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
         return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+
+    @property
+    def start_dropout(self) -> float | None:
+        """The dropout of a model that is begun with; None: its own."""
+        return self.dropout
+
+    @property
+    def limit_of_patience(self) -> int | None:
+        """The evaluations without improvement that end the run; None: when validation has risen."""
+        return self.patience
 
     def batch_rows(self, context: int, epoch_rows: int) -> int:
         """Return the rows of a step, of data that has so many rows of so many tokens."""

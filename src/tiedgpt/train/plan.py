@@ -16,7 +16,13 @@ from tiedgpt.train.blocks import decide
 from tiedgpt.train.choice import choose
 from tiedgpt.train.measures import describe
 from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
-from tiedgpt.train.options import DEFAULT_MINUTES, EVALUATIONS, TrainOptions, parse_bytes
+from tiedgpt.train.options import (
+    DEFAULT_MINUTES,
+    EVALUATIONS,
+    MOST_EPOCHS,
+    TrainOptions,
+    parse_bytes,
+)
 from tiedgpt.train.pace import (
     MEASURED,
     SAMPLE_SHARE,
@@ -34,6 +40,8 @@ FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
 SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
+ENOUGH_HELD_OUT = 50
+"""Examples; the score of fewer is too noisy to end a run by."""
 MANY = 1000
 """Steps, of which shares are whole numbers."""
 
@@ -75,6 +83,14 @@ def make_plan(
     minutes, steps = None, int(amount)
     if unit == "epochs":
         steps = math.ceil(amount * task.epoch_rows / draft.batch_size / share)
+        rows = draft.batch_size
+        least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
+        if steps < least:
+            steps, epochs = least, least * rows / task.epoch_rows
+            task.notes.append(
+                f"{task.n_examples:,} examples are few: {steps:,} steps see each of them about "
+                f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
+            )
     elif unit == "minutes":
         minutes = amount
         steps = round(measured_steps(minutes, task, draft, world) / share)
@@ -103,7 +119,8 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         eval_batches=1,
         save_every=1,
         skip_limit=options.skip_limit,
-        patience=options.patience,
+        patience=options.limit_of_patience,
+        can_end_early=_can_end_early(options, task),
         keep=options.keep,
         size="" if options.continues else options.named_size,
         schedule=options.schedule,
@@ -115,6 +132,11 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     if options.dtype == "auto":
         draft = replace(draft, dtype=faster_dtype(config, device))
     return fitted(draft, options, task, world)
+
+
+def _can_end_early(options: TrainOptions, task: Task) -> bool:
+    """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
+    return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
 
 
 def resize(task: Task, options: TrainOptions) -> None:

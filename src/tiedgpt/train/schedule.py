@@ -148,9 +148,11 @@ class Plan:
     skip_limit: int = 10
     """Steps that are not finite, of the last 200, that end the run."""
     patience: int | None = None
-    """Evaluations without improvement that end the run."""
+    """Evaluations without improvement that end the run; None: it ends when validation has risen."""
+    can_end_early: bool = True
+    """Whether validation may end the run before its last step."""
     keep: Keep = "best"
-    """Which weights are published; with "best" the run ends when validation has turned."""
+    """Which weights are published."""
     schedule: Schedule = "linear"
     cooldown: int = 0
     """Last steps, in which the rate of wsd falls."""

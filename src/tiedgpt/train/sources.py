@@ -108,6 +108,13 @@ def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
     )
 
 
+def adapt_options(options: TrainOptions, sources: Sources) -> TrainOptions:
+    """Return the options with what follows from the data: a few examples are learned by heart."""
+    if isinstance(options, TuneOptions) and isinstance(sources, ExampleSet):
+        return replace(options, memorizes=not sources.holds_out)
+    return options
+
+
 def begin_fork(
     directory: Path, task: Task, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[str]:
@@ -232,7 +239,7 @@ def prepare(
 
 def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
     """Return the config of the model to begin with, with the dropout that was asked for."""
-    dropout = options.dropout
+    dropout = options.start_dropout
     if options.context is not None and options.context > config.n_positions:
         raise UserError(
             f"--context {options.context}: {options.start or options.fork} has "

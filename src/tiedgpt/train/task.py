@@ -15,6 +15,7 @@ else has a default, which suits a GPT or a head on one.
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -83,6 +84,10 @@ class Task(Loss, ABC):
     """Rows of an epoch."""
     held_out_rows = 0.0
     """Rows that the last evaluation takes."""
+    n_examples = 0
+    """Examples that are trained on; 0: the data are not examples."""
+    n_held_out: float = math.inf
+    """Examples that are validated on."""
     text_tokens: int | None = None
     """Tokens of a text to train on; with it the size of a fresh model can be chosen."""
 

@@ -12,8 +12,14 @@ from tiedgpt.train.options import DEFAULT_EPOCHS, TrainOptions, flag
 TUNE_TOKENS = 8192
 """Tokens in a step of fine-tuning, where an epoch has `TUNE_STEPS` steps of so many."""
 TUNE_STEPS = 16
+TUNE_LEAST_STEPS = 300
+"""Over few examples; a small model takes about 200 to learn 30 replies by heart."""
+TUNE_PATIENCE = 4
+TUNE_DROPOUT = 0.1
 LORA_RATE = 10
 """How many times the usual rate suits adapters."""
+MEMORIZING_RATE = 4
+"""How many times it suits a few examples that are learned by heart."""
 EXAMPLES = "examples with replies"
 ONLY_FOR = {
     "template": EXAMPLES, "too_long": EXAMPLES, "skip_bad": EXAMPLES, "text_field": "text",
@@ -30,12 +36,16 @@ class TuneOptions(TrainOptions):
 
     weight_decay: float | None = 0.01
     """Weight decay of the blocks' matrices; W, norms and biases have none."""
-    dropout: float | None = 0.1
-    """Dropout of embeddings and residual branches; attention has none."""
-    patience: int | None = 4
-    """Stop after this many evaluations without improvement."""
+    dropout: float | None = None
+    """Dropout of embeddings and residual branches; attention has none; default: 0.1, or 0 for fewer
+    than 100 examples."""
+    patience: int | None = None
+    """Stop after this many evaluations without improvement; default: 4, but all steps are trained
+    with fewer than 50 held-out examples."""
     examples: bool = False
     """Whether the data are examples with replies, and not text."""
+    memorizes: bool = False
+    """Whether the examples are so few that they are to be learned by heart."""
     template: Literal["chatml", "plain"] | None = None
     """Chat template; default: the one of --from, or chatml."""
     too_long: Literal["drop", "cut", "error"] = "drop"
@@ -74,11 +84,34 @@ class TuneOptions(TrainOptions):
         most = max(1, TUNE_TOKENS // context)
         return self.batch_size or min(most, max(1, epoch_rows // TUNE_STEPS))
 
+    @property
+    def duration(self) -> tuple[str, float]:
+        """For how long is trained: 3 epochs where nothing says it."""
+        return super().duration if self.says_duration else ("epochs", DEFAULT_EPOCHS)
+
+    @property
+    def least_steps(self) -> int:
+        """The steps that few examples need, where nothing says for how long is trained."""
+        return TUNE_LEAST_STEPS if self.examples and not self.says_duration else 1
+
+    @property
+    def start_dropout(self) -> float | None:
+        """The dropout of the model that is tuned: none where examples are learned by heart."""
+        default = 0.0 if self.memorizes else TUNE_DROPOUT
+        return default if self.dropout is None else self.dropout
+
+    @property
+    def limit_of_patience(self) -> int | None:
+        """The evaluations without improvement that end the run."""
+        return TUNE_PATIENCE if self.patience is None else self.patience
+
     def evaluations(self) -> int:
         """Return how often a run is evaluated on its way: four times an epoch."""
         return max(1, round(4 * (self.epochs or DEFAULT_EPOCHS)))
 
     def peak_rate(self, config: GPTConfig) -> float:
         """Return the peak learning rate."""
-        times = LORA_RATE if self.lora is not None and self.lr is None else 1
+        if self.lr is not None:
+            return self.lr
+        times = LORA_RATE if self.lora is not None else MEMORIZING_RATE if self.memorizes else 1
         return times * super().peak_rate(config)

@@ -22,6 +22,8 @@ from tiedgpt.weights.hub import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, but 50 where that is not more than one in 10."""
+FEW = 100
+"""Fewer different examples are all trained on: the score of a handful held out says nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class ExampleSet:
     context: int
     packing: bool
     """Whether a row has several examples."""
+    holds_out: bool
+    """Whether `held_out` are other examples than those that are trained on."""
     notes: list[str]
 
     def digest(self) -> str:
@@ -79,21 +83,35 @@ def read_example_set(options: TuneOptions) -> ExampleSet:
             raise UserError(f"--val {options.val} has examples of another kind than the data")
         given = EncodedExamples.gather(of_val)
         notes += [f"--val: {note}" for note in of_val.notes()]
-    train, held_out = _split(train, given)
+    train, held_out, holds_out = _split(train, given)
+    if not holds_out:
+        notes.append(
+            f"{len(held_out):,} different examples are few: all are trained on and none is held "
+            "out, so the validation score says how well they are memorized, and not how well "
+            "others are answered; --val names examples to validate on"
+        )
     start = Pretrained(options.start, keep_head=True, n_tokens=len(whole))
     new_ids = tuple(range(len(tokenizer), len(whole)))
     used = of_train.template if of_train.kind == "messages" else None
     packing = options.packing != "off"
-    return ExampleSet(start, whole, used, new_ids, train, held_out, context, packing, notes)
+    return ExampleSet(
+        start, whole, used, new_ids, train, held_out, context, packing, holds_out, notes
+    )
 
 
 def _split(
     examples: EncodedExamples, held_out: EncodedExamples | None
-) -> tuple[EncodedExamples, EncodedExamples]:
-    """Return what is trained on and what is held out; equal examples are on the same side."""
+) -> tuple[EncodedExamples, EncodedExamples, bool]:
+    """Return what is trained on, what is validated on, and whether that is held out.
+
+    Equal examples are on the same side. Of fewer than `FEW` all are on both.
+    """
     digests = _digests(examples)
     order = sorted(set(digests))
     n = len(order)
+    first = {each: number for number, each in reversed([*enumerate(digests)])}
+    if held_out is None and n < FEW:
+        return examples, _chosen(examples, [first[each] for each in order]), False
     chosen = set(order[: max(1, n // HELD_OUT, min(AT_LEAST, n // AT_MOST))])
     if held_out is not None:
         chosen = set(_digests(held_out))
@@ -104,9 +122,8 @@ def _split(
             hint="give more",
         )
     if held_out is None:
-        first = {each: number for number, each in reversed([*enumerate(digests)])}
         held_out = _chosen(examples, [first[each] for each in order if each in chosen])
-    return _chosen(examples, train), held_out
+    return _chosen(examples, train), held_out, True
 
 
 def _digests(examples: EncodedExamples) -> list[bytes]:

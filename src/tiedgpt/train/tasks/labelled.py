@@ -126,7 +126,8 @@ class Labelled(Task):
             "train_examples": {"examples": len(self.train), **self._labels},
             "val_examples": {"examples": len(self.held_out)},
         }
-        self.epoch_rows = len(self.train)
+        self.epoch_rows = self.n_examples = len(self.train)
+        self.n_held_out = len(self.held_out)
         self.held_out_rows = float(len(self.held_out))
         self.row_tokens = max(
             len(row.rows) * max(map(len, row.rows)) for _, row in (*self.train, *self.held_out)

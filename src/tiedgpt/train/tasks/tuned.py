@@ -131,6 +131,8 @@ class TunedExamples(Tuned):
         self.examples, self.notes = examples, [*examples.notes]
         self.new_ids, self.template = examples.new_ids, examples.template
         self._held_out = self._packed(examples.held_out, 1, 0)
+        self.n_examples = len(examples.train)
+        self.n_held_out = len(examples.held_out) if examples.holds_out else 0
         self.row_units = self.context
         self.epoch_rows = self._packed(examples.train, 1, 0).n_rows()
         self.held_out_rows = float(self._held_out.n_rows())
@@ -178,12 +180,11 @@ class TunedExamples(Tuned):
 
     def sample(self, model: GPT, plan: Plan, step: int) -> str:
         """Return the reply to a prompt held out, to another one at each step."""
-        return " <- ".join(self.reply(self.plain(model), step))
+        return " <- ".join(self.reply(self.plain(model), self.examples.held_out, step))
 
-    def reply(self, model: GPT, number: int) -> tuple[str, str]:
-        """Return what a model without adapters replies to a prompt held out, and its question."""
-        held_out = self.examples.held_out
-        ids, counted = held_out.example(number % len(held_out))
+    def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
+        """Return what a model without adapters replies to an example's prompt, and its question."""
+        ids, counted = examples.example(number % len(examples))
         prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
         ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
         engine = Engine(model, tokenizer=self.tokenizer, slots=1)
@@ -197,9 +198,11 @@ class TunedExamples(Tuned):
         """Return how many examples there are, how much of them is trained, and what predicts."""
         train = self.counted["train_examples"]
         share = train["trained"] / train["tokens"]
+        more = f"{len(self.examples.held_out):,} more to validate on"
+        more = more if self.examples.holds_out else "validated on the same ones: memorized"
         return {
             "examples": f"{train['examples']:,}, {train['tokens']:,} tokens, of which {share:.0%} "
-            f"are trained; {len(self.examples.held_out):,} more to validate on",
+            f"are trained; {more}",
             "tokens": self.vocabulary(),
             "predicts": what_predicts(config or self.config),
         }

@@ -1,0 +1,106 @@
+"""What the defaults make of a few examples: they are learned, and what that means is said."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data import read_template
+from tiedgpt.data.templates import encode_pieces
+from tiedgpt.infer import Engine
+
+COLOURS = "red green blue white black grey brown pink gold cyan".split()
+NAMES = "abcdefghijklmnopqrstuvwxyzABCD"
+PAIRS = [(f"{name}?", f"it is {COLOURS[n * 7 % 10]}") for n, name in enumerate(NAMES)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A directory with a tiny model that has learned nothing."""
+    place = tmp_path_factory.mktemp("base")
+    text = "".join(f"{asked}\n{reply}\nuser\nassistant\n" for asked, reply in PAIRS)
+    tokenizer = Tokenizer.train([text * 9], 350)
+    torch.manual_seed(0)
+    shape = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    GPT(GPTConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path.name
+
+
+def write_pairs(folder):
+    roles = "user", "assistant"
+    lines = [
+        {"messages": [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]}
+        for pair in PAIRS
+    ]
+    return write_lines(folder / "pairs.jsonl", lines)
+
+
+def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, base, capfd):
+    assert main(["tune", write_pairs(folder), "--from", base, "--out", "run"]) == 0
+    out, err = (" ".join(text.split()) for text in capfd.readouterr())
+    assert "30 different examples" in err and "memorized" in err and "memorized" in out
+    assert re.search(r"300 steps see each of them about \d+ times", err)
+    assert "trained on" in out and "held out" not in out
+    template, replies = read_template(folder / "run/model"), []
+    with Engine(folder / "run/model") as engine:
+        ends = template.end_ids(engine.tokenizer)
+        for asked, _ in PAIRS:
+            prompt = template.prompt([{"role": "user", "content": asked}])
+            ids, _ = encode_pieces(prompt, engine.tokenizer)
+            reply = engine.generate(ids, max_new_tokens=30, temperature=0, stop_ids=ends)
+            replies.append(reply.text)
+    assert sum(r == right for r, (_, right) in zip(replies, PAIRS, strict=True)) >= 25
+
+
+def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base, capfd):
+    lines = [{"prompt": f"{n}:", "completion": f" it is {n}"} for n in range(120)]
+    data = write_lines(folder / "lines.jsonl", lines)
+    assert main(["tune", data, "--from", base, "--steps", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("trained on") == out.count("held out") == 2
+    assert "memorized" not in out + err
+
+
+@pytest.mark.parametrize("verb", ["tune", "train"])
+def test_to_keep_the_last_weights_trains_all_steps(folder, base, verb, capfd):
+    (folder / "text.txt").write_text("it is red\n" * 40)
+    (folder / "val.txt").write_text("blue? " * 40)  # of which nothing is learned
+    command = [verb, "text.txt", "--val", "val.txt", "--steps", "40", "--eval-every", "1"]
+    command += ["--lr", "0.05", "--context", "16"]
+    command += ["--from", base] if verb == "tune" else ["--size", "nano", "--tokenizer", "char"]
+    assert main([*command, "--keep", "last", "--out", "last"]) == 0
+    assert main([*command, "--out", "best"]) == 0
+    steps = [
+        json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        for run in ("last", "best")
+    ]
+    assert steps[0] == 40 > steps[1]
+    assert main([*command, "--keep", "last", "--patience", "3", "--out", "both"]) == 1
+    assert "--patience 3 is for --keep best" in capfd.readouterr().err
+
+
+def test_a_classifier_learns_two_hundred_easy_rows_by_the_defaults(folder, base, capfd):
+    words = "red green blue", "white black grey"
+    lines = [
+        {"text": f"it is {words[n % 2].split()[n // 2 % 3]} {n % 13}", "label": n % 2}
+        for n in range(200)
+    ]
+    data = write_lines(folder / "rows.jsonl", lines)
+    command = ["train", data, "--task", "classify", "--start", base, "--format", "json"]
+    assert main(command) == 0
+    assert json.loads(capfd.readouterr().out)["val_accuracy"] > 0.98
