@@ -86,7 +86,7 @@ def test_moments_of_another_rule_are_left_out(one, capsys):
     ("wrong", "says"),
     [
         (["--fork", "nowhere"], "no run with a checkpoint"),
-        (["--fork", "one/run.toml"], "run.toml is a file"),
+        (["--fork", "one/run.toml"], "no run with a checkpoint"),
         (["--fork", "one", "--start", "one"], "give one of them"),
         (["--fork", "one", "--size", "small"], "is for a fresh model"),
         (["--fork", "one", "--context", "64"], "has 16 positions"),

@@ -144,11 +144,6 @@ class RunDirectory:
             tables = tomllib.loads(self.record.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except NotADirectoryError:
-            raise UserError(
-                f"{self.path} is a file, and a run is a directory",
-                hint="give the --out of a run, or a new name",
-            ) from None
         except ValueError as error:
             raise CorruptInputError(f"{self.record} is damaged: {error}") from None
         if not tables or not all(isinstance(table, dict) for table in tables.values()):
