@@ -7,6 +7,7 @@ to 1e-9. The same list runs with the fast training path switched on, in its dtyp
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, grad_and_value, jvp, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -23,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core import loss as loss_module
 from tiedgpt.core.embedding import TiedEmbedding
-from tiedgpt.core.loss import linear_cross_entropy
+from tiedgpt.core.loss import chunked_cross_entropy
 from tiedgpt.errors import UserError
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import loss as fast_loss_module
+from tiedgpt.train.fast.loss import one_pass_cross_entropy
 
 CONFIG = GPTConfig(
     vocab_size=53, n_positions=16, n_embd=16, n_layer=2, n_head=2,
@@ -34,20 +38,26 @@ CONFIG = GPTConfig(
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Chunks of 7 rows, so that tiny inputs take several."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda n_rows, vocab_size, dtype: 7)
-    monkeypatch.setattr(loss_module, "CACHED_ROWS", 3)
-    monkeypatch.setattr(loss_module, "MIN_CHUNK_ROWS", 7)
+    """Chunks of at most 7 rows, so that tiny inputs take several."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 8 * 53)
+    monkeypatch.setattr(fast_loss_module, "CACHED_ROWS", 3)
 
 
-@pytest.fixture
-def model() -> GPT:
+def drawn_model() -> GPT:
     torch.manual_seed(11)
     model = GPT(CONFIG).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
     return model
+
+
+@pytest.fixture(params=[nullcontext, fast_training], ids=["plain", "fast"])
+def model(request):
+    """A model with its own loss, and one whose training is fast, with the loss in one pass."""
+    model = drawn_model()
+    with request.param(model):
+        yield model
 
 
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,24 +303,34 @@ def test_a_gradient_that_was_handed_out_may_be_changed(model):
         mine.zero_()
 
 
-def test_the_losss_derivatives_by_finite_differences():
+def chunked(h, w, targets):
+    return chunked_cross_entropy(h, targets, lambda rows: F.linear(rows, w), 4)
+
+
+@pytest.mark.parametrize("cross_entropy", [chunked, one_pass_cross_entropy])
+def test_the_losss_derivatives_by_finite_differences(cross_entropy):
     draw = torch.Generator().manual_seed(2)
     h = torch.randn(9, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     w = torch.randn(6, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 1, -100, 5, 5, 2, -100, 3, 4])
 
     def loss(h, w):
-        return linear_cross_entropy(h, w, targets)
+        return cross_entropy(h, w, targets)
 
     assert torch.autograd.gradcheck(loss, (h, w), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(loss, (h, w))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
-def test_a_forward_mode_derivative_is_our_error(model):
+def test_a_forward_mode_derivative_is_the_plain_one(model):
     h = model.body(A[0]).detach().flatten(0, 1)
-    with forward_ad.dual_level(), pytest.raises(UserError, match="forward-mode"):
-        model.head_loss(forward_ad.make_dual(h, torch.ones_like(h)), A[1].flatten())
+    answers, tangent = A[1].flatten(), torch.ones_like(h)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(h, tangent)
+        losses = model.head_loss(dual, answers), F.cross_entropy(model.logits(dual), answers)
+        ours, theirs = (forward_ad.unpack_dual(loss).tangent for loss in losses)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_second_order_gradients_are_the_plain_ones(model):
@@ -347,6 +367,33 @@ def test_torch_func_grad_gives_the_plain_gradients(model, head):
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
+def test_torch_func_jvp_gives_the_plain_directional_derivative(model, head):
+    CHANGES[head](model)
+    with sdpa_kernel(SDPBackend.MATH):
+        slopes = gradients(model, plain(model)(*A))
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        directions = {name: torch.randn_like(p) for name, p in parameters.items()}
+        value, along = jvp(lambda p: loss_of(model, p, *A), (parameters,), (directions,))
+    torch.testing.assert_close(value, plain(model)(*A).detach(), rtol=1e-12, atol=1e-12)
+    expected = sum((slopes[name] * directions[name]).sum() for name in slopes)
+    torch.testing.assert_close(along, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_that_torch_func_does_not_differentiate_is_a_constant(model):
+    slope, value = grad_and_value(lambda x: x.square() + model.loss(*A))(torch.tensor(3.0))
+    assert float(slope) == 6
+    torch.testing.assert_close(value, 9 + plain(model)(*A).detach())
+
+
+def test_a_matrix_changed_before_the_backward_pass_is_torchs_error(model):
+    loss = model.loss(*A)
+    with torch.no_grad():
+        model.wte.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 NO_BATCHING_RULE = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 """Torch's own warning about its attention on CPUs."""
 
@@ -377,7 +424,10 @@ def test_an_ensemble_of_models_in_one_vmap(model):
 
 
 @NO_BATCHING_RULE
-def test_a_backward_pass_through_vmap(model):
+@pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
+def test_a_backward_pass_through_vmap(model, head):
+    CHANGES[head](model)
+
     def losses(way):
         one = vmap(lambda ids, targets: way(model)(ids[None], targets[None]))
         return one(*A).sum()

@@ -5,18 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiedgpt import GPT
 from tiedgpt.core import loss as loss_module
-from tiedgpt.core.loss import linear_cross_entropy
+from tiedgpt.core.loss import chunked_cross_entropy
 from tiedgpt.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Chunks of 7 rows, so that even tiny inputs take several and leave a ragged one."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda n_rows, vocab_size, dtype: 7)
-    monkeypatch.setattr(loss_module, "CACHED_ROWS", 3)
-    monkeypatch.setattr(loss_module, "BLOCK", 40)
-    monkeypatch.setattr(loss_module, "MIN_CHUNK_ROWS", 7)
+    """Chunks of at most 7 rows, so that even tiny inputs take several and leave a ragged one."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 4 * 97)
 
 
 def gradients(loss, tensors):
@@ -38,7 +36,7 @@ def test_equals_cross_entropy_of_the_full_logits(n, vocab, ignored, scale, seed)
     targets = torch.randint(vocab, (n,), generator=g)
     targets[torch.rand(n, generator=g) < ignored] = -100
     targets[0] = 0
-    ours = linear_cross_entropy(h.float(), w.float(), targets)
+    ours = chunked_cross_entropy(h.float(), targets, lambda rows: rows @ w.float().T, n_rows=7)
     plain = F.cross_entropy(h @ w.T, targets)
     torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(gradients(ours, (h, w)), gradients(plain, (h, w)), strict=True):
@@ -90,6 +88,27 @@ def test_a_frozen_matrix_gets_no_gradient_and_the_body_still_does(tiny, ids):
     tiny.loss(ids, ids).backward()
     assert tiny.wte.weight.grad is None
     assert tiny.h[0].attn.c_attn.weight.grad.abs().sum() > 0
+
+
+def test_every_chunk_but_the_first_is_computed_again_in_the_backward_pass(tiny, ids):
+    rows = []
+    tiny.logits = lambda h: rows.append(len(h)) or GPT.logits(tiny, h)
+    loss = tiny.loss(ids, ids)
+    assert len(rows) == 11 and sum(rows) == ids.numel() == 72
+    loss.backward()
+    assert len(rows) == 21 and sum(rows) == 72 + 72 - rows[0]
+
+
+def test_dropout_in_a_head_drops_the_same_when_it_is_computed_again(tiny, ids):
+    dropout, kept = nn.Dropout(0.5), []
+    tiny.head = nn.Sequential(dropout, nn.Linear(32, 97)).train()
+    dropout.register_forward_hook(lambda _, given, out: kept.append((out != 0).tolist()))
+    loss = tiny.loss(ids, ids)
+    first, *rest = list(kept)
+    loss.backward()
+    again = kept[1 + len(rest) :]
+    assert sorted(again) == sorted(rest) and len(rest) == 10
+    assert first not in again
 
 
 def test_without_gradients_only_the_value_is_computed(tiny, ids):

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -198,3 +200,19 @@ def test_a_compiled_forward_needs_no_change_to_the_model(tiny, ids):
 def test_any_module_may_be_the_head(tiny, ids):
     tiny.head = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 97))
     torch.testing.assert_close(tiny(ids), tiny.head(tiny.body(ids)))
+
+
+def test_a_model_on_the_meta_device_has_shapes_and_draws_nothing():
+    """Drawing there would import hundreds of torch's modules, which takes seconds."""
+    code = (
+        "import sys, torch\n"
+        "from tiedgpt import GPT, GPTConfig\n"
+        "state, before = torch.get_rng_state(), set(sys.modules)\n"
+        "with torch.device('meta'):\n"
+        "    model = GPT(GPTConfig.preset('gpt2-xl'))\n"
+        "assert all(p.is_meta and p.requires_grad for p in model.parameters())\n"
+        "assert sum(p.numel() for p in model.parameters()) == 1_557_611_200\n"
+        "assert torch.equal(state, torch.get_rng_state())\n"
+        "assert len(set(sys.modules) - before) < 20\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -175,5 +175,5 @@ def test_wrong_arguments_are_our_errors(make):
     with pytest.raises(UserError, match="labels must be a list of different names, got 3"):
         SequenceClassifier(model.gpt, 3)
     ids, lengths = pad(SEQUENCES)
-    with pytest.raises(UserError, match="targets must be from 0 to 2, or -100, got 0 to 3"):
+    with pytest.raises(UserError, match=r"targets must be between 0 and 2, .* got 3"):
         model.loss(ids, lengths, torch.tensor([0, 1, 2, 3]))

@@ -20,10 +20,6 @@ class TiedEmbedding(nn.Embedding):
 
     weight: nn.Parameter
 
-    def reset_parameters(self) -> None:
-        """Fill W with zeros; `GPT.init_weights` draws its values."""
-        nn.init.zeros_(self.weight)
-
     def forward(self, ids: Tensor) -> Tensor:
         """Read: ids (B, T) -> (B, T, D). Raises `UserError` for ids outside the vocabulary."""
         try:
@@ -37,14 +33,9 @@ class TiedEmbedding(nn.Embedding):
 
     def unembed(self, h: Tensor) -> Tensor:
         """Predict: h (..., D) -> logits (..., V), the dot product of h with every row of W."""
-        require_present(self.weight, h)
+        if self.weight.is_meta and not h.is_meta:  # torch would multiply with what is not there
+            raise UserError(
+                "wte.weight was offloaded to the meta device, and predicting needs it as much as "
+                "reading: keep wte on the device where the model computes"
+            )
         return F.linear(h, self.weight)
-
-
-def require_present(weight: Tensor, h: Tensor) -> None:
-    """Raise `UserError` for a W that was offloaded: torch would multiply with what is not there."""
-    if weight.is_meta and not h.is_meta:
-        raise UserError(
-            "wte.weight was offloaded to the meta device, and predicting needs it as much as "
-            "reading: keep wte on the device where the model computes"
-        )

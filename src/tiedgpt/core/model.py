@@ -16,33 +16,16 @@ from torch import Tensor, nn
 
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.embedding import TiedEmbedding, require_present
+from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import Block, layer_norm
-from tiedgpt.core.loss import chunked_cross_entropy, linear_cross_entropy
+from tiedgpt.core.loss import INTEGERS, chunk_rows, chunked_cross_entropy, require_target_shape
 from tiedgpt.errors import UserError
-
-INTEGERS = (torch.int64, torch.int32)
-HOOKS = (
-    "forward",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
-def plain_matrix(head: nn.Module) -> Tensor | None:
-    """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
-    if any(vars(head).get(name) for name in HOOKS) or getattr(head, "bias", None) is not None:
-        return None
-    if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
-        return head.weight
-    return None
 
 
 class GPT(nn.Module):
     """A GPT with OpenAI's names; a fresh one is initialised as in the papers.
 
+    Under `with torch.device("meta")` its shapes are built and no weights are drawn.
     `head` is None when `wte` predicts (tied), or a module (..., D) -> (..., V) of its own.
     """
 
@@ -50,8 +33,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.foreign_config: dict[str, Any] = {}  # keys of the file's config that change nothing
-        self.wte = TiedEmbedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        tokens = torch.empty(config.vocab_size, config.n_embd)
+        positions = torch.empty(config.n_positions, config.n_embd)
+        self.wte = TiedEmbedding.from_pretrained(tokens, freeze=False)  # type: ignore[no-untyped-call]
+        self.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = layer_norm(config) if config.norm == "pre" else nn.Identity()
@@ -68,6 +53,8 @@ class GPT(nn.Module):
         residual stream scaled by 1/sqrt(2 L), biases 0 (Radford et al. 2019, the released code).
         GPT-1: N(0, 0.02) throughout.
         """
+        if self.wte.weight.is_meta:
+            return
         pre = self.config.norm == "pre"
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer) if pre else 0.02
         for name, module in self.named_modules():
@@ -147,25 +134,9 @@ class GPT(nn.Module):
 
     def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Return the loss () of what the head is given: h (N, D) and targets (N,)."""
-        if targets.shape != h.shape[:1] or not len(targets) or targets.dtype not in INTEGERS:
-            raise UserError(
-                "targets must be integers, one for each position, and at least one token, got "
-                f"{targets.dtype} {tuple(targets.shape)} for h {tuple(h.shape)}"
-            )
-        matrix = self._plain_matrix()
-        if matrix is None:
-            return chunked_cross_entropy(h, self.logits, targets)
-        require_present(matrix, h)
-        return linear_cross_entropy(h, matrix, targets)
-
-    def _plain_matrix(self) -> Tensor | None:
-        """Return the matrix (V, D) where `logits(h)` is exactly h W^T, else None."""
-        if type(self).logits is not GPT.logits or "logits" in vars(self):
-            return None
-        if self.head is not None:
-            return plain_matrix(self.head)
-        as_built = getattr(type(self.wte), "unembed", None) is TiedEmbedding.unembed
-        return self.wte.weight if as_built and "unembed" not in vars(self.wte) else None
+        require_target_shape(h, targets)
+        n_rows = chunk_rows(len(h), self.config.vocab_size, h.dtype)
+        return chunked_cross_entropy(h, targets, self.logits, n_rows)
 
     def extra_repr(self) -> str:
         """Say in `print(model)` how many parameters there are, and what predicts."""

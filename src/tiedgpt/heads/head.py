@@ -12,11 +12,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.formats.transformers import GPT1, GPT2, TIEDGPT, model_type_of
@@ -185,17 +183,3 @@ def load_body(
         gpt.head = None
         gpt.config = replace(gpt.config, tie_word_embeddings=True)
     return gpt
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logits (..., N), targets (...) -> (): the mean in nats over targets that are not -100.
-
-    Logits of half precision are converted to fp32 first.
-    """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logits, targets = logits.flatten(0, -2).to(wide), targets.flatten()
-    try:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
-    except IndexError:
-        wanted, got = f"0 to {logits.shape[1] - 1}", f"{targets.min()} to {targets.max()}"
-        raise UserError(f"targets must be from {wanted}, or {IGNORED}, got {got}") from None

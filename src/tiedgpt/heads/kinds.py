@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.core.loss import IGNORED
+from tiedgpt.core.loss import IGNORED, cross_entropy
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.heads.head import Head, cross_entropy
+from tiedgpt.heads.head import Head
 from tiedgpt.heads.padding import checked_lengths, is_token, last_state
 
 DROPOUT = 0.1

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tiedgpt.core.embedding import TiedEmbedding
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import wide
 from tiedgpt.tie.heads import head_layers, is_tied, predicts_through_wte
+from tiedgpt.weights.parameters import plain_matrix
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ TOPICS = {
     ),
     "head": Topic(
         "Why is lm_head not a parameter of its own? Does tuning the head tune the embedding?",
-        ("core/embedding.py: TiedEmbedding.unembed", "core/loss.py: linear_cross_entropy"),
+        ("core/embedding.py: TiedEmbedding.unembed", "core/model.py: GPT.logits"),
         ("tiedgpt inspect gradient-split MODEL --text ...",),
     ),
     "parameters": Topic(
@@ -75,7 +75,7 @@ TOPICS = {
     ),
     "loss": Topic(
         "What is the loss, and what does it do to the rows of the matrix?",
-        ("core/loss.py: linear_cross_entropy", "core/model.py: GPT.head_loss"),
+        ("core/loss.py: chunked_cross_entropy", "core/model.py: GPT.head_loss"),
         ("tiedgpt eval MODEL DATA", "tiedgpt inspect positions MODEL --text ..."),
     ),
 }

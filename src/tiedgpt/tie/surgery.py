@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import (
     Unembed,
@@ -33,6 +33,7 @@ from tiedgpt.tie.heads import (
 from tiedgpt.tie.ledgers import Ledger, Movement, ledger
 from tiedgpt.tie.modules import module_checkpoint, unwrapped
 from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.parameters import plain_matrix
 from tiedgpt.weights.roles import find_roles
 
 Keep = Literal["input", "output", "mean"]

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from tiedgpt.core.model import plain_matrix
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.task import Task
+from tiedgpt.weights.parameters import plain_matrix
 
 PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,

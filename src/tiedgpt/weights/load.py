@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
@@ -279,19 +278,6 @@ def _check_tensors(
         )
 
 
-class _NoDraws(TorchFunctionMode):
-    """Leaves random draws out: on the meta device they are nothing, and cost seconds of imports."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_):
-            return args[0]
-        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # they would draw out of our sight
-            return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
 def _build(
     config: GPTConfig,
     tensors: Mapping[str, StoredTensor],
@@ -302,7 +288,7 @@ def _build(
 
     A note tells where that rounds numbers.
     """
-    with torch.device("meta"), _NoDraws():
+    with torch.device("meta"):
         model = GPT(config)
     state: dict[str, Tensor] = {}
     rounded: list[str] = []

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped
 
@@ -33,6 +33,23 @@ GPT2_ALONE = GPT2 | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n
 """The fields for which programs of GPT-2, and those that know no other sizes, know one value."""
 KNOWN = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
 """What these values mean."""
+HOOKS = (
+    "forward",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Attributes of a module by which it may compute something else."""
+
+
+def plain_matrix(head: nn.Module) -> Tensor | None:
+    """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
+    if any(vars(head).get(name) for name in HOOKS) or getattr(head, "bias", None) is not None:
+        return None
+    if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
+        return head.weight
+    return None
 
 
 def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ class Substitute(nn.Module):
 
     def put_back(self, plain: type[nn.Module]) -> None:
         """Give the module its plain class again, also below what was laid over it meanwhile."""
-        mine = next(cls for cls in type(self).__mro__ if Substitute in cls.__bases__)
+        mine = next((cls for cls in type(self).__mro__ if Substitute in cls.__bases__), None)
         if type(self) is mine:
             self.__class__ = plain  # type: ignore[assignment]
-        else:  # parametrized or sharded inside the block
+        elif mine is not None:  # parametrized or sharded inside the block
             bases = type(self).__bases__
             type(self).__bases__ = tuple(plain if base is mine else base for base in bases)
 

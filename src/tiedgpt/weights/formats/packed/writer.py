@@ -14,7 +14,7 @@ from torch import nn
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import MLP, Attention, Block
-from tiedgpt.core.model import GPT, plain_matrix
+from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.checkpoint import shapes
@@ -33,6 +33,7 @@ from tiedgpt.weights.formats.packed.calibration import calibrated
 from tiedgpt.weights.formats.packed.panels import Precision, pack
 from tiedgpt.weights.formats.transformers import PACKED, config_json
 from tiedgpt.weights.load import Progress
+from tiedgpt.weights.parameters import plain_matrix
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor

@@ -1,0 +1,117 @@
+"""The loss in one pass: equal to cross-entropy of all logits, and used where it may be."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.test_compositions import CHANGES, A, drawn_model
+from tiedgpt import GPT
+from tiedgpt.core import loss as core_loss
+from tiedgpt.errors import UserError
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import loss as fast_loss
+from tiedgpt.train.fast.loss import one_pass_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of at most 7 rows, so that even tiny inputs take several and leave a ragged one."""
+    monkeypatch.setattr(core_loss, "CHUNK_BYTES", 7 * 8 * 53)
+    monkeypatch.setattr(fast_loss, "CACHED_ROWS", 3)
+    monkeypatch.setattr(fast_loss, "BLOCK", 40)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 30),
+    vocab=st.integers(2, 90),
+    ignored=st.floats(0, 0.9),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_cross_entropy_of_the_full_logits(n, vocab, ignored, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    h = (scale * torch.randn(n, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    w = torch.randn(vocab, 5, generator=g, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(vocab, (n,), generator=g)
+    targets[torch.rand(n, generator=g) < ignored] = -100
+    targets[0] = 0
+    ours = one_pass_cross_entropy(h.float(), w.float(), targets)
+    plain = F.cross_entropy(h @ w.T, targets)
+    torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=1e-5)
+    found = (torch.autograd.grad(loss, (h, w)) for loss in (ours, plain))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_under_autocast_the_matmuls_are_bf16_and_the_gradients_close():
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(20, 16, generator=g, requires_grad=True)
+    w = torch.randn(90, 16, generator=g, requires_grad=True)
+    targets = torch.randint(90, (20,), generator=g)
+    exact = F.cross_entropy(h @ w.T, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = one_pass_cross_entropy(h, w, targets)
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(exact.item(), rel=0.02)
+    found = (torch.autograd.grad(loss, (h, w)) for loss in (ours, exact))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).norm() < 0.02 * theirs.norm()
+
+
+def calls(monkeypatch) -> list[int]:
+    """Return a list that grows with every loss computed in one pass."""
+    rows: list[int] = []
+    compute = fast_loss.one_pass_cross_entropy
+
+    def counted(h, weight, targets):
+        rows.append(len(h))
+        return compute(h, weight, targets)
+
+    monkeypatch.setattr(fast_loss, "one_pass_cross_entropy", counted)
+    return rows
+
+
+USED = (
+    "as it is", "frozen_w", "only_w", "hooked", "parametrized", "untied", "head_with_an_alias",
+    "checkpointed_blocks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_used_where_the_logits_are_h_times_a_matrix(change, monkeypatch):
+    rows, model = calls(monkeypatch), drawn_model()
+    CHANGES[change](model)
+    model.loss(*A)
+    assert not rows
+    with fast_training(model):
+        model.loss(*A)
+        assert rows == ([48] if change in USED else [])
+        with torch.no_grad():
+            model.loss(*A)
+        assert len(rows) <= 1
+
+
+@pytest.mark.parametrize("wrong", [53, -1, -99])
+def test_targets_outside_the_vocabulary_are_refused(wrong):
+    model, targets = drawn_model(), A[1].clone()
+    targets[1, 3] = wrong
+    with fast_training(model):
+        with pytest.raises(UserError, match=f"between 0 and 52, .* got {wrong}"):
+            model.loss(A[0], targets)
+        with pytest.raises(UserError, match="targets must be integers"):
+            model.loss(A[0], A[1].double())
+
+
+def test_a_head_on_the_body_uses_it_too(monkeypatch):
+    from tiedgpt.heads import MultipleChoice
+
+    rows, head = calls(monkeypatch), MultipleChoice(drawn_model().float())
+    ids, lengths = A[0][:2].view(1, 2, 16), torch.full((1, 2), 16)
+    with fast_training(head):
+        head.loss(ids, lengths, ids, torch.zeros(1, dtype=torch.long)).backward()
+    assert rows == [32]
+    assert type(head.gpt) is GPT
