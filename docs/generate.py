@@ -34,7 +34,6 @@ MODULES = {
     "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
     "FeatureExtractor pad",
     "tiedgpt.evaluate.texts": "score_text TextScore",
-    "tiedgpt.study": "tied_vs_untied",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
 }
 """What python.md lists: names of each module that users import from."""

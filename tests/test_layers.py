@@ -13,7 +13,7 @@ SOURCE = Path(tiedgpt.__file__).parent
 LAYERS = {
     "errors": -2, "files": -1, "core": 0, "text": 1, "weights": 2, "data": 2, "heads": 3,
     "tie": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4, "plots": 4, "train": 5,
-    "serve": 6, "study": 6, "lessons": 6, "cli": 7,
+    "serve": 6, "lessons": 6, "cli": 7,
 }  # fmt: skip
 DOORS = {
     ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),

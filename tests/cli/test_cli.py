@@ -171,7 +171,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["generate", "cats.txt"], 1, "hint: train on it with tiedgpt train cats.txt"),
         (["train", "cats.txt", "--memory", "lots"], 1, "size, got 'lots'\nhint: give gigabytes"),
         (["train", "pairs.jsonl"], 3, "hint: train on prompts and replies with `tiedgpt tune`"),
-        (["study", "tied_vs_untied", "no.txt"], 1, "no file matches 'no.txt'"),
+        (["train", "no.txt"], 1, "no file matches 'no.txt'"),
     ],
 )
 def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code, says):

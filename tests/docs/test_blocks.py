@@ -27,7 +27,6 @@ DROPPED = ("--minutes", "--steps", "--epochs", "--size", "--context", "--batch-s
 TINY = {
     "train": "--steps 3 --batch-size 4 --context 32".split(),
     "tune": "--steps 2 --batch-size 2".split(),
-    "study": "--steps 4 --seeds 0 1".split(),
 }
 
 

@@ -2,18 +2,22 @@
 
 import json
 import os
+import random
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.docs.conftest import ROOT
+from tiedgpt import Tokenizer
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {
     "own_loop.py": ["diary.txt", "4"],
     "own_task.py": ["20"],
+    "tied_vs_untied.py": ["2", "words.txt"],
     "lora.py": [],
     "batch_generation.py": [],
     "score_texts.py": [],
@@ -21,6 +25,7 @@ SCRIPTS = {
 SAYS = {
     "own_loop.py": "held out   loss",
     "own_task.py": "saved in runs/addition/model",
+    "tied_vs_untied.py": "figure: runs/tied-vs-untied/comparison.svg",
     "lora.py": "merged: logits moved by",
     "batch_generation.py": '"ended": "stop"',
     "score_texts.py": "Cairo: sun, 28 degrees. Ben ...",
@@ -56,8 +61,25 @@ def run_script(name: str, arguments: list[str], monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name, here, monkeypatch, capsys):
+    draw = random.Random(0)
+    lines = (" ".join(f"w{draw.randrange(300):x}" for _ in range(12)) for _ in range(400))
+    (here / "words.txt").write_text("\n".join(lines))
     run_script(name, SCRIPTS[name], monkeypatch)
     assert SAYS[name] in capsys.readouterr().out
+
+
+def test_tied_and_untied_models_begin_alike_and_have_comparable_sizes(here):
+    script = runpy.run_path(str(EXAMPLES / "tied_vs_untied.py"))
+    tokenizer = Tokenizer.train(["the cat sat on the mat"], 300)
+    tied, untied, equal = script["configs"](tokenizer).values()
+    assert untied.parameter_count() == tied.parameter_count() + len(tokenizer) * tied.n_embd
+    assert equal.parameter_count() == pytest.approx(tied.parameter_count(), rel=0.005)
+    models = []
+    for config in (tied, untied):
+        torch.manual_seed(3)
+        models.append(script["TextTask"](config, tokenizer).build().eval())
+    ids = torch.arange(24).view(2, 12)
+    assert torch.equal(models[0](ids), models[1](ids)) and models[1].head is not None
 
 
 @pytest.mark.slow

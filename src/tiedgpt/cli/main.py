@@ -28,7 +28,6 @@ VERBS = {
     "inspect": "show what a model predicts and why: by position, layer, head, row of W",
     "explain": "lessons measured on a model: the tie, the head, the loss",
     "convert": "write any GPT in another tool's format, and check the file",
-    "study": "compare tied and untied GPTs on your text, with a report",
     "tie": "is the head the embedding? show, audit or fix any model or file",
     "data": "show which tokens of examples would be trained",
     "doctor": "show versions, devices, threads, and missing packages",

@@ -193,7 +193,7 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
     larger = (
         " That the untied one is better here is no contradiction: it has {more:,} parameters "
         "more, and both saw as much text. Tying saves parameters; it does not promise the lower "
-        "loss after as many steps. `tiedgpt study tied-vs-untied` compares models of equal size."
+        "loss after as many steps. examples/tied_vs_untied.py compares models of equal size."
         if untied.loss < tied.loss
         else ""
     )

@@ -1,0 +1,210 @@
+"""Train tied and untied GPTs on the same batches, and compare them over several seeds.
+
+Three models for each seed: a tied GPT, the same GPT untied (its head begins as a copy of W, so both
+compute the same function before the first step), and an untied GPT that is narrower, with as many
+parameters as the tied one. Finished runs are kept and a stopped one resumes, so the same command
+goes on where it was interrupted. The models lie in runs/tied-vs-untied, with a figure of the
+losses, the norms of W's rows and the two gradients of W.
+
+    python examples/tied_vs_untied.py [STEPS [FILE ...]]
+
+600 steps take about ten minutes on two cores. Without a FILE, the text is Python's documentation.
+The figure needs tiedgpt[plot].
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.data import (
+    Batches,
+    Shards,
+    documents,
+    encode_corpus,
+    in_order,
+    plan_split,
+    python_documentation,
+)
+from tiedgpt.evaluate.intervals import t_interval
+from tiedgpt.evaluate.perplexity import score
+from tiedgpt.inspect import gradient_split
+from tiedgpt.plots.figure import save_figure
+from tiedgpt.plots.panel import Line, Panel
+from tiedgpt.tie import untie
+from tiedgpt.train import Trainer
+from tiedgpt.train.events import Evaluated
+from tiedgpt.train.history import read_history
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.task import Task
+
+OUT = Path("runs/tied-vs-untied")
+SEEDS = 0, 1, 2
+MODELS = "tied", "untied", "untied, of equal size"
+BATCH, CONTEXT, GROUPS = 16, 128, 10
+
+
+@dataclass
+class Comparison:
+    """A validation loss, and how much of W's gradient comes from predicting."""
+
+    nats: float
+    predict_share: float
+
+
+class TextTask(Task):
+    """Predict a text that lies in shards, with a model that may have a head of its own."""
+
+    unit, row_units = "tokens", CONTEXT
+
+    def build(self) -> GPT:
+        """Return a fresh model; untied, it begins as a copy of the tied one."""
+        gpt = GPT(replace(self.config, tie_word_embeddings=True))
+        if not self.config.tie_word_embeddings:
+            untie(gpt)
+        return gpt
+
+    def batches(self, plan: Plan) -> Callable[[int], tuple[np.ndarray, ...]]:
+        """Return the batch of each step: a pure function of the step and the seed."""
+        shards = Shards.in_directory(OUT / "data", "train")
+        return Batches(shards, batch_size=BATCH, n_positions=CONTEXT, seed=plan.seed).batch
+
+    def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Comparison:
+        """Score the validation text, or its first batches; split W's gradient on a few windows."""
+        shards = Shards.in_directory(OUT / "data", "val")
+        rows = None if n_batches is None else n_batches * BATCH
+        windows = list(in_order(shards, batch_size=BATCH, n_positions=CONTEXT, at_most=rows))
+        nats = score(model, windows, self.tokenizer.byte_lengths()).nats
+        splits = [gradient_split(model, None, ids[0]) for ids, _ in windows[:2]]
+        parts = [split.norm_predict / (split.norm_read + split.norm_predict) for split in splits]
+        return Comparison(nats, float(np.mean(parts)))
+
+    def metrics(self, score: Comparison) -> dict[str, float]:
+        """Return the values for metrics.jsonl."""
+        return {"val_loss": score.nats, "val_predict_share": score.predict_share}
+
+
+def prepare_text(files: list[str]) -> Tokenizer:
+    """Encode the text into shards, once; return the tokenizer."""
+    if (OUT / "data").exists():
+        return Tokenizer.from_pretrained(OUT / "tokenizer")
+    split = plan_split(documents(files) if files else python_documentation())
+    size = max(300, min(2048, split.characters // 500))
+    tokenizer = Tokenizer.train((part.text for side, part in split if side == "train"), size)
+    tokenizer.save_pretrained(OUT / "tokenizer")
+    encode_corpus(split, tokenizer, OUT / "data")
+    return tokenizer
+
+
+def configs(tokenizer: Tokenizer) -> dict[str, GPTConfig]:
+    """Return the shape of each model; the last has as many parameters as the first."""
+    end = tokenizer.eos_token_id
+    tied = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=96, n_layer=2, n_head=3,
+        embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, bos_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    untied = replace(tied, tie_word_embeddings=False)
+    shapes = [replace(untied, n_embd=width) for width in range(3, 97, 3)]
+
+    def missing(config: GPTConfig) -> int:
+        return tied.parameter_count() - config.parameter_count()
+
+    narrow = min(shapes, key=lambda config: abs(missing(config)))
+    more = round(missing(narrow) / (narrow.n_layer * (2 * narrow.n_embd + 1)))
+    equal = replace(narrow, n_inner=narrow.inner_dim + more)
+    return dict(zip(MODELS, (tied, untied, equal), strict=True))
+
+
+def train(name: str, config: GPTConfig, tokenizer: Tokenizer, seed: int, steps: int) -> Path:
+    """Train a model, or go on with it; return its run."""
+    run = RunDirectory(OUT / f"{name.replace(', ', '-').replace(' ', '-')}-seed-{seed}-{steps}")
+    run.path.mkdir(parents=True, exist_ok=True)
+    often = max(1, steps // 12)
+    plan = Plan(
+        steps=steps, batch_size=BATCH, micro_batch=BATCH, optimizer="adamw", lr=5e-3,
+        warmup=max(1, steps // 4), weight_decay=0.0, grad_clip=1.0, dtype="fp32", seed=seed,
+        eval_every=often, eval_batches=4, save_every=often, keep="last",
+    )  # fmt: skip
+    for event in Trainer(run, TextTask(config, tokenizer), plan, torch.device("cpu")).run():
+        if isinstance(event, Evaluated):
+            print(f"{run.path.name}  step {event.step:>5}  loss {event.score.nats:.4f}", flush=True)
+    return run.path
+
+
+def spread(values: np.ndarray) -> str:
+    """Return the mean over the seeds, with its 95 % interval."""
+    low, high = t_interval(values.tolist())
+    return f"{values.mean():+.4f} (95 %: {low:+.4f} to {high:+.4f})"
+
+
+def lines(xs: Any, series: dict[str, np.ndarray]) -> tuple[Line, ...]:
+    """Return a line with its interval for each series (seeds, places)."""
+    made = []
+    for color, (name, values) in enumerate(series.items()):
+        low, high = zip(*(t_interval(place.tolist()) for place in values.T), strict=True)
+        made.append(Line(name, xs, values.mean(0), color, marked=True, low=low, high=high))
+    return tuple(made)
+
+
+def norms_by_frequency(run: Path, counts: np.ndarray) -> dict[str, list[float]]:
+    """Return the mean norm of centred rows of each matrix, in ten groups of tokens by frequency."""
+    model = GPT.from_pretrained(run / "model")
+    rows = {"reads": model.wte.weight}
+    if model.head is not None:
+        rows["predicts"] = model.head.weight
+    groups = np.array_split(np.argsort(-counts)[: (counts > 0).sum()], GROUPS)
+    centred = {name: (w - w.mean(0)).norm(dim=1).detach().numpy() for name, w in rows.items()}
+    return {name: [norm[group].mean() for group in groups] for name, norm in centred.items()}
+
+
+def main(steps: int, files: list[str]) -> None:
+    """Train everything, print the comparison and draw the figure."""
+    tokenizer = prepare_text(files)
+    shapes = configs(tokenizer)
+    runs = {
+        name: [train(name, config, tokenizer, seed, steps) for seed in SEEDS]
+        for name, config in shapes.items()
+    }
+    histories = {name: [read_history(run) for run in paths] for name, paths in runs.items()}
+    axis = histories["tied"][0].series("val_loss", "steps")[0]
+
+    def curves(key: str) -> dict[str, np.ndarray]:
+        return {
+            name: np.array([history.series(key, "steps")[1] for history in each])
+            for name, each in histories.items()
+        }
+
+    losses = curves("val_loss")
+    print("\nloss of the tied GPT, and of the others minus that of the same seed, in nats a token")
+    for name, values in losses.items():
+        final = values[:, -1] if name == "tied" else values[:, -1] - losses["tied"][:, -1]
+        print(f"{name:<22} {shapes[name].parameter_count():>9,} parameters  {spread(final)}")
+    train_side = Shards.in_directory(OUT / "data", "train")
+    counts = np.bincount(train_side.read(0, len(train_side)), minlength=len(tokenizer))
+    norms: dict[str, list[list[float]]] = {}
+    for name in MODELS[:2]:
+        for run in runs[name]:
+            for use, means in norms_by_frequency(run, counts).items():
+                norms.setdefault(f"{name}: {use}", []).append(means)
+    less = {name: values - losses["tied"] for name, values in losses.items()}
+    by_group = {name: np.array(values) for name, values in norms.items()}
+    panels = [
+        Panel("validation loss, nats", "step", lines(axis, losses)),
+        Panel("loss less the tied GPT's", "step", lines(axis, less)),
+        Panel("share of W's gradient from predicting", "step",
+              lines(axis, curves("val_predict_share"))),
+        Panel("norm of centred rows", "tokens by frequency, most frequent first",
+              lines(range(1, GROUPS + 1), by_group)),
+    ]  # fmt: skip
+    save_figure(panels, OUT / "comparison.svg", "mean and 95 % interval over the seeds")
+    print(f"figure: {OUT / 'comparison.svg'}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if sys.argv[1:] else 600, sys.argv[2:])
