@@ -25,7 +25,7 @@ from tiedgpt.train.step import train_step
 from tiedgpt.train.task import Task
 
 PLAIN = 100_000_000
-"""Bytes that rows must add before their share is taken as known."""
+"""A row's share is known once rows added this much, or once all other rows add less than this."""
 HEAP = 1.2
 """Resident memory over the bytes that tensors take on a CPU: malloc keeps freed blocks that are too
 small for the next request. Six models, 6 to 22 million parameters, took 0.93 to 1.27 of them."""
@@ -72,7 +72,7 @@ def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) ->
         model = in_training(task.build().train(), plan).to(device)
         _, rules = groups_and_optimizers(task, model, plan, 0)
     fewer = less = most = peak = 0
-    scale = 1.0
+    scale, a_row = 1.0, 0.0
     for rows in (1, *sorted({min(1 << n, at_most) for n in range(at_most.bit_length() + 1)})):
         plan = replace(plan, batch_size=rows, micro_batch=rows)
         batch = task.batches(plan)(0)
@@ -88,9 +88,10 @@ def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) ->
             before = max(before, held_memory(device) - memory.peak)
         fewer, less, most, peak = most, peak, rows, int(memory.peak * per_byte)
         added = peak - less if most > fewer > 0 else 0
-        if added > PLAIN or peak + 2 * added > room:
+        a_row = added / (most - fewer) if added else 0.0
+        others = a_row * (at_most - most)
+        if added > PLAIN or (fewer > 1 and others < PLAIN) or peak + 2 * added > room:
             break
-    a_row = (peak - less) / (most - fewer) if most > fewer > 0 else 0.0
     return Peak(before, before + int(peak - most * a_row), scale * a_row)
 
 
