@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiedgpt.inspect.registry import INSPECTIONS
+
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "tiedgpt"
 MADE = "<!-- Made by docs/generate.py from the code: do not edit. -->"
@@ -26,8 +28,7 @@ MODULES = {
     "tiedgpt.core.cache": "KVCache",
     "tiedgpt.infer": "Engine GenerationConfig Generation Completion Token Scored",
     "tiedgpt.tie": "ledger audit fix tie untie replace_head resize_vocab add_tokens prune guard",
-    "tiedgpt.inspect": "positions lens dot vocabulary neighbours gradient_split attention ablate "
-    "random_head",
+    "tiedgpt.inspect": " ".join(INSPECTIONS),
     "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
     "tiedgpt.train": "fast_training Trainer",
     "tiedgpt.train.task": "Task",
@@ -60,6 +61,9 @@ def command_line() -> str:
     ]
     for verb in VERBS:
         parts.append(f"## {verb}\n\n{_block(_help(verb, '--help'))}")
+        for each in INSPECTIONS.values() if verb == "inspect" else ():
+            text = _block(_help(verb, each.verb, "--help"))
+            parts.append(f"### {verb} {each.verb}\n\n{text}")
     return "\n\n".join(parts) + "\n"
 
 

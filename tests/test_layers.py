@@ -12,7 +12,7 @@ import tiedgpt
 SOURCE = Path(tiedgpt.__file__).parent
 LAYERS = {
     "errors": -2, "files": -1, "core": 0, "text": 1, "weights": 2, "data": 2, "heads": 3,
-    "tie": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4, "plots": 4, "train": 5,
+    "tie": 3, "plots": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4, "train": 5,
     "serve": 6, "lessons": 6, "cli": 7,
 }  # fmt: skip
 DOORS = {
@@ -105,6 +105,7 @@ QUICK = {
     ),
     "the server": "import tiedgpt.serve.app, tiedgpt.serve.server, tiedgpt.cli.serve",
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
+    "inspections": "import tiedgpt.inspect.registry, tiedgpt.cli.inspect",
 }
 
 

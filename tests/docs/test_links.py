@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.docs.conftest import PAGES, ROOT
+from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import describe
 from tiedgpt.errors import TiedGPTError
+from tiedgpt.inspect.registry import INSPECTIONS
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -87,7 +89,8 @@ def found(name: str) -> bool:
 
 
 def test_names_and_options_in_the_text_exist():
-    verbs = (import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS)
+    verbs = [import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS]
+    verbs += [arguments_of(inspection) for inspection in INSPECTIONS.values()]
     options = {flag for verb in verbs for option in describe(verb) for flag in option.flags}
     options |= {"--help", "--nproc-per-node", "--grep"}
     for page in ALL:

@@ -12,9 +12,9 @@ import pytest
 from rich.cells import cell_len
 
 from tests.inspect.conftest import TEXT, random_model
-from tiedgpt.cli.inspect import SHOW
 from tiedgpt.cli.main import main
 from tiedgpt.inspect import vocabulary
+from tiedgpt.inspect.registry import INSPECTIONS
 
 HOSTILE = "naïve  café\n\t文字 $x_1$"
 """Blanks, a tab, half characters, what matplotlib takes for mathematics."""
@@ -27,12 +27,14 @@ def here(model, tokenizer, tmp_path, monkeypatch):
     tokenizer.save_pretrained("model")
 
 
-@pytest.mark.parametrize("name", SHOW)
+OWN = {"vocabulary": ["--counts", "text.txt"], "neighbours": ["--token", "5"]}
+"""Arguments of the names that read no text."""
+
+
+@pytest.mark.parametrize("name", [each.verb for each in INSPECTIONS.values()])
 def test_every_name_prints_a_table_json_and_a_figure(name, capfd):
-    text = [] if name == "vocabulary" else ["--text", HOSTILE]
-    if name == "vocabulary":
-        Path("text.txt").write_text(TEXT * 3)
-        text = ["--counts", "text.txt"]
+    Path("text.txt").write_text(TEXT * 3)
+    text = OWN.get(name, ["--text", HOSTILE])
     figure = f"{name}.svg"
     assert main(["inspect", name, "model", *text, "--plot", figure]) == 0
     out = capfd.readouterr().out
@@ -63,6 +65,8 @@ def test_headings_tell_columns_apart_and_names_may_have_underscores(capfd):
     assert re.search("1st +prob +2nd +prob", capfd.readouterr().out)
     assert main(["inspect", "gradient_split", "model", "--text", TEXT]) == 0
     assert "gradient of the loss" in capfd.readouterr().out
+    assert main(["inspect", "neighbours", "model", "--token", " the"]) == 0
+    assert "the rows e nearest to its own" in capfd.readouterr().out
     assert main(["inspect", "positions", "model"]) == 1
     assert 'tiedgpt inspect positions --text "Once upon' in capfd.readouterr().err
 
@@ -96,8 +100,6 @@ def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
         (["positions", "--ids", "9999"], "id 9999 is outside"),
         (["positions", "--text", "a\udcff"], "lone surrogate"),
         (["vocabulary", "--top", "-3"], "--top must be at least 1"),
-        (["vocabulary", "--text", "cat"], "--text and --ids are not for inspect vocabulary"),
-        (["vocabulary", "--poke", "3"], "--poke is not for inspect vocabulary"),
         (["dot", "--text", "cat", "--position", "99"], "--position must be"),
         (["dot", "--text", "cat", "--plot", "x.gif"], "name it .png, .svg or .pdf"),
         (["vocabulary", "--counts", "nowhere"], "no file matches 'nowhere'"),
@@ -110,17 +112,37 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
     assert said in err and not out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["vocabulary", "model", "--text", "cat"],
+            "`tiedgpt inspect vocabulary` has no option --text",
+        ),
+        (
+            ["vocabulary", "model", "--poke", "3"],
+            "`tiedgpt inspect vocabulary` has no option --poke",
+        ),
+        (["dot", "model", "--html", "x.html"], "`tiedgpt inspect dot` has no option --html"),
+        (["neighbours", "model"], "`tiedgpt inspect neighbours` needs TOKEN"),
+        (["everything", "model"], "the name is first: positions, lens"),
+    ],
+)
+def test_an_option_of_another_name_is_a_mistake_in_the_command(arguments, said, capfd):
+    assert main(["inspect", *arguments]) == 2
+    assert said in capfd.readouterr().err
+
+
 def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["inspect", "dot", "nowhere", "--text", "a", "--plot", "x.png"]) == 1
     assert "pip install 'tiedgpt[plot]'" in capfd.readouterr().err
 
 
-def test_a_table_may_have_the_whole_vocabulary(model, capfd):
+def test_a_table_may_have_the_whole_vocabulary(model):
     found = vocabulary(model)
     n = 50_257
     some = np.random.default_rng(0).random(n, np.float32)
     rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
     found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))
-    SHOW["vocabulary"](found, n)
-    assert capfd.readouterr().out.count("' word") == n
+    assert found.table(n).count("' word") == n

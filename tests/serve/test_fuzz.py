@@ -3,6 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.serve import schemas
 
 PATHS = {
@@ -11,7 +12,7 @@ PATHS = {
     "/v1/embeddings": schemas.EmbeddingRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
-    **{f"/inspect/{name}": request for name, request in schemas.INSPECTIONS.items()},
+    **{f"/inspect/{name}": schemas.inspection_body(each) for name, each in INSPECTIONS.items()},
 }
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | st.text(max_size=9)

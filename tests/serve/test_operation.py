@@ -61,13 +61,13 @@ def slow(engine, monkeypatch):
 def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, monkeypatch):
     read, begun, go_on = [], threading.Event(), threading.Event()
 
-    def slowly(name, model, tokenizer, source, options):
+    def slowly(inspection, model, tokenizer, source, options):
         read.append(options["text"])
         begun.set()
         assert go_on.wait(10)
         return "{}"
 
-    monkeypatch.setattr(tensors, "inspected", slowly)
+    monkeypatch.setattr(tensors, "inspect_model", slowly)
     first = send(running.port, {"ids": [1]}, "/inspect/positions")
     assert begun.wait(10)
     for id in (2, 3):

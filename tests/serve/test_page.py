@@ -212,7 +212,7 @@ def test_an_exported_page_holds_all_answers_and_no_address(run, tmp_path, capfd)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--text", "a", "--top", "3"], "--top is not for --html"),
+        (["--text", "a", "--top", "3"], "has no option --top"),
         ([], "give --text, or --ids"),
         (["--text", ""], "text is empty"),
         (["--text", "cat " * 99], "to 48 tokens"),
@@ -222,13 +222,11 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     run, tmp_path, capfd, arguments, said
 ):
     path = tmp_path / "page.html"
-    assert main(["inspect", "--html", str(path), str(run), *arguments]) == 1
+    assert main(["inspect", "--html", str(path), str(run), *arguments]) in (1, 2)
     assert said in capfd.readouterr().err and not path.exists()
 
 
 def test_html_is_of_the_page_alone(run, capfd):
-    assert main(["inspect", "dot", str(run), "--text", "a", "--html", "x.html"]) in (1, 2)
-    assert "--html" in capfd.readouterr().err
     assert main(["inspect", "page", str(run), "--text", "a"]) == 1
     assert "the page needs a file" in capfd.readouterr().err
     assert main(["inspect", "--html", str(run), "--text", "a"]) == 1

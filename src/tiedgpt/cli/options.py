@@ -40,7 +40,7 @@ VALUES = {
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "MODEL", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",
-    "topic": "TOPIC", "from_": "MODEL", "adapter": "FOLDER",
+    "topic": "TOPIC", "name": "NAME", "token": "TOKEN", "from_": "MODEL", "adapter": "FOLDER",
 }  # fmt: skip
 """What stands for an option's value in the help, where its type does not tell."""
 KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}
@@ -190,7 +190,7 @@ def describe(options: type) -> list[Option]:
         no = "no-" if one.default is True else ""
         flags = [f"--{no}{one.name.rstrip('_').replace('_', '-')}"]  # from_: no word of Python
         flags += [f"-{SHORT[one.name]}"] if one.name in SHORT else []
-        about = abouts.get(one.name, "")
+        about = one.metadata.get("help") or abouts.get(one.name, "")
         if mark == "positional":
             flags = []
             if choices:

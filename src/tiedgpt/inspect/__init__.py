@@ -1,34 +1,34 @@
 """Look inside a GPT: what it predicts at each position, layer by layer, and with which rows of W.
 
-    positions       the prediction at each of N positions, and what the true token cost
-    lens            the prediction that each layer's state would give
-    dot             one prediction as the dot products that it is: h with every row of W
-    vocabulary      the rows of W: norms, frequency, directions, tokens that no text reaches
-    neighbours      the rows nearest to one token's row, by three measures
-    gradient_split  the gradient of W: the part from reading, and the part from predicting
-    attention       a layer's attention weights, and the hidden states
-    ablate          what each head, attention and MLP is worth in loss
-    random_head     what a random head in the place of W would cost, in loss and parameters
-
-Each takes a `tiedgpt.GPT`, a path, a run directory, a hub name or transformers' GPT-2 in memory.
-It returns numpy arrays in a dataclass with `.to_json()`. Logits are held for 64 positions at most.
+`registry.INSPECTIONS` lists the functions. Each takes a `tiedgpt.GPT`, a path, a run directory, a
+hub name or transformers' GPT-2 in memory. It returns a `Result`: numpy arrays in a dataclass, which
+prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 positions at most.
+The functions are imported when they are first used.
 """
 
-from tiedgpt.inspect.gradients import gradient_split
-from tiedgpt.inspect.layers import ablate, attention, lens
-from tiedgpt.inspect.predictions import dot, positions
-from tiedgpt.inspect.rows import vocabulary
-from tiedgpt.inspect.similarity import neighbours
-from tiedgpt.inspect.untied import random_head
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ablate",
-    "attention",
-    "dot",
-    "gradient_split",
-    "lens",
-    "neighbours",
-    "positions",
-    "random_head",
-    "vocabulary",
-]
+from tiedgpt.inspect.registry import INSPECTIONS
+
+if TYPE_CHECKING:
+    from tiedgpt.inspect.gradients import gradient_split as gradient_split
+    from tiedgpt.inspect.layers import ablate as ablate
+    from tiedgpt.inspect.layers import attention as attention
+    from tiedgpt.inspect.layers import lens as lens
+    from tiedgpt.inspect.predictions import dot as dot
+    from tiedgpt.inspect.predictions import positions as positions
+    from tiedgpt.inspect.rows import vocabulary as vocabulary
+    from tiedgpt.inspect.similarity import neighbours as neighbours
+    from tiedgpt.inspect.untied import random_head as random_head
+
+__all__ = list(INSPECTIONS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in INSPECTIONS:
+        raise AttributeError(f"module 'tiedgpt.inspect' has no attribute {name!r}")
+    return INSPECTIONS[name].function
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,7 +20,9 @@ from torch import Tensor
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.opening import Model, Text, numpy, open_subject, piece
-from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.plots.panel import Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import head_layers, inference, is_tied, require_gpt
 
 
@@ -40,6 +42,47 @@ class GradientSplit(Result):
     residual: float  # |dW - (read + predict)| / |dW|, dW by an ordinary backward pass
     read: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
     predict: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return the lengths of both parts, and the `top` rows with the largest gradient."""
+        matrices = f"{self.reads} reads and predicts: both gradients are added"
+        both = "their sum is the ordinary gradient"
+        if self.reads != self.predicts:
+            matrices = f"{self.reads} reads, {self.predicts} predicts: two matrices, untied"
+            both = "each is its matrix's ordinary gradient"
+        order = self._largest(top)
+        rows = number_table(
+            ("id", map(str, order)),
+            ("token", token_cells((self.pieces[id] for id in order), 24)),
+            ("from reading", self.rows_read[order]),
+            ("from predicting", self.rows_predict[order]),
+        )
+        return (
+            f"{matrices}\n"
+            f"gradient of the loss: {number_cell(self.norm_read)} from reading, "
+            f"{number_cell(self.norm_predict)} from predicting, cosine {number_cell(self.cosine)}\n"
+            f"{both}; relative difference {number_cell(self.residual)}\n\n{rows}"
+        )
+
+    def figure(self) -> Figure:
+        """Return both parts of the 40 rows with the largest gradient."""
+        order = self._largest(40)
+        parts = {
+            "from reading": self.rows_read[order],
+            "from predicting": self.rows_predict[order],
+        }
+        panel = Panel(
+            f"reading {self.norm_read:.3g}, predicting {self.norm_predict:.3g}, "
+            f"cosine {self.cosine:.3f}",
+            "token",
+            lines(parts, marked=True, joined=False),
+            y_label="norm of the row's gradient",
+            x_names=[visible(self.pieces[id]) for id in order],
+        )
+        return "gradient of W: the rows with the largest gradient", [panel]
+
+    def _largest(self, n: int) -> np.ndarray:
+        return np.hypot(self.rows_read, self.rows_predict).argsort()[::-1][:n]
 
 
 def gradient_split(

@@ -30,7 +30,18 @@ from tiedgpt.inspect.distributions import (
     wide,
 )
 from tiedgpt.inspect.opening import Model, Text, index, join, numpy, open_subject
-from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.inspect.results import (
+    LABELLED,
+    MAX_TEXT_COLUMNS,
+    NOT_IN_JSON,
+    SHOWN_ROWS,
+    Figure,
+    Result,
+    lines,
+    token_axis,
+)
+from tiedgpt.plots.panel import Grid, Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import inference
 
 
@@ -51,6 +62,49 @@ class Lens(Result):
     watch: np.ndarray  # (m,) tokens that rank first there in any state, the last state's first
     watch_logprob: np.ndarray  # (S, m) in nats
     words: dict[int, str]  # the text of every id above
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return a row for each state, at the position that is watched."""
+        at = self.position
+        columns: list[tuple[str, Any]] = [("state", self.layers)]
+        for k in range(min(2, self.top_ids.shape[2])):
+            likeliest = token_cells(self.words[id] for id in self.top_ids[:, at, k])
+            columns.append((("1st", "2nd")[k], likeliest))
+            columns.append(("prob", np.exp(self.top_logprob[:, at, k])))
+        rows = number_table(
+            *columns,
+            ("rank of next", [rank or None for rank in self.target_rank[:, at]]),
+            ("KL bits", self.kl_bits[:, at]),
+        )
+        return (
+            f"after token {at}, {visible(self.pieces[at])}: final norm and head on each state\n"
+            f"{rows}\n\n"
+            "KL: from the model's own prediction\nearly layers were not trained for this head"
+        )
+
+    def figure(self) -> Figure:
+        """Return the likeliest token of every state and position, and the watched ones' curves."""
+        likeliest = self.top_ids[..., 0].tolist()
+        texts = [[visible(self.words[id])[:9] for id in row] for row in likeliest]
+        grid = Grid(
+            "the likeliest next token, by state",
+            y_label="state after",
+            unit="its probability",
+            values=np.exp(self.top_logprob[..., 0]).tolist(),
+            texts=texts if len(self.ids) <= MAX_TEXT_COLUMNS else (),
+            y_names=self.layers,
+            **token_axis(self.pieces),
+        )
+        names = [visible(self.words[id]) for id in self.watch[:LABELLED].tolist()]
+        columns = dict(zip(names, np.exp(self.watch_logprob.T), strict=False))
+        watched = Panel(
+            f"after token {self.position}, {visible(self.pieces[self.position])}",
+            "state after",
+            lines(columns, marked=True),
+            y_label="probability",
+            x_names=self.layers,
+        )
+        return "logit lens", [grid, watched]
 
 
 @torch.no_grad()
@@ -144,6 +198,36 @@ class AttentionMaps(Result):
     """(L + 1, T, D) the residual stream: transformers' `hidden_states`, but for the last, which
     is before the final norm here. Not in the JSON."""
 
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return a row for each head of the layer."""
+        keys = self.patterns[:, -1].argmax(1)
+        rows = number_table(
+            ("head", range(len(keys))),
+            ("entropy, bits", self.entropy[self.layer]),
+            ("on the first", self.first_share[self.layer]),
+            ("on the previous", self.previous_share[self.layer]),
+            ("last attends to", [f"{key} {token_cells([self.pieces[key]])[0]}" for key in keys]),
+            ("weight", self.patterns[:, -1].max(1)),
+        )
+        return f"heads of layer {self.layer}: means over all positions but the first\n{rows}"
+
+    def figure(self) -> Figure:
+        """Return the layer's attention maps, and three numbers of every head."""
+        tokens: dict[str, Any] = {"x_label": "key", "y_label": "query"}
+        tokens["x_names"] = tokens["y_names"] = list(map(visible, self.pieces))
+        heads: dict[str, Any] = {"x_label": "head", "y_label": "layer"}
+        grids: list[Panel | Grid] = [
+            Grid(f"layer {self.layer}, head {n}", unit="weight", values=weights.tolist(), **tokens)
+            for n, weights in enumerate(self.patterns)
+        ]
+        for title, unit, values in (
+            ("entropy of the weights", "bits", self.entropy),
+            ("on the first token", "weight", self.first_share),
+            ("on the token before", "weight", self.previous_share),
+        ):
+            grids.append(Grid(title, unit=unit, values=values.tolist(), **heads))
+        return "attention: a layer's maps, and means of every head", grids
+
 
 @torch.no_grad()
 def attention(
@@ -202,6 +286,37 @@ class Ablation(Result):
     heads: np.ndarray  # (L, H) loss without what a head gives c_proj, less `loss`
     attention: np.ndarray  # (L,) the same without a layer's attention, its biases included
     mlp: np.ndarray  # (L,) the same without a layer's MLP, its biases included
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return a row for each layer, with its four costliest heads."""
+        instead = "zero" if self.mode == "zero" else "its mean over the text"
+        costliest = [
+            "  ".join(f"{h}: {heads[h]:+.3f}" for h in heads.argsort()[::-1][:4])
+            for heads in self.heads
+        ]
+        rows = number_table(
+            ("layer", range(len(costliest))),
+            ("attention", self.attention),
+            ("MLP", self.mlp),
+            ("heads, the costliest first", costliest),
+        )
+        loss = number_cell(self.loss)
+        return f"loss {loss} nats, and its change when a part's output is {instead}\n{rows}"
+
+    def figure(self) -> Figure:
+        """Return the change of the loss for each head, attention and MLP."""
+        has_room = self.heads.shape[1] <= MAX_TEXT_COLUMNS
+        texts = [[f"{x:+.2f}" for x in row] for row in self.heads] if has_room else ()
+        unit, values = "change of the loss, nats", self.heads.tolist()
+        heads = Grid("without a head", "head", "layer", unit, values, texts, signed=True)
+        layers = [str(layer) for layer in range(len(self.mlp))]
+        parts = lines({"attention": self.attention, "MLP": self.mlp}, marked=True)
+        whole = Panel(
+            "without a layer's attention, or MLP", "layer", parts, y_label=unit, x_names=layers
+        )
+        instead = {"zero": "zero", "mean": "its mean"}[self.mode]
+        title = f"loss {self.loss:.3f} nats; a part's output is replaced by {instead}"
+        return title, [heads, whole]
 
 
 @torch.no_grad()

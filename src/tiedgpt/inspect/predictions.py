@@ -13,7 +13,16 @@ from torch import Tensor
 from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, put, wide
 from tiedgpt.inspect.faces import faces, final_bias
 from tiedgpt.inspect.opening import Model, Subject, Text, index, numpy, open_subject
-from tiedgpt.inspect.results import Result
+from tiedgpt.inspect.results import (
+    LABELLED,
+    SHOWN_ROWS,
+    Figure,
+    Result,
+    lines,
+    token_axis,
+)
+from tiedgpt.plots.panel import Line, Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import inference
 
 
@@ -36,6 +45,50 @@ class Positions(Result):
     next: int  # T - 1: the only position that generation uses
     poked: tuple[int, int, int] | None  # position, old id, new id of the token that was changed
     max_abs_change: np.ndarray | None  # (T,) of any logit by the poke; 0.0: not one bit
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return a row for each position, and what the poke changed."""
+        changes = self.max_abs_change
+        next_words = token_cells(self.words[id] for id in self.target[:-1])
+        rows = number_table(
+            ("#", range(len(self.ids))),
+            ("token", token_cells(self.pieces)),
+            ("next", [*next_words, "-"]),
+            ("prob", np.exp(self.logprob)),
+            ("rank", [*self.rank[:-1], None]),
+            ("bits", self.surprisal_bits),
+            ("entropy", self.entropy_bits),
+            ("likeliest", token_cells(self.words[id] for id in self.top_ids[:, 0]))
+            if changes is None
+            else ("logits moved by", changes),
+        )
+        text = (
+            f"{rows}\n\n"
+            f"mean loss {number_cell(self.loss)} nats, "
+            f"{number_cell(self.bits_per_byte)} bits per byte\n"
+            f"training learns from {self.next} prediction{'s' * (self.next != 1)}, "
+            f"generation reads position {self.next}\n"
+            "bits: surprisal of the next token; entropy: of the prediction, in bits"
+        )
+        if self.poked is None or changes is None:
+            return text
+        at, _, new = self.poked
+        most = changes[:at].max(initial=0)
+        moved = f"moved by at most {most:.0e}: rounding" if most else "stayed the same, bit for bit"
+        old = visible(self.pieces[at])
+        return f"{text}\nToken {at}, {old}, was replaced by id {new}. Before it, logits {moved}."
+
+    def figure(self) -> Figure:
+        """Return surprisal and entropy along the text, and what the poke changed."""
+        bits = {"surprisal of the next token": self.surprisal_bits}
+        curves = lines(bits | {"entropy of the prediction": self.entropy_bits}, marked=True)
+        axis = token_axis(self.pieces)
+        panels = [Panel("the prediction after each token", lines=curves, y_label="bits", **axis)]
+        if self.max_abs_change is not None and self.poked is not None:
+            title = f"change of the logits when token {self.poked[0]} is changed"
+            curves = lines({"largest": self.max_abs_change}, marked=True)
+            panels.append(Panel(title, lines=curves, y_label="largest change of a logit", **axis))
+        return f"{len(self.ids)} tokens, loss {self.loss:.3f} nats", [*panels]
 
 
 @torch.no_grad()
@@ -134,6 +187,55 @@ class Dot(Result):
     all_centred_norm: np.ndarray  # (V,) |c_i|
     all_centred_cos: np.ndarray  # (V,)
 
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return a row for each of the likeliest tokens."""
+        rows = number_table(
+            ("token", token_cells(self.pieces)),
+            ("prob", self.prob),
+            ("logit", self.logit),
+            ("=bias", self.bias_part + self.head_bias),
+            ("+gain", self.gain_part),
+            ("|e|", self.row_norm),
+            ("cos", self.cos),
+            ("#cos", self.rank_cos),
+            ("|c|", self.centred_norm),
+            ("cos c", self.centred_cos),
+        )
+        return (
+            f"after token {self.position}, {visible(self.piece)}: logit = h . e = |h| |e| cos; "
+            f"|h| = {number_cell(self.h_norm)}\n"
+            f"e is a row of {self.matrix}, which {self.does}; c is e minus the mean row\n"
+            f"{rows}\n\n"
+            "bias: the same in every context; gain: depends on the context; #cos: rank by cos\n"
+            "subtracting the mean row from all rows changes |e| and cos, and no probability"
+        )
+
+    def figure(self) -> Figure:
+        """Return the rows by norm and cosine, with curves on which the dot product is equal."""
+        panels = [
+            self._cloud("e", "rows e as they are", self.all_norm, self.all_cos),
+            self._cloud(
+                "c", "rows c, minus their mean", self.all_centred_norm, self.all_centred_cos
+            ),
+        ]
+        title = f"after token {self.position}, {visible(self.piece)}: logit = |h| |e| cos"
+        return title, [*panels]
+
+    def _cloud(self, sign: str, title: str, norm: np.ndarray, cos: np.ndarray) -> Panel:
+        x, y = norm[self.ids], cos[self.ids]
+        curves = [
+            Line("all tokens", norm.tolist(), cos.tolist(), 0, joined=False),
+            Line("the likeliest", x.tolist(), y.tolist(), 1, marked=True, joined=False),
+        ]
+        lengths, most = np.linspace(norm.max() / 50, norm.max(), 200), float((x * y).max())
+        for color, product in enumerate((most, 0.75 * most, 0.5 * most), start=2):
+            level = product / lengths
+            inside = (level > cos.min()) & (level < cos.max())
+            name = f"h . {sign} = {self.h_norm * product:.1f}"
+            curves.append(Line(name, lengths[inside].tolist(), level[inside].tolist(), color))
+        notes = list(zip(x, y, map(visible, self.pieces), strict=True))[:LABELLED]
+        return Panel(title, "norm of the row", tuple(curves), y_label="cos(h, row)", notes=notes)
+
 
 @torch.no_grad()
 def dot(
@@ -166,15 +268,15 @@ def dot(
     }
     ids = measured["top_ids"][0]
     behind = torch.searchsorted(every["cos"].sort().values, every["cos"][ids], right=True)
-    words = subject.text(numpy(ids))["words"]
+    pieces = subject.text(numpy(ids))["words"]
     return Dot(
         matrix=face.name,
         does=face.does,
         position=at,
-        piece=words[int(subject.ids[0, at])],
+        piece=pieces[int(subject.ids[0, at])],
         h_norm=float(h.norm()),
         ids=numpy(ids),
-        pieces=tuple(words[id] for id in ids.tolist()),
+        pieces=tuple(pieces[id] for id in ids.tolist()),
         rank_cos=numpy(1 + len(norm) - behind),
         all_norm=numpy(every["row_norm"]),
         all_cos=numpy(every["cos"]),

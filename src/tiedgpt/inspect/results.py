@@ -1,22 +1,34 @@
-"""What the functions of this package return: columns of numbers, and their JSON."""
+"""What the functions of this package return: columns of numbers, their JSON, table and figure."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from tiedgpt.plots.panel import Grid, Line, Panel
+from tiedgpt.plots.table import visible
 from tiedgpt.tie.findings import plain
 
 NOT_IN_JSON = {"json": False}
 """Metadata of a field that is for Python only: it would be megabytes of text."""
+SHOWN_ROWS = 10
+"""Rows of a table of tokens, unless more are asked for."""
+LABELLED = 5
+"""Points of a cloud, and lines, that a figure names."""
+MAX_TEXT_COLUMNS = 16
+"""More columns of a grid than this leave no room for words."""
+
+Figure = tuple[str, list[Panel | Grid]]
+"""A title, and the panels below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """Base of all results: numpy arrays and plain values."""
+class Columns:
+    """Numpy arrays and plain values."""
 
     def to_json(self) -> str:
         """Return the fields as one JSON object, arrays as nested lists, NaN as null.
@@ -26,8 +38,40 @@ class Result:
         return json.dumps(_plain(self), ensure_ascii=False, allow_nan=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Result(Columns, ABC):
+    """Base of all results."""
+
+    @abstractmethod
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return what `tiedgpt inspect` prints; `top` rows of a table that has one for each id."""
+
+    @abstractmethod
+    def figure(self) -> Figure:
+        """Return what `tiedgpt inspect --plot` draws."""
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def lines(columns: dict[str, Any], **style: Any) -> tuple[Line, ...]:
+    """Return a line for each column, over its index."""
+    return tuple(
+        Line(name, range(len(column)), np.asarray(column).tolist(), color, **style)
+        for color, (name, column) in enumerate(columns.items())
+    )
+
+
+def token_axis(pieces: tuple[str, ...]) -> dict[str, Any]:
+    """Return the label of an axis of tokens, and their names."""
+    return {
+        "x_label": "token, and its position",
+        "x_names": [f"{visible(piece)} {at}" for at, piece in enumerate(pieces)],
+    }
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, Result):
+    if isinstance(value, Columns):
         kept = (field.name for field in fields(value) if field.metadata.get("json", True))
         return {name: _plain(getattr(value, name)) for name in kept}
     if isinstance(value, tuple):

@@ -23,7 +23,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
 from tiedgpt.inspect.faces import Face, final_bias, finite_faces
 from tiedgpt.inspect.opening import Model, numpy, open_model, piece
-from tiedgpt.inspect.results import NOT_IN_JSON, Result
+from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Columns, Figure, Result
+from tiedgpt.plots.panel import Grid, Line, Panel
+from tiedgpt.plots.table import number_table, token_cells
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.heads import inference
 
@@ -40,7 +42,7 @@ RIDGE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Result):
+class Rows(Columns):
     """One matrix: a row e_i for each of V tokens. c_i is e_i less the mean row.
 
     `spearman`, `interval` and `slope` tell how norm, centred_norm and prior_logit go with ln count,
@@ -69,6 +71,44 @@ class Rows(Result):
     """(n,) rank of token i among all if h were e_i, from 1. A row whose rank is 1 can win; one
     inside the convex hull of the others never does (Demeter et al. 2020)."""
 
+    def trends(self) -> str:
+        """Return how the rows go with frequency, and how many predict themselves."""
+        text = ""
+        if self.spearman:
+            rows = number_table(
+                ("with ln count", self.spearman),
+                ("spearman", self.spearman.values()),
+                ("from", [low for low, _ in self.interval.values()]),
+                ("to", [high for _, high in self.interval.values()]),
+                ("slope", self.slope.values()),
+            )
+            share = max(0.0, self.r2_heldout)
+            text = (
+                f"{rows}\nfrom, to: the 95 % interval of spearman, the rank correlation\n"
+                f"one direction explains {share:.0%} of ln count on held-out tokens\n"
+            )
+        if len(self.own_rank):
+            wins, n = (self.own_rank == 1).mean(), len(self.own_rank)
+            text += f"{wins:.0%} of {n:,} tokens are the likeliest if h is their own row\n"
+        return text
+
+    def panels(self, count: np.ndarray | None) -> list[Panel]:
+        """Return the norms by count, and the rows along their two main directions."""
+        columns = {"norm of the row": self.norm, "norm of the centred row": self.centred_norm}
+        if self.prior_logit is not None:
+            columns["prior logit, nats"] = self.prior_logit
+        panels = []
+        count = np.zeros(len(self.norm)) if count is None else count
+        for name, column in columns.items() if count.any() else ():
+            xs, ys = count[count > 0].tolist(), column[count > 0].tolist()
+            cloud = Line(name, xs, ys, joined=False)
+            title = f"{self.name}: {name}"
+            panels.append(Panel(title, "count of the token", (cloud,), log_x=True, y_label=name))
+        x, y = (f"component {n + 1}, {s:.0%} of the variance" for n, s in enumerate(self.pca_share))
+        xs, ys = self.pca.T.tolist()
+        cloud = Line("tokens", xs, ys, joined=False)
+        return [*panels, Panel(f"{self.name}: main directions", x, (cloud,), y_label=y)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Result):
@@ -81,6 +121,56 @@ class Vocabulary(Result):
     reachable: np.ndarray | None  # (V,) whether the token's text is encoded as this token
     fragment: np.ndarray | None  # (V,) whether it is part of a character: never encoded alone
     pieces: tuple[str, ...] = field(metadata=NOT_IN_JSON)  # (V,) the tokens' text; not in the JSON
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return each matrix's trends, and its `top` longest and shortest rows."""
+        parts = [self._matrix_table(matrix, top) for matrix in self.matrices]
+        counts = "no counts: --counts compares the rows with token frequency"
+        if self.unseen is not None:
+            counts = f"{len(self.unseen):,} tokens never occur in {self.counted_in}"
+        unknown = "" if self.reachable is not None else "; no tokenizer: reached is not known"
+        return "\n".join(
+            [
+                *parts,
+                "",
+                "prior logit: e . b, where b is the final norm's bias: the same in every context",
+                "reached: whether some text is encoded as this token; as part: of a character",
+                "",
+                counts + unknown,
+            ]
+        )
+
+    def _matrix_table(self, matrix: Rows, top: int) -> str:
+        size = len(self.pieces)
+        order = matrix.centred_norm.argsort()[::-1]
+        order = order if 2 * top >= size else np.r_[order[:top], order[-top:]]
+        columns = {
+            "count": self.count,
+            "|e|": matrix.norm,
+            "|c|": matrix.centred_norm,
+            "prior logit": matrix.prior_logit,
+        }
+        rows = number_table(
+            ("id", map(str, order)),
+            ("token", token_cells((self.pieces[id] for id in order), 20)),
+            *((name, column[order]) for name, column in columns.items() if column is not None),
+            ("reached", [self._reach(id) for id in order]),
+        )
+        head = f"{matrix.name} {matrix.does}: {size:,} rows e; c is e minus the mean row"
+        which = "longest and shortest rows" + ", all of them" * (len(order) == size)
+        return f"{head}\n{matrix.trends()}\n{which}\n{rows}"
+
+    def _reach(self, id: int) -> str:
+        if self.reachable is None or self.fragment is None:
+            return "-"
+        return "yes" if self.reachable[id] else "as part" if self.fragment[id] else "no"
+
+    def figure(self) -> Figure:
+        """Return clouds of tokens: norms by count, and the two main directions."""
+        panels: list[Panel | Grid] = []
+        for matrix in self.matrices:
+            panels += matrix.panels(self.count)
+        return f"{len(self.pieces):,} tokens", panels
 
 
 @torch.no_grad()

@@ -17,12 +17,14 @@ from torch import Tensor
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.faces import Face, finite_faces
 from tiedgpt.inspect.opening import Model, index, numpy, open_model, piece
-from tiedgpt.inspect.results import Result
+from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
+from tiedgpt.plots.panel import Grid, Panel
+from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.tie.heads import inference
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearestRows(Result):
+class NearestRows(Columns):
     """The k rows of one matrix that are nearest to row e_i, by each measure; i is left out."""
 
     name: str  # of the parameter
@@ -43,6 +45,32 @@ class Neighbours(Result):
     piece: str  # the token's text
     matrices: tuple[NearestRows, ...]
     words: dict[int, str]  # the text of every id above
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return the neighbours by each measure, side by side."""
+        text = f"token {self.id}, {visible(self.piece)}: the rows e nearest to its own"
+        for near in self.matrices:
+            rows = number_table(
+                ("by dot product", token_cells(self.words[id] for id in near.dot_ids)),
+                ("e . e", near.dot),
+                ("by cos", token_cells(self.words[id] for id in near.cos_ids)),
+                ("cos", near.cos),
+                ("by cos c", token_cells(self.words[id] for id in near.centred_cos_ids)),
+                ("cos c", near.centred_cos),
+            )
+            text += f"\n\n{near.name} {near.does}\n{rows}"
+        return f"{text}\n\nc is e minus the mean row, which no probability depends on"
+
+    def figure(self) -> Figure:
+        """Return both cosines by rank, for each matrix."""
+        panels: list[Panel | Grid] = []
+        for near in self.matrices:
+            columns = {"cos": near.cos, "cos of the centred rows": near.centred_cos}
+            names = [visible(self.words[id]) for id in near.centred_cos_ids.tolist()]
+            curves = lines(columns, marked=True)
+            label = "neighbour, by the cosine of the centred rows"
+            panels.append(Panel(near.name, label, curves, y_label="cosine", x_names=names))
+        return f"rows nearest to token {self.id}, {visible(self.piece)}", panels
 
 
 @torch.no_grad()

@@ -17,7 +17,9 @@ from torch import nn
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.opening import Model, Text, open_subject
 from tiedgpt.inspect.predictions import positions
-from tiedgpt.inspect.results import Result
+from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.plots.panel import Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.tie.heads import sharing
 
 
@@ -36,6 +38,30 @@ class RandomHead(Result):
     random_top_ids: np.ndarray  # (k,) the same by the random head
     random_top_logprob: np.ndarray  # (k,)
     words: dict[int, str]  # the text of every id
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return both heads' losses, parameters and likeliest tokens."""
+        losses = number_table(
+            ("head", ["the model's own", "random", "a guess"]),
+            ("loss", [self.loss, self.random_loss, self.uniform_loss]),
+            ("parameters", [self.parameters, self.random_parameters, None]),
+        )
+        tokens = number_table(
+            ("own", token_cells(self.words[id] for id in self.top_ids)),
+            ("prob", np.exp(self.top_logprob)),
+            ("random", token_cells(self.words[id] for id in self.random_top_ids)),
+            ("prob", np.exp(self.random_top_logprob)),
+        )
+        std = number_cell(self.std)
+        return f"{losses}\n\nthe likeliest tokens after the text; random: of std {std}\n{tokens}"
+
+    def figure(self) -> Figure:
+        """Return the probabilities of both heads' likeliest tokens, by rank."""
+        columns = {"own head": self.top_logprob, "random head": self.random_top_logprob}
+        curves = lines({name: np.exp(x) for name, x in columns.items()}, marked=True)
+        ranks = [str(rank + 1) for rank in range(len(self.top_ids))]
+        panel = Panel("after the text", "rank", curves, y_label="probability", x_names=ranks)
+        return f"loss {self.loss:.3f} nats, with a random head {self.random_loss:.3f}", [panel]
 
 
 @torch.no_grad()

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiedgpt
 from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.tie.findings import plain
 from tiedgpt.train.history import read_history
@@ -20,32 +20,29 @@ if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.text import Tokenizer
 
-MOST_TOKENS = {"lens": 256, "attention": 256, "ablate": 256}
-"""Tokens that are looked into, where the result or the work grows with layers or heads."""
 MOST_POINTS = 1000
 """Of a curve, evenly spaced; the last is always there."""
 Source = str | os.PathLike[str]
 
 
-def inspected(
-    name: str,
+def inspect_model(
+    inspection: Inspection,
     model: GPT,
     tokenizer: Tokenizer | None,
     source: Source | None,
     options: dict[str, Any],
 ) -> str:
-    """Return what a function of `tiedgpt.inspect` finds; tokens are counted in the source's run.
+    """Return the JSON of an inspection; tokens are counted in the source, if it is a run.
 
-    The run is named, and not where it lies.
+    The result tells the name of the run, and not where it lies.
     """
     from tiedgpt.inspect.rows import shards_in
 
-    function = getattr(import_module("tiedgpt.inspect"), name)
-    if name != "vocabulary" or source is None or not shards_in(source):
-        return str(function(model, tokenizer, **options).to_json())
-    found = function(model, tokenizer, **options, counts=source)
+    if "counts" not in inspection.options or source is None or not shards_in(source):
+        return inspection.function(model, tokenizer, **options).to_json()
+    result: Any = inspection.function(model, tokenizer, **options, counts=source)
     run = os.fsencode(Path(source).resolve().name).decode(errors="replace")
-    return str(replace(found, counted_in=run).to_json())
+    return str(replace(result, counted_in=run).to_json())
 
 
 def described(
@@ -66,7 +63,8 @@ def described(
     from tiedgpt.tie.heads import is_tied
 
     config, counted = model.config, ledger(model)
-    most = {kind: min(n, config.n_positions) for kind, n in MOST_TOKENS.items()}
+    limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
+    most = {name: min(n, config.n_positions) for name, n in limits.items() if n is not None}
     found = {
         "name": name,
         "source": None if path is None else os.fspath(path),

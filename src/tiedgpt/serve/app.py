@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 import tiedgpt
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.infer import Engine
+from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.serve import answers, completions, tensors
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
@@ -24,13 +25,13 @@ from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.guards import Guard, Hosts, Limits
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.schemas import (
-    INSPECTIONS,
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
+    inspection_body,
 )
 from tiedgpt.serve.tensors import Tensors
 
@@ -157,16 +158,16 @@ def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
         service.require_model(body.model)
         return await tensors.embed(service, model, request, body)
 
-    def add(name: str, schema: type[Body]) -> None:
+    def add(inspection: Inspection) -> None:
         async def inspect(request: Request, body: Body) -> Response:
-            found = await tensors.inspect(service, model, request, name, body)
+            found = await tensors.inspect(service, model, request, inspection, body)
             return Response(found, media_type="application/json")
 
-        inspect.__annotations__["body"] = schema
-        app.post(f"/inspect/{name}", name=f"inspect_{name}")(inspect)
+        inspect.__annotations__["body"] = inspection_body(inspection)
+        app.post(f"/inspect/{inspection.name}", name=f"inspect_{inspection.name}")(inspect)
 
-    for name, schema in INSPECTIONS.items():
-        add(name, schema)
+    for inspection in INSPECTIONS.values():
+        add(inspection)
 
 
 def _add_page(app: FastAPI, service: Service, model: Tensors, told: answers.Source | None) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.serve.answers import MOST_TOKENS, Source, described, inspected, pieces
+from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.serve.answers import Source, described, inspect_model, pieces
 from tiedgpt.serve.assets import in_one_file
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def export(
     `name` is the model's, `source` where it lies. Raises `UserError` as `inspect.positions`.
     """
     subject: Body = {"text": text} if isinstance(text, str) else {"ids": text}
-    found = inspected("positions", model, tokenizer, None, {"text": text})
+    found = inspect_model(INSPECTIONS["positions"], model, tokenizer, None, {"text": text})
     ids = json.loads(found)["ids"]
     answers = {
         "state": json.dumps(subject | {"pin": len(ids) - 1}),
@@ -49,7 +50,7 @@ def export(
         if given := options.pop("ids", None) or options.get("text"):
             options["text"] = given
         with contextlib.suppress(UserError):  # a single token has no loss, an odd head no rows
-            answer = inspected(function, model, tokenizer, source, options)
+            answer = inspect_model(INSPECTIONS[function], model, tokenizer, source, options)
             left -= len(answer.encode())
             if left < 0:
                 break
@@ -59,7 +60,8 @@ def export(
 
 def _requests(subject: Body, ids: list[int], n_layer: int) -> Iterator[tuple[str, Body]]:
     """Yield what the views ask for: a function, and its body with the keys in their order."""
-    short = subject if len(ids) <= (most := MOST_TOKENS["lens"]) else {"ids": ids[:most]}
+    most = INSPECTIONS["lens"].max_tokens or len(ids)
+    short = subject if len(ids) <= most else {"ids": ids[:most]}
     last = len(ids) - 1
     yield "positions", subject | {"top": 10}
     yield "dot", subject | {"position": last, "top": 10}

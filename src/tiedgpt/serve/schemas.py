@@ -21,6 +21,7 @@ from pydantic import (
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.options import GenerationConfig
+from tiedgpt.inspect.registry import Inspection
 
 MOST_FIELDS = 300
 """Of any object: each that is wrong would be an error."""
@@ -40,7 +41,6 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value] if is_one else value
 
 
-Index = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Prompt = str | Annotated[list[Id], Field(min_length=1, fail_fast=True)]
@@ -220,39 +220,20 @@ class DetokenizeRequest(Named):
     tokens: Ids
 
 
-class Inspected(Body):
-    """What the functions of `inspect` read, but those of W alone: a text, or ids."""
+class TextBody(Body):
+    """What an inspection reads: a text, or ids."""
 
     text: str | None = None
     ids: Ids | None = None
 
 
-def _inspection(name: str, base: type[Body] = Inspected, **fields: Any) -> type[Body]:
-    return create_model(f"{name}_request", __base__=base, **fields)
-
-
-INSPECTIONS = {
-    "positions": _inspection(
-        "positions",
-        top=(int, Field(10, ge=1, le=100)), poke=(Index | None, None),
-        poke_with=(Index | None, None),
-    ),
-    "lens": _inspection(
-        "lens",
-        top=(int, Field(5, ge=1, le=50)), position=(Index, -1), after_attention=(bool, False),
-    ),
-    "dot": _inspection("dot", top=(int, Field(10, ge=1, le=1000)), position=(Index, -1)),
-    "vocabulary": _inspection(
-        "vocabulary", Body, own_rank_rows=(int, Field(1024, ge=0, le=8192))
-    ),
-    "gradient_split": _inspection("gradient_split"),
-    "attention": _inspection("attention", layer=(Index, 0)),
-    "neighbours": _inspection(
-        "neighbours", Body, token=(Id | Name, ...), top=(int, Field(10, ge=1, le=100))
-    ),
-    "random_head": _inspection(
-        "random_head", top=(int, Field(5, ge=1, le=50)), seed=(Id, 0)
-    ),
-    "ablate": _inspection("ablate", mode=(Literal["zero", "mean"], "zero")),
-}  # fmt: skip
-"""POST /inspect/NAME: the options of each function."""
+def inspection_body(inspection: Inspection) -> type[Body]:
+    """Return the request of POST /inspect/NAME, with the inspection's own options and limits."""
+    fields: dict[str, Any] = {}
+    for name, option in inspection.options.items():
+        if option.is_served and not option.is_of_table:
+            number = Annotated[int, Field(ge=option.least, le=option.most)]
+            hint = {int: number, int | str: number | Name}.get(option.type, option.type)
+            fields[name] = (hint, ...) if option.is_required else (hint | None, None)
+    base = TextBody if inspection.reads_text else Body
+    return create_model(f"{inspection.name}_request", __base__=base, **fields)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request
 
 from tiedgpt.errors import UserError
-from tiedgpt.serve.answers import MOST_TOKENS, Source, inspected
+from tiedgpt.inspect.registry import Inspection
+from tiedgpt.serve.answers import Source, inspect_model
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.schemas import Body, EmbeddingRequest, Inspected, listed
+from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, listed
 from tiedgpt.serve.texts import GONE, encode
 
 if TYPE_CHECKING:
@@ -86,17 +87,17 @@ async def embed(
 
 
 async def inspect(
-    service: Service, tensors: Tensors, request: Request, name: str, body: Body
+    service: Service, tensors: Tensors, request: Request, inspection: Inspection, body: Body
 ) -> str:
-    """Return what a function of `tiedgpt.inspect` finds, as its JSON."""
-    options = body.model_dump(exclude={"text", "ids"})
+    """Return the JSON of an inspection."""
+    options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
 
     def compute(model: GPT) -> str:
-        if isinstance(body, Inspected):
+        if isinstance(body, TextBody):
             if bool(body.text) == bool(body.ids):
                 raise UserError("text or ids must be given, and not both")
-            text, most = body.text or body.ids or [], MOST_TOKENS.get(name, 0)
+            text, most = body.text or body.ids or [], inspection.max_tokens or 0
             options["text"] = encode(service.engine, text, "text", most=most)
-        return inspected(name, model, service.engine.tokenizer, tensors.source, options)
+        return inspect_model(inspection, model, service.engine.tokenizer, tensors.source, options)
 
     return await tensors.run(request, compute)

@@ -1,0 +1,167 @@
+"""Every inspection, declared once: its function, its options, and what it reads.
+
+`tiedgpt.inspect`, the verb `tiedgpt inspect`, the server's /inspect/NAME and the reference pages
+are made from `INSPECTIONS`. A new inspection is a file, with a function that returns a `Result`,
+and a record here. This module imports no torch: help and the server's schemas need only it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from tiedgpt.inspect.results import Result
+
+LARGEST = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword of the function, an option of the command line, and a field of a request.
+
+    Its default is the function's own; the server does not pass what a client leaves out.
+    """
+
+    type: Any
+    """int, bool, str, `int | str`, or a Literal of strings."""
+    help: str
+    least: int = -LARGEST - 1
+    """The least number that the server takes."""
+    most: int = LARGEST
+    """The greatest number that the server takes, to bound the work for one request."""
+    is_required: bool = False
+    is_served: bool = True
+    """False: the server does not take it, because it names a place on this machine."""
+    is_of_table: bool = False
+    """True: the result's table takes it, and the function does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One inspection: `function(model, tokenizer, text, **options)` returns a `Result`."""
+
+    name: str
+    module: str
+    """Holds the function, which has the inspection's name."""
+    about: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+    reads_text: bool = True
+    """False: the function takes no text; it looks at the rows of W alone."""
+    max_tokens: int | None = None
+    """Tokens that the server reads where the result or the work grows with layers or heads; None:
+    the model's context."""
+
+    @property
+    def verb(self) -> str:
+        """The name on the command line."""
+        return self.name.replace("_", "-")
+
+    @property
+    def function(self) -> Callable[..., Result]:
+        """The function; its module is imported now."""
+        function: Callable[..., Result] = getattr(import_module(self.module), self.name)
+        return function
+
+
+_POSITION = Option(int, "The position to show; default: the last")
+_ROWS = Option(int, "Rows to show; default: 10", 1, is_of_table=True)
+
+INSPECTIONS: dict[str, Inspection] = {
+    each.name: each
+    for each in (
+        Inspection(
+            name="positions",
+            module="tiedgpt.inspect.predictions",
+            about="the prediction at each of N positions, and what the true token cost",
+            options={
+                "top": Option(int, "Tokens to list for each position; default: 10", 1, 100),
+                "poke": Option(
+                    int, "Change the token at this position, and show which predictions change"
+                ),
+                "poke_with": Option(int, "The new id of that token; default: the next id"),
+            },
+        ),
+        Inspection(
+            name="lens",
+            module="tiedgpt.inspect.layers",
+            about="the prediction that the state after each layer would give",
+            options={
+                "top": Option(int, "Tokens to list for each state; default: 5", 1, 50),
+                "position": _POSITION,
+                "after_attention": Option(bool, "Also show the states between attention and MLP"),
+            },
+            max_tokens=256,
+        ),
+        Inspection(
+            name="dot",
+            module="tiedgpt.inspect.predictions",
+            about="one prediction as the dot products that it is: h with every row of W",
+            options={
+                "top": Option(int, "Tokens to list; default: 10", 1, 1000),
+                "position": _POSITION,
+            },
+        ),
+        Inspection(
+            name="vocabulary",
+            module="tiedgpt.inspect.rows",
+            about="the rows of W: norms, frequency, directions, tokens that no text reaches",
+            options={
+                "top": _ROWS,
+                "counts": Option(
+                    str,
+                    "A run, a folder of token shards or a text in which to count tokens; default: "
+                    "MODEL, if it is a run",
+                    is_served=False,
+                ),
+            },
+            reads_text=False,
+        ),
+        Inspection(
+            name="neighbours",
+            module="tiedgpt.inspect.similarity",
+            about="the rows nearest to one token's row, by three measures",
+            options={
+                "token": Option(int | str, "The token: its id, or its text", 0, is_required=True),
+                "top": Option(int, "Rows to list; default: 10", 1, 100),
+            },
+            reads_text=False,
+        ),
+        Inspection(
+            name="gradient_split",
+            module="tiedgpt.inspect.gradients",
+            about="the gradient of W: the part from reading, and the part from predicting",
+            options={"top": _ROWS},
+        ),
+        Inspection(
+            name="attention",
+            module="tiedgpt.inspect.layers",
+            about="a layer's attention weights, and three numbers for every head",
+            options={"layer": Option(int, "The layer; -1 is the last; default: 0")},
+            max_tokens=256,
+        ),
+        Inspection(
+            name="ablate",
+            module="tiedgpt.inspect.layers",
+            about="what each head, attention and MLP is worth in loss",
+            options={
+                "mode": Option(
+                    Literal["zero", "mean"],
+                    "Replace a part's output by zero or by its mean over the text; default: zero",
+                )
+            },
+            max_tokens=256,
+        ),
+        Inspection(
+            name="random_head",
+            module="tiedgpt.inspect.untied",
+            about="what a random head in the place of W would cost, in loss and parameters",
+            options={
+                "top": Option(int, "Tokens to list; default: 5", 1, 50),
+                "seed": Option(int, "Decides the random matrix; default: 0", 0),
+            },
+        ),
+    )
+}
+"""By name, in the order in which help and pages list them."""

@@ -1,0 +1,78 @@
+"""An inspection is declared once: Python, the command line, the server and the docs know it."""
+
+import json
+import runpy
+import typing
+from inspect import Parameter, signature
+
+import pytest
+
+from tests.inspect.toy_inspection import LETTERS
+from tiedgpt import inspect
+from tiedgpt.cli.main import main
+from tiedgpt.inspect.registry import INSPECTIONS
+
+
+@pytest.mark.parametrize("name", INSPECTIONS)
+def test_a_record_is_about_keywords_of_its_function(name):
+    inspection = INSPECTIONS[name]
+    parameters = signature(inspection.function).parameters
+    assert ("text" in parameters) == inspection.reads_text
+    hints = typing.get_type_hints(inspection.function)
+    for option_name, option in inspection.options.items():
+        if option.is_of_table:
+            assert option_name not in parameters
+            assert option_name in signature(hints["return"].table).parameters
+            continue
+        parameter = parameters[option_name]
+        assert option.is_required or parameter.kind is Parameter.KEYWORD_ONLY
+        hint = hints[option_name]
+        assert option.type == hint or option.type in typing.get_args(hint)
+        default = option.help.rpartition("default: ")[2] if "default: " in option.help else ""
+        if isinstance(parameter.default, (int, str)) and default.isdecimal():
+            assert str(parameter.default) == default
+
+
+def test_results_print_as_tables(model, tokenizer):
+    found = inspect.positions(model, tokenizer, "the cat")
+    assert str(found) == found.table() and "mean loss" in str(found)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)
+
+
+def test_a_new_record_is_all_that_a_new_inspection_needs(
+    registered, model, tokenizer, tmp_path, capfd
+):
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert inspect.letters(model, tokenizer, "aab").letters == {"a": 2, "b": 1}
+    arguments = ["inspect", "letters", str(tmp_path), "--text", "aabc", "--top", "2"]
+    figure = tmp_path / "letters.svg"
+    assert main([*arguments, "--plot", str(figure)]) == 0 and figure.exists()
+    assert "times" in capfd.readouterr().out
+    assert main([*arguments, "--format", "json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"letters": {"a": 2, "b": 1}}
+    assert main(["inspect", "letters", str(tmp_path), "--text", "a", "--top", "0"]) == 1
+    assert "--top must be at least 1" in capfd.readouterr().err
+    pages = runpy.run_path("docs/generate.py")
+    assert "how often each letter occurs" in pages["command_line"]()
+    assert "letters" in pages["MODULES"]["tiedgpt.inspect"]
+
+
+def test_the_server_takes_a_new_record(registered, model, tokenizer):
+    pytest.importorskip("fastapi")
+    from starlette.testclient import TestClient
+
+    from tiedgpt.infer import Engine
+    from tiedgpt.serve.app import create_app
+
+    with Engine(model, tokenizer=tokenizer) as engine:
+        client = TestClient(create_app(engine), base_url="http://localhost")
+        answer = client.post("/inspect/letters", json={"text": "the cat", "top": 1})
+        assert answer.json() == {"letters": {"t": 2}}
+        assert client.get("/inspect/model").json()["most_tokens"]["letters"] == 8
+        for body in ({"text": "the", "top": 27}, {"text": "q w e r t y u i o"}, {"top": 1}):
+            assert client.post("/inspect/letters", json=body).status_code == 400
