@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: command-line.md, python.md and lessons.md.
+"""Write the pages that are made from the code: command-line.md, python.md, lessons.md, formats.md.
 
     python docs/generate.py [PAGE ...]
 
@@ -203,7 +203,37 @@ def lessons() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"command-line.md": command_line, "python.md": python, "lessons.md": lessons}
+def checkpoint_formats() -> str:
+    """Return formats.md as it is, with its tables made anew from the records of the formats."""
+    from tiedgpt.weights.registry import formats
+
+    read = [("format", "what is read", "tokenizer found with it", "may need")]
+    write = [("--to", "precisions", "untied head", "GPT-1", "banded attention", "tokenizer inside")]
+    for format in formats():
+        needs = f"`{format.extra}`: {', '.join(format.packages)}" if format.packages else ""
+        read.append((format.title, format.about, format.about_tokenizer, needs))
+        if writer := format.writer:
+            fields = ("tie_word_embeddings", "norm", "attention_windows")
+            computed = ["no" if field in writer.fixed else "yes" for field in fields]
+            inside = "in a directory" if writer.bundled else "no"
+            inside = "yes" if writer.holds_tokenizer else inside
+            write.append((format.name, ", ".join(writer.precisions), *computed, inside))
+    page = (DOCS / "formats.md").read_text(encoding="utf-8")
+    for name, rows in (("read", read), ("write", write)):
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines.insert(1, "|---" * len(rows[0]) + "|")
+        begin, end = f"<!-- {name}: made by docs/generate.py -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = "\n".join([before + begin, *lines, end + rest.partition(end)[2]])
+    return page
+
+
+PAGES = {
+    "command-line.md": command_line,
+    "python.md": python,
+    "lessons.md": lessons,
+    "formats.md": checkpoint_formats,
+}
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_the_command_generates_from_a_packed_directory(source, tmp_path, capsys)
     assert "new or empty" in capsys.readouterr().err
     assert (tmp_path / "p" / FILE).stat() == kept
     assert main(["convert", str(tmp_path / "p"), str(tmp_path / "back")]) == 0
-    assert "int8 packed for CPU kernels; 2 blocks" in capsys.readouterr().out
+    assert "int8 panels; 2 blocks" in capsys.readouterr().out
     command = ["generate", str(tmp_path / "p"), "--prompt", "the cat", "--max-new-tokens", "3"]
     assert main([*command, "--threads", "2"]) == 0
     assert capsys.readouterr().out.startswith("the cat")

@@ -13,8 +13,9 @@ from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.weights import convert as convert_module
-from tiedgpt.weights.convert import TARGETS, convert
+from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
+from tiedgpt.weights.registry import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
@@ -52,8 +53,8 @@ def to(source: Path, path: Path, to: str, tokenizer: Tokenizer, **options):
     return convert(load(source), path, to, tokenizer=tokenizer, **options)
 
 
-@pytest.mark.parametrize("second", TARGETS)
-@pytest.mark.parametrize("first", TARGETS)
+@pytest.mark.parametrize("second", writers())
+@pytest.mark.parametrize("first", writers())
 def test_a_model_goes_through_any_two_formats_bit_for_bit(
     source, tokenizer, tmp_path, ids, first, second
 ):
@@ -67,7 +68,7 @@ def test_a_model_goes_through_any_two_formats_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, p) for name, target in TARGETS.items() for p in target.precisions if p != "fp32"],
+    [(name, p) for name, writer in writers().items() for p in writer.precisions if p != "fp32"],
 )
 def test_coarser_precisions_stay_within_the_tolerance_that_is_told(
     source, tokenizer, tmp_path, name, precision

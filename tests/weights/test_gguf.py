@@ -15,8 +15,9 @@ from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.formats.gguf import read, read_header, to_ours, to_theirs
+from tiedgpt.weights.formats.gguf import read_header, to_ours, to_theirs
 from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import QUANTIZED
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
@@ -29,7 +30,7 @@ with warnings.catch_warnings():
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 def test_rows_are_what_their_library_reads(tmp_path, kind):
     path = write_gguf(tmp_path / "a.gguf", {"w": matrix(), "n": matrix()[0]}, kind=kind)
-    checkpoint = read(path)
+    checkpoint = open_checkpoint(path)
     assert checkpoint.config["general.architecture"] == "gpt2"
     theirs = {t.name: t for t in gguf.GGUFReader(path).tensors}
     for name, ours in checkpoint.tensors.items():
@@ -51,7 +52,7 @@ def test_every_quantized_type_is_decoded_as_their_library_does(tmp_path, kind):
     info = tensor(sizes=(2 * block, 20), kind=int(ggml))
     body = info + bytes(-(24 + len(info)) % 32) + raw.tobytes()
     path.write_bytes(header(n_tensors=1, body=body))
-    ours = read(path).tensors["w"]
+    ours = open_checkpoint(path).tensors["w"]
     assert (ours.shape, ours.dtype, ours.n_bytes) == ((20, 2 * block), kind, raw.nbytes)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(raw, ggml)
@@ -119,13 +120,13 @@ def test_hostile_headers_are_refused(name, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(HOSTILE[name])
     with pytest.raises(CorruptInputError, match=r"x\.gguf"):
-        read(path)
+        open_checkpoint(path)
 
 
 def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(header(n_tensors=1, body=tensor(kind=77)))
-    found = read(path).tensors["w"]
+    found = open_checkpoint(path).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((4, 32), "ggml type 77", False)
 
 
@@ -135,7 +136,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     for size in range(0, len(whole) - 32, 41):
         path.write_bytes(whole[:size])
         with pytest.raises(CorruptInputError):
-            read(path)
+            open_checkpoint(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -149,7 +150,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "b.gguf").write_bytes(whole)
     try:
-        for found in read(tmp_path / "b.gguf").tensors.values():
+        for found in open_checkpoint(tmp_path / "b.gguf").tensors.values():
             if found.is_decodable:
                 found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
@@ -163,10 +164,10 @@ def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path
         path = tmp_path / name
         path.write_bytes(header(n_tensors=1 - n_pairs, n_pairs=n_pairs, body=body))
         with pytest.raises(CorruptInputError, match=f"{name} is damaged"):
-            read(path)
+            open_checkpoint(path)
     value = text(b"note") + struct.pack("<I", 8) + text(long)
     (tmp_path / "value").write_bytes(header(n_pairs=1, body=value))
-    assert read(tmp_path / "value").config == {"note": ""}
+    assert open_checkpoint(tmp_path / "value").config == {"note": ""}
 
 
 def array(kind: int, length: int, body: bytes, key=b"k") -> bytes:
@@ -192,7 +193,7 @@ def test_arrays_are_stepped_over_and_read_when_asked_for(tmp_path):
     writer.close()
     assert {key: read_header(path, wanted)[0][key] for key in wanted} == wanted
     assert read_header(path, ["one"])[0]["texts"] is None
-    assert not read(path).config.keys() & wanted.keys()
+    assert not open_checkpoint(path).config.keys() & wanted.keys()
 
 
 def test_texts_that_are_not_utf8_are_refused(tmp_path):
@@ -210,11 +211,11 @@ def test_our_own_pair_says_whether_two_matrices_are_meant(tmp_path):
     path = tmp_path / "x.gguf"
     for value in (True, False):
         path.write_bytes(file(struct.pack("<I?", 7, value)))
-        assert read(path).claim.is_tied is value
-        assert str(value).lower() in read(path).claim.source
+        assert open_checkpoint(path).claim.is_tied is value
+        assert str(value).lower() in open_checkpoint(path).claim.source
     path.write_bytes(file(struct.pack("<II", 4, 1)))
     with pytest.raises(CorruptInputError, match="must be true or false, got 1"):
-        read(path)
+        open_checkpoint(path)
 
 
 # As a GPT

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.weights.llmc_files import HEADER, number_of, write_checkpoint
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit
-from tiedgpt.weights.formats.llmc import count, parameters, read
+from tiedgpt.weights.formats.llmc import count, parameters
 from tiedgpt.weights.opening import open_checkpoint
 
 SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
@@ -21,8 +21,8 @@ def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
     path = tmp_path / "model.bin"
     sizes = SIZES | ({"Vp": 5} if version == 1 else {})
     numbers = write_checkpoint(path, version, **sizes)
-    checkpoint = read(path)
-    assert checkpoint.format == "llm.c"
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.container == "llm.c"
     assert checkpoint.config["vocab_size"] == 5 and checkpoint.config["num_heads"] == 2
     assert len(checkpoint.tensors) == 2 + 2 * 12 + 2
     for name, tensor in checkpoint.tensors.items():
@@ -39,7 +39,7 @@ def test_the_count_by_formula_is_that_of_the_tensors():
 
 def test_it_is_recognised_by_its_first_bytes_and_is_tied(tmp_path):
     write_checkpoint(tmp_path / "x", 3, **SIZES)
-    assert open_checkpoint(tmp_path / "x").format == "llm.c"
+    assert open_checkpoint(tmp_path / "x").container == "llm.c"
     assert audit(tmp_path / "x").verdict == "tied"
 
 
@@ -71,7 +71,7 @@ def test_hostile_headers_are_refused(name, tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(HOSTILE[name])
     with pytest.raises(CorruptInputError, match=r"x\.bin"):
-        read(path)
+        open_checkpoint(path)
 
 
 def test_a_file_cut_at_every_section_is_refused(tmp_path):
@@ -83,7 +83,7 @@ def test_a_file_cut_at_every_section_is_refused(tmp_path):
         at += 4 * number_of(name, SIZES)
         path.write_bytes(whole[: at - 1])
         with pytest.raises(CorruptInputError, match="cut off"):
-            read(path)
+            open_checkpoint(path)
     assert at == len(whole)
 
 
@@ -99,7 +99,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
     raw = raw[: data.draw(st.sampled_from([len(raw), len(raw) - 1, 1024, 30]))]
     (tmp_path / "b.bin").write_bytes(raw)
     try:
-        for found in read(tmp_path / "b.bin").tensors.values():
+        for found in open_checkpoint(tmp_path / "b.bin").tensors.values():
             found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
         pass

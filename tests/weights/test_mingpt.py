@@ -9,7 +9,7 @@ from tests.weights.karpathy import ARGS, FirstMinGPT, Karpathy
 from tests.weights.test_nanogpt import same_logits
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import as_gpt
+from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.load import load
 from tiedgpt.weights.opening import open_checkpoint
 
@@ -49,7 +49,7 @@ def test_the_first_mingpt_loads(tmp_path):
     assert loaded.layout == "torch, minGPT"
     assert loaded.model.config.activation_function == "gelu"
     same_logits(loaded.model, theirs, MINGPT)
-    joined = as_gpt(open_checkpoint(tmp_path / "model.pt")).tensors["h.1.attn.c_attn.weight"]
+    joined = to_gpt(open_checkpoint(tmp_path / "model.pt")).tensors["h.1.attn.c_attn.weight"]
     whole = joined.tensor().numpy()
     assert (joined.rows(30, 70) == whole[30:70]).all()
     assert (joined.native(60, 66, 3, 5).view("<f4") == whole[60:66, 3:5]).all()

@@ -17,9 +17,9 @@ from tests.weights.test_onnx_write import KINDS, made
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
-from tiedgpt.weights.formats.onnx import read
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,7 +34,7 @@ def graph_of(*tensors, nodes=()):
 @pytest.mark.parametrize("external", [False, True])
 def test_initializers_are_what_onnx_reads(tmp_path, external):
     path = write_theirs(tmp_path / "a.onnx", "other", external=external)
-    checkpoint = read(path)
+    checkpoint = open_checkpoint(path)
     theirs = {
         t.name: numpy_helper.to_array(t, str(tmp_path)) for t in onnx.load(path).graph.initializer
     }
@@ -44,9 +44,9 @@ def test_initializers_are_what_onnx_reads(tmp_path, external):
         assert ours.shape == expected.shape
         assert np.array_equal(ours.rows(0, len(expected)), expected)
         assert np.array_equal(ours.turned().rows(2, 7), expected.T[2:7])
-    assert checkpoint.reads == ("W", "wpe")
-    assert checkpoint.predicts == ("H",)
-    assert checkpoint.products == ("block", "H")
+    assert checkpoint.usage.reads == ("W", "wpe")
+    assert checkpoint.usage.predicts == ("H",)
+    assert checkpoint.usage.products == ("block", "H")
 
 
 @pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"])
@@ -59,7 +59,7 @@ def test_raw_data_of_every_float(tmp_path, kind):
     w = matrix().astype(dtype)
     tensor = helper.make_tensor("w", getattr(TensorProto, kind), w.shape, w.tobytes(), raw=True)
     onnx.save(graph_of(tensor), tmp_path / "a.onnx")
-    ours = read(tmp_path / "a.onnx").tensors["w"]
+    ours = open_checkpoint(tmp_path / "a.onnx").tensors["w"]
     assert np.array_equal(ours.rows(0, 97), w.astype(np.float64))
 
 
@@ -68,7 +68,7 @@ def test_float_data_and_constants(tmp_path):
     listed = helper.make_tensor("w", TensorProto.FLOAT, w.shape, w.flatten())
     constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(w * 2, "x"))
     onnx.save(graph_of(listed, nodes=[constant]), tmp_path / "a.onnx")
-    tensors = read(tmp_path / "a.onnx").tensors
+    tensors = open_checkpoint(tmp_path / "a.onnx").tensors
     assert np.array_equal(tensors["w"].rows(0, 4), w)
     assert np.array_equal(tensors["c"].rows(0, 4), w * 2)
 
@@ -78,7 +78,7 @@ def test_values_that_are_not_raw_are_read_and_texts_and_integers_are_listed(tmp_
     texts = helper.make_tensor("t", TensorProto.STRING, [2], [b"a", b"b"])
     whole = helper.make_tensor("i", TensorProto.INT4, [4], [1, 2, 3, 4])
     onnx.save(graph_of(halves, texts, whole), tmp_path / "a.onnx")
-    tensors = read(tmp_path / "a.onnx").tensors
+    tensors = open_checkpoint(tmp_path / "a.onnx").tensors
     assert np.array_equal(tensors["w"].rows(0, 2), [[0, 1], [2, 3]])
     assert (tensors["t"].shape, tensors["t"].is_decodable) == ((2,), False)
     assert (tensors["i"].shape, tensors["i"].is_decodable) == ((4,), False)
@@ -138,14 +138,14 @@ def test_hostile_files_are_refused(name, tmp_path):
     path = tmp_path / "in" / "x.onnx"
     path.write_bytes(HOSTILE[name])
     with pytest.raises(CorruptInputError, match=r"x\.onnx"):
-        read(path)
+        open_checkpoint(path)
 
 
 def test_the_sound_ones_of_these_are_read(tmp_path):
     (tmp_path / "data.bin").write_bytes(bytes(64))
     for data in (external(), raw()):
         (tmp_path / "x.onnx").write_bytes(data)
-        assert not read(tmp_path / "x.onnx").tensors["w"].rows(0, 4).any()
+        assert not open_checkpoint(tmp_path / "x.onnx").tensors["w"].rows(0, 4).any()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -161,7 +161,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
         whole = whole[: data.draw(st.integers(0, len(whole)))]
     (tmp_path / "b.onnx").write_bytes(whole)
     try:
-        for found in read(tmp_path / "b.onnx").tensors.values():
+        for found in open_checkpoint(tmp_path / "b.onnx").tensors.values():
             if found.is_decodable:
                 found.rows(0, found.matrix_shape[0])
     except TiedGPTError:
@@ -205,7 +205,7 @@ def test_a_name_of_megabytes_is_refused(tmp_path):
     tensor = numpy_helper.from_array(matrix(), "x" * 70_000)
     (tmp_path / "a.onnx").write_bytes(graph_of(tensor).SerializeToString())
     with pytest.raises(CorruptInputError, match=r"a\.onnx .* has a name"):
-        read(tmp_path / "a.onnx")
+        open_checkpoint(tmp_path / "a.onnx")
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path):
@@ -214,7 +214,7 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path):
     (tmp_path / "in" / "data.bin").symlink_to(tmp_path / "secret")
     (tmp_path / "in" / "x.onnx").write_bytes(external())
     with pytest.raises(CorruptInputError, match=r"x\.onnx names the file 'data\.bin', a link out"):
-        read(tmp_path / "in" / "x.onnx")
+        open_checkpoint(tmp_path / "in" / "x.onnx")
 
 
 def test_a_shape_of_megabytes_is_refused(tmp_path):
@@ -223,13 +223,13 @@ def test_a_shape_of_megabytes_is_refused(tmp_path):
     graph = b"\x3a" + b"\x88\x80\x40" + tensor
     (tmp_path / "x.onnx").write_bytes(graph)
     with pytest.raises(CorruptInputError, match=r"x\.onnx .* or a shape"):
-        read(tmp_path / "x.onnx")
+        open_checkpoint(tmp_path / "x.onnx")
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     path = write_theirs(tmp_path / "a.onnx", "one")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    for use in (lambda: read(path), lambda: write_onnx(made(), tmp_path / "b.onnx")):
+    for use in (lambda: open_checkpoint(path), lambda: write_onnx(made(), tmp_path / "b.onnx")):
         with pytest.raises(UserError, match=r"needs the package onnx .*'tiedgpt\[formats\]'"):
             use()
 
@@ -238,7 +238,7 @@ def test_the_metadata_of_others_are_let_be(tmp_path):
     model = graph_of(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
     helper.set_model_props(model, {"author": "x" * 200_000, "tie_word_embeddings": "no", "e": ""})
     onnx.save(model, tmp_path / "a.onnx")
-    checkpoint = read(tmp_path / "a.onnx")
+    checkpoint = open_checkpoint(tmp_path / "a.onnx")
     assert (checkpoint.config, checkpoint.claim.is_tied) == ({}, None)
 
 

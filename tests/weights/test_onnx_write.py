@@ -280,7 +280,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path):
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             write_onnx(model, path)
-    with pytest.raises(UserError, match="one of fp32, fp16, bf16 for ONNX, got 'int8'"):
+    with pytest.raises(UserError, match=r"one of fp32, fp16, bf16 for .* got 'int8'"):
         write_onnx(made(), path, precision="int8")
     with pytest.raises(UserError, match="Is a directory"):
         write_onnx(made(), tmp_path)

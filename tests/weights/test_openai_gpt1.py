@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
-from tiedgpt.weights.formats.openai_gpt1 import read
+from tiedgpt.weights.opening import open_checkpoint
 
 WIDTH, TOKENS, POSITIONS, LAYERS = 4, 11, 5, 2
 
@@ -37,7 +37,7 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
-    checkpoint = read(release / SHAPES_FILE)
+    checkpoint = open_checkpoint(release / SHAPES_FILE)
     shapes = json.loads((release / "params_shapes.json").read_text())
     pieces = [np.load(release / f"params_{number}.npy") for number in range(10)]
     ends = np.cumsum([np.prod(shape) for shape in shapes])
@@ -46,14 +46,14 @@ def test_every_tensor_is_what_numpy_gives_joined_and_split(release):
     assert list(checkpoint.tensors) == expected_names
     for tensor, shape, array in zip(checkpoint.tensors.values(), shapes, theirs, strict=True):
         assert np.array_equal(numbers(tensor), array.reshape(shape)), tensor.name
-    assert (checkpoint.format, checkpoint.config, len(checkpoint.files)) == ("numpy", {}, 11)
+    assert (checkpoint.container, checkpoint.config, len(checkpoint.files)) == ("numpy", {}, 11)
 
 
 @pytest.mark.parametrize("n_pieces", [1, 3, 57])
 def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path):
     arrays = release_arrays()
     directory = write_release(tmp_path / "m", arrays, n_pieces=n_pieces)
-    tensors = read(directory / SHAPES_FILE).tensors
+    tensors = open_checkpoint(directory / SHAPES_FILE).tensors
     tokens = tensors["model/wte"]
     assert np.array_equal(tokens.rows(2, 9), arrays[1][2:9])
     assert np.array_equal(tokens.turned().rows(1, 3), arrays[1][:, 1:3].T)
@@ -65,7 +65,7 @@ def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
     arrays = random([(TOKENS + 3 + POSITIONS, WIDTH), *block_shapes(WIDTH), (WIDTH, 1), (1,)])
     directory = write_release(tmp_path / "m", arrays)
     (directory / "hparams.json").write_text(json.dumps({"n_ctx": POSITIONS}))
-    checkpoint = read(directory / SHAPES_FILE)
+    checkpoint = open_checkpoint(directory / SHAPES_FILE)
     assert list(checkpoint.tensors) == [name.removesuffix(":0") for name in names(1)]
     assert checkpoint.config == {"n_positions": POSITIONS}
 
@@ -74,7 +74,7 @@ def test_one_matrix_and_a_classifier_as_after_fine_tuning(tmp_path):
 def test_other_floats(dtype, name, tmp_path):
     arrays = [array.astype(dtype) for array in release_arrays()]
     directory = write_release(tmp_path / "m", arrays, dtype=dtype)
-    tensors = read(directory / SHAPES_FILE).tensors
+    tensors = open_checkpoint(directory / SHAPES_FILE).tensors
     assert {tensor.dtype for tensor in tensors.values()} == {name}
     assert np.array_equal(numbers(tensors["model/wte"]), arrays[1])
 
@@ -83,7 +83,7 @@ def test_headers_of_python_2_are_read(release):
     raw = np.load(release / "params_4.npy").tobytes()
     (release / "params_4.npy").write_bytes(npy(described(shape=f"({len(raw) // 4}L,)"), raw))
     with warnings.catch_warnings(action="error"):
-        assert len(read(release / SHAPES_FILE).tensors) == 2 + 2 * 12
+        assert len(open_checkpoint(release / SHAPES_FILE).tensors) == 2 + 2 * 12
 
 
 # Bad input.
@@ -97,7 +97,7 @@ class Bomb:
 def test_a_pickle_is_never_opened(release):
     np.save(release / "params_3.npy", np.array([Bomb()]), allow_pickle=True)
     with pytest.raises(CorruptInputError, match=r"params_3\.npy .* Python objects"):
-        read(release / SHAPES_FILE)
+        open_checkpoint(release / SHAPES_FILE)
 
 
 def npy(header: bytes, body: bytes = b"", version: bytes = b"\1\0", length=None) -> bytes:
@@ -134,7 +134,7 @@ PIECES = {
 def test_hostile_pieces_are_refused(name, release):
     (release / "params_4.npy").write_bytes(PIECES[name])
     with pytest.raises(CorruptInputError, match=r"params_\d\.npy") as error:
-        read(release / SHAPES_FILE)
+        open_checkpoint(release / SHAPES_FILE)
     assert "\n" not in str(error.value)
 
 
@@ -160,7 +160,7 @@ SHAPES = {
 def test_hostile_shapes_are_refused(name, release):
     (release / "params_shapes.json").write_text(SHAPES[name])
     with pytest.raises(CorruptInputError, match=str(release)):
-        read(release / SHAPES_FILE)
+        open_checkpoint(release / SHAPES_FILE)
 
 
 def test_a_missing_file_or_numbers_too_many_are_refused(release):
@@ -171,21 +171,21 @@ def test_a_missing_file_or_numbers_too_many_are_refused(release):
     ):
         damage()
         with pytest.raises(CorruptInputError, match="must hold 552 numbers of one type"):
-            read(release / SHAPES_FILE)
+            open_checkpoint(release / SHAPES_FILE)
     (release / "params_0.npy").unlink()
     with pytest.raises(CorruptInputError, match=r"params_0\.npy"):
-        read(release / SHAPES_FILE)
+        open_checkpoint(release / SHAPES_FILE)
 
 
 def test_a_link_out_of_the_directory_is_refused(release, tmp_path):
     shutil.move(release / "params_2.npy", tmp_path / "elsewhere")
     (release / "params_2.npy").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptInputError, match=r"params_2\.npy', a link out of its directory"):
-        read(release / SHAPES_FILE)
+        open_checkpoint(release / SHAPES_FILE)
 
 
 def test_a_file_cut_while_it_is_open_is_an_error(release):
-    tensors = read(release / SHAPES_FILE).tensors
+    tensors = open_checkpoint(release / SHAPES_FILE).tensors
     (release / "params_0.npy").write_bytes(b"")
     with pytest.raises(CorruptInputError, match="cut off while it was read"):
         tensors["model/wpe"].rows(0, 1)
@@ -208,7 +208,7 @@ def test_changed_bytes_give_our_error_or_a_sound_file(tmp_path, data):
         del changed[data.draw(st.integers(0, len(changed))) :]
     (directory / name).write_bytes(changed)
     try:
-        for tensor in read(directory / SHAPES_FILE).tensors.values():
+        for tensor in open_checkpoint(directory / SHAPES_FILE).tensors.values():
             numbers(tensor)
     except TiedGPTError:
         pass

@@ -1,6 +1,7 @@
 """GPT-1 as OpenAI released it: transformers computes the same from the same numbers."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from tests.weights.gpt1_release import block_shapes, names, write_release
 from tests.weights.test_openai_gpt2 import assert_same_logits, theirs
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import as_gpt
+from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
-from tiedgpt.weights.formats.openai_gpt1 import read
 from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_checkpoint
 
 WIDTH, TOKENS, POSITIONS, LAYERS, HEADS = 12, 23, 9, 3, 3
 
@@ -57,15 +58,15 @@ def test_gpt1s_release_computes_what_transformers_does(release):
 def test_the_heads_are_assumed_for_the_releases_shape_alone(release):
     with pytest.raises(UserError, match="give n_head"):
         GPT.from_pretrained(release[0])
-    checkpoint = read(release[0] / SHAPES_FILE)
-    assert "n_head" not in as_gpt(checkpoint).assumed
+    checkpoint = open_checkpoint(release[0] / SHAPES_FILE)
+    assert "n_head" not in to_gpt(checkpoint).assumed
     any_tensor = checkpoint.tensors["model/h0/ln_2/g"]
     shapes = {"model/wpe": (512, 768), "model/wte": (40478, 768)}
     shapes |= {f"model/h{layer}/ln_2/g": (768,) for layer in range(12)}
     full = {
         n: type(any_tensor)(n, s, "float32", 0, any_tensor.storage, None) for n, s in shapes.items()
     }
-    assert as_gpt(type(checkpoint)("", "numpy", full)).assumed["n_head"] == 12
+    assert to_gpt(replace(checkpoint, tensors=full)).assumed["n_head"] == 12
 
 
 def one_matrix(release, n_special):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.weights.fixtures.make_tensorflow import DIRECTORY, HPARAMS, values
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import as_gpt
-from tiedgpt.weights.formats.openai_gpt2 import read
+from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.load import load
+from tiedgpt.weights.opening import open_checkpoint
 
 
 def theirs(model, arrays, embeddings):
@@ -75,12 +76,12 @@ def test_without_hparams_the_heads_are_asked_for():
 
 
 def test_the_end_of_text_is_known_for_the_releases_vocabulary_alone():
-    checkpoint = read(DIRECTORY / "gpt2" / "model.ckpt.index")
-    assert "eos_token_id" not in as_gpt(checkpoint).assumed
+    checkpoint = open_checkpoint(DIRECTORY / "gpt2" / "model.ckpt.index")
+    assert "eos_token_id" not in to_gpt(checkpoint).assumed
     wte = checkpoint.tensors["model/wte"]
     full = type(wte)("model/wte", (50257, 12), "float32", 0, wte.storage, None)
-    checkpoint = type(checkpoint)(checkpoint.source, "TensorFlow", {"model/wte": full})
-    assert as_gpt(checkpoint).assumed["eos_token_id"] == 50256
+    checkpoint = replace(checkpoint, tensors={"model/wte": full})
+    assert to_gpt(checkpoint).assumed["eos_token_id"] == 50256
 
 
 def test_other_checkpoints_of_tensorflow_are_not_taken_for_a_gpt():
@@ -108,10 +109,8 @@ def test_hparams_that_lie_are_refused(hparams, why, gpt2_copy):
 
 
 def test_extra_tensors_are_kept_so_that_an_error_can_name_them(gpt2_copy):
-    checkpoint = read(gpt2_copy / "model.ckpt.index")
+    checkpoint = open_checkpoint(gpt2_copy / "model.ckpt.index")
     tensor = checkpoint.tensors["model/ln_f/g"]
     extra = {name: tensor for name in ("lm_head/w", "model/h0/gate/w", "model/nothing/Adam")}
-    checkpoint = type(checkpoint)(
-        checkpoint.source, checkpoint.format, {**checkpoint.tensors, **extra}, checkpoint.config
-    )
-    assert extra.keys() <= as_gpt(checkpoint).tensors.keys()
+    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **extra})
+    assert extra.keys() <= to_gpt(checkpoint).tensors.keys()

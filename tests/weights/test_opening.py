@@ -34,7 +34,7 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
     formats = ["safetensors", "torch", "torch", "GGUF", "ONNX"]
     for name, kind in zip("abcde", formats, strict=True):
         checkpoint = open_checkpoint(tmp_path / name)
-        assert checkpoint.format == kind
+        assert checkpoint.container == kind
         tensor = next(
             t for n, t in checkpoint.tensors.items() if n in ("wte.weight", "token_embd.weight")
         )
@@ -157,7 +157,7 @@ def test_a_directory_of_several_files_is_asked_about(tmp_path):
     with pytest.raises(UserError, match=r"2 files of weights \(a\.gguf, b\.gguf\): name one"):
         open_checkpoint(tmp_path)
     (tmp_path / "b.gguf").unlink()
-    assert open_checkpoint(tmp_path).format == "GGUF"
+    assert open_checkpoint(tmp_path).container == "GGUF"
 
 
 def test_empty_and_unknown_files(tmp_path):
@@ -255,7 +255,7 @@ def test_a_file_that_holds_no_weights_need_not_be_readable(tmp_path, unreadable)
     write_onnx(tmp_path / "a.onnx", "one")
     (tmp_path / "secret").write_text("mine")
     unreadable("secret")
-    assert open_checkpoint(tmp_path).format == "ONNX"
+    assert open_checkpoint(tmp_path).container == "ONNX"
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.index"])

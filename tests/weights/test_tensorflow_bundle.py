@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, TYPES, values
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.formats.openai_gpt2 import read
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c, masked
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
@@ -28,9 +28,9 @@ def numbers(tensor):
 
 
 def test_every_tensor_is_what_was_saved():
-    checkpoint = read(DIRECTORY / "gpt2" / INDEX)
+    checkpoint = open_checkpoint(DIRECTORY / "gpt2" / INDEX)
     expected = values()
-    assert checkpoint.format == "TensorFlow"
+    assert checkpoint.container == "TensorFlow"
     assert checkpoint.config == {
         "vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2,
     }  # fmt: skip
@@ -42,7 +42,7 @@ def test_every_tensor_is_what_was_saved():
 
 
 def test_rows_and_columns_are_read_where_they_lie():
-    wte = read(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
+    wte = open_checkpoint(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
     expected = values()["model/wte"]
     assert np.array_equal(wte.rows(3, 5), expected[3:5])
     assert np.array_equal(wte.turned().rows(2, 7), expected[:, 2:7].T)
@@ -50,7 +50,7 @@ def test_rows_and_columns_are_read_where_they_lie():
 
 
 def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
-    checkpoint = read(DIRECTORY / "tuned" / INDEX)
+    checkpoint = open_checkpoint(DIRECTORY / "tuned" / INDEX)
     assert len({tensor.storage.place for tensor in checkpoint.tensors.values()}) == 2
     for name, value in values().items():
         assert np.array_equal(numbers(checkpoint.tensors[name]), value)
@@ -60,7 +60,7 @@ def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
 
 
 def test_every_type_is_listed_and_those_of_numbers_are_read():
-    tensors = read(DIRECTORY / "types" / INDEX).tensors
+    tensors = open_checkpoint(DIRECTORY / "types" / INDEX).tensors
     for name, value in TYPES.items():
         native = tensors[name].native(0, tensors[name].matrix_shape[0])
         assert tensors[name].shape == value.shape
@@ -73,7 +73,7 @@ def test_every_type_is_listed_and_those_of_numbers_are_read():
 
 def test_a_tensor_in_slices_is_refused_by_name():
     with pytest.raises(UserError, match=r"model/wte.* is stored in slices"):
-        read(DIRECTORY / "sliced" / INDEX)
+        open_checkpoint(DIRECTORY / "sliced" / INDEX)
 
 
 # Damage.
@@ -86,13 +86,13 @@ def copy(tmp_path):
 
 def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
     whole = bytearray((copy / DATA).read_bytes())
-    tensors = read(copy / INDEX).tensors
+    tensors = open_checkpoint(copy / INDEX).tensors
     for name in ("model/h0/attn/c_attn/w", "model/wte", "model/ln_f/b"):
         at = tensors[name].storage.stop - 1
         damaged = whole.copy()
         damaged[at] ^= 16
         (copy / DATA).write_bytes(damaged)
-        for other, tensor in read(copy / INDEX).tensors.items():
+        for other, tensor in open_checkpoint(copy / INDEX).tensors.items():
             if other != name:
                 numbers(tensor)
                 continue
@@ -108,7 +108,7 @@ def test_a_changed_byte_anywhere_in_the_index_is_an_error_or_changes_nothing(cop
         damaged[at] ^= 1 << at % 8
         (copy / INDEX).write_bytes(damaged)
         try:
-            tensors = read(copy / INDEX).tensors
+            tensors = open_checkpoint(copy / INDEX).tensors
         except CorruptInputError as error:
             assert INDEX in str(error)
         else:  # the block of the (empty) meta index is not needed, nor is the footer's padding
@@ -121,30 +121,30 @@ def test_a_file_cut_anywhere_is_refused(copy):
         for size in range(0, len(whole), step):
             (copy / name).write_bytes(whole[:size])
             with pytest.raises(CorruptInputError, match=r"model\.ckpt"):
-                read(copy / INDEX)
+                open_checkpoint(copy / INDEX)
         (copy / name).write_bytes(whole)
 
 
 def test_a_missing_file_of_data_is_named(copy):
     (copy / DATA).unlink()
     with pytest.raises(CorruptInputError, match=r"data-00000-of-00001.*not beside it"):
-        read(copy / INDEX)
+        open_checkpoint(copy / INDEX)
     (copy / DATA).mkdir()
     with pytest.raises(CorruptInputError, match="data-00000-of-00001"):
-        read(copy / INDEX)
+        open_checkpoint(copy / INDEX)
 
 
 def test_a_link_out_of_the_directory_is_refused(copy, tmp_path):
     (copy / DATA).rename(tmp_path / "elsewhere")
     (copy / DATA).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptInputError, match="a link out of its directory"):
-        read(copy / INDEX)
+        open_checkpoint(copy / INDEX)
 
 
 def test_without_the_package_of_checksums_the_error_names_the_extra(copy, monkeypatch):
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(UserError, match=r"pip install 'tiedgpt\[formats\]'"):
-        read(copy / INDEX)
+        open_checkpoint(copy / INDEX)
 
 
 def test_checksums_are_castagnolis_and_masked_as_leveldb_does():
@@ -231,7 +231,7 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
     ]
     blocks = [[(b"", HEADER), *entries[:40]], entries[40:41], entries[41:]]
     path = write(tmp_path, table([block(pairs) for pairs in blocks]), data.tobytes())
-    found = read(path).tensors
+    found = open_checkpoint(path).tensors
     assert list(found) == [key.decode() for key, _ in keys]
     assert np.array_equal(np.stack([numbers(t) for t in found.values()]).ravel(), data)
 
@@ -276,7 +276,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tables_are_refused(name, tmp_path):
     with pytest.raises(CorruptInputError, match=r"m\.(index|data)") as error:
-        read(write(tmp_path, HOSTILE[name]))
+        open_checkpoint(write(tmp_path, HOSTILE[name]))
     assert "\n" not in str(error.value)
 
 
@@ -289,28 +289,28 @@ def test_hostile_tables_are_refused(name, tmp_path):
 )
 def test_what_is_sound_and_not_read_is_a_users_error(header, why, tmp_path):
     with pytest.raises(UserError, match=why):
-        read(write(tmp_path, bundle(ONE, header=header)))
+        open_checkpoint(write(tmp_path, bundle(ONE, header=header)))
 
 
 def test_compressed_blocks_say_what_to_do(tmp_path):
     with pytest.raises(CorruptInputError, match="save it with TensorFlow"):
-        read(write(tmp_path, table([block([(b"", HEADER), ONE])], kind=1)))
+        open_checkpoint(write(tmp_path, table([block([(b"", HEADER), ONE])], kind=1)))
 
 
 def test_a_name_is_never_a_path(tmp_path):
     path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=masked(crc32c(bytes(24)))))))
-    tensor = read(path).tensors["../../etc/passwd"]
+    tensor = open_checkpoint(path).tensors["../../etc/passwd"]
     assert tensor.storage.place == str(tmp_path / "m.data-00000-of-00001")
 
 
 def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
-    found = read(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
+    found = open_checkpoint(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
 
 
 def test_an_index_of_megabytes_is_none(tmp_path):
     with pytest.raises(CorruptInputError, match=r"m\.index"):
-        read(write(tmp_path, bytes(5 << 20)))
+        open_checkpoint(write(tmp_path, bytes(5 << 20)))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -324,7 +324,7 @@ def test_changed_entries_under_right_checksums_give_our_error_or_a_sound_file(tm
     if data.draw(st.booleans()):
         del body[data.draw(st.integers(0, len(body))) :]
     try:
-        for tensor in read(write(tmp_path, table([bytes(body)]))).tensors.values():
+        for tensor in open_checkpoint(write(tmp_path, table([bytes(body)]))).tensors.values():
             if tensor.is_decodable:
                 numbers(tensor)
     except TiedGPTError:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import struct
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.weights.test_llmc_tokenizer import written
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.convert import convert
+from tiedgpt.weights.load import load
 
 TEXT = "to be, or not to be\n"
 
@@ -175,25 +179,21 @@ def test_llmcs_tokens_of_no_known_kind_are_refused(tmp_path, tokens):
 def test_two_tokenizers_of_llmc_are_one_too_many(tmp_path):
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_bytes(written([b"a"], end=0))
-    with pytest.raises(UserError, match=r"holds 2 tokenizers of llm\.c: name one"):
+    with pytest.raises(UserError, match=r"holds 2 tokenizers \(a\.bin, b\.bin\): name one"):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe, monkeypatch):
-    from tiedgpt.weights.formats import gguf
-
-    asked = []
-
-    def tokenizer_in(path):
-        asked.append(path)
-        return bpe
-
-    monkeypatch.setattr(gguf, "tokenizer", tokenizer_in)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
-    (tmp_path / "model.gguf").with_suffix("").write_bytes(b"GGUF" + bytes(20))
-    for source in (tmp_path, tmp_path / "model.gguf", tmp_path / "model"):
-        assert Tokenizer.from_pretrained(source) is bpe
-    assert asked == [tmp_path / "model.gguf"] * 2 + [tmp_path / "model"]
-    (tmp_path / "q8.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="holds 2 GGUF files: name one"):
-        Tokenizer.from_pretrained(tmp_path)
+def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe):
+    bpe.save_pretrained(tmp_path / "saved")
+    GPT(
+        GPTConfig(vocab_size=len(bpe), n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path / "saved")
+    (tmp_path / "here").mkdir()
+    path = tmp_path / "here" / "model.gguf"
+    convert(load(tmp_path / "saved"), path, "gguf", tokenizer=bpe)
+    shutil.copy(path, path.with_suffix(""))
+    for source in (path.parent, path, path.with_suffix("")):
+        assert Tokenizer.from_pretrained(source).encode(TEXT) == bpe.encode(TEXT)
+    shutil.copy(path, path.with_name("q8.gguf"))
+    with pytest.raises(UserError, match=r"holds 2 tokenizers \(model\.gguf, q8\.gguf\): name one"):
+        Tokenizer.from_pretrained(path.parent)

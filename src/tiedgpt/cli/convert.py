@@ -6,18 +6,32 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tiedgpt.cli.console import bar, fact, note
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import ModelOptions, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading
+from tiedgpt.weights.registry import writer_named, writers
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
 SAMPLES = "samples"
+COARSER = ("fp32", "q8_0", "int8", "int4")
+"""Precisions that are made from fp32, since all tensors of a model that is loaded have W's type."""
 CALIBRATION_CHARACTERS = 4 << 20
 """Read from the text of --calibrate, which needs some 32,000 tokens."""
+
+
+def written_formats() -> tuple[str, ...]:
+    """Return the choices of --to."""
+    return ("auto", *writers())
+
+
+def written_precisions() -> tuple[str, ...]:
+    """Return the choices of --precision: those of all formats."""
+    names = (name for writer in writers().values() for name in writer.precisions)
+    return ("auto", *dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +43,11 @@ class Arguments(ModelOptions):
     dest: Positional[str]
     """The file to write; a directory for transformers and packed, and for ONNX if the name does not
     end in .onnx (with config and tokenizer)."""
-    to: Literal["auto", "transformers", "gguf", "onnx", "nanogpt", "llmc", "packed"] = "auto"
-    """A Hugging Face directory, llama.cpp's GGUF, ONNX, nanoGPT's .pt, llm.c's .bin, or a directory
-    packed for tiedgpt's CPU kernels. auto: by DEST's suffix (.gguf, .onnx, .pt, .bin), otherwise
-    transformers."""
-    precision: Literal["auto", "fp32", "fp16", "bf16", "q8_0", "int8", "int4"] = "auto"
+    to: Annotated[str, written_formats] = "auto"
+    """The format, one of those in docs/formats.md: a Hugging Face directory (transformers), a
+    directory packed for tiedgpt's CPU kernels (packed), or a file. auto: by DEST's suffix; without
+    one, transformers."""
+    precision: Annotated[str, written_precisions] = "auto"
     """auto: the model's own if the format has it, otherwise fp32; int8 for packed."""
     calibrate: str | None = None
     """For --to packed --precision int4: a UTF-8 text like the model's future input, some 150 kB, or
@@ -74,17 +88,17 @@ def _run(given: Arguments) -> None:
 
     path = Path(given.dest)
     to = format_of(path) if given.to == "auto" else given.to
+    writer = writer_named(to)
     require_place(path, to, overwrite=given.overwrite)
-    if given.calibrate is not None and (to, given.precision) != ("packed", "int4"):
-        raise UserError("--calibrate needs --to packed --precision int4")
+    if given.calibrate is not None:
+        if "calibration" not in writer.options or given.precision != "int4":
+            raise UserError("--calibrate needs --to packed --precision int4")
     moved = DownloadColumn(), TransferSpeedColumn()
-    # By default all tensors get wte's dtype, which would round wider tensors of a mixed file.
-    from_fp32 = given.precision in ("fp32", "q8_0", "int8", "int4")
-    from_fp32 = from_fp32 or (to == "packed" and given.precision == "auto")
+    precision = given.precision if given.precision != "auto" else writer.default or None
     with bar("reading", *moved) as progress:
         loaded = load(
             source_or_newest(given.source),
-            dtype=torch.float32 if from_fp32 else None,
+            dtype=torch.float32 if precision in COARSER else None,
             progress=progress,
             **given.loading,
         )
@@ -107,7 +121,7 @@ def _run(given: Arguments) -> None:
             path,
             to,
             tokenizer=tokenizer,
-            precision=None if given.precision == "auto" else given.precision,
+            precision=precision,
             overwrite=given.overwrite,
             progress=progress,
             **options,
@@ -137,14 +151,10 @@ def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
 
 def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
     """Return what there is to say of the source."""
-    from tiedgpt.weights.formats.packed import find_packed, open_packed
-
-    packed = find_packed(loaded.path)
-    dtype = str(loaded.model.wte.weight.dtype).removeprefix("torch.")
     return {
         "source": str(loaded.path),
         "layout": loaded.layout,
-        "type": f"{open_packed(packed).precision} packed for CPU kernels" if packed else dtype,
+        "type": loaded.dtype,
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
         "tied": loaded.model.head is None,
         "tokenizer": None if tokenizer is None else {"kind": tokenizer.kind, "len": len(tokenizer)},

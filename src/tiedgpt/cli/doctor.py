@@ -13,15 +13,13 @@ from typing import Any, Literal
 from tiedgpt import __version__
 from tiedgpt.cli.console import table, waiting
 from tiedgpt.cli.options import parse
+from tiedgpt.weights.registry import Format, formats
 
 NEEDED = (
     "torch", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich",
     "plotext",
 )  # fmt: skip
 FEATURES = {
-    "GGUF files": (("gguf",), "pip install 'tiedgpt[formats]'"),
-    "ONNX files": (("onnx",), "pip install 'tiedgpt[formats]'"),
-    "OpenAI's files": (("google_crc32c",), "pip install 'tiedgpt[formats]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
     "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),
     "serve": (("fastapi",), "pip install 'tiedgpt[serve]'"),
@@ -49,8 +47,10 @@ def run(arguments: list[str]) -> None:
     if given.format == "json":
         print(json.dumps(report, indent=2))
         return
-    features = report.pop("features")
+    files, features = report.pop("formats"), report.pop("features")
     table(("this machine", ""), [(name, str(value)) for name, value in report.items()])
+    print()
+    table(("checkpoint format", ""), list(files.items()))
     print()
     table(("optional feature", ""), list(features.items()))
 
@@ -74,6 +74,7 @@ def examine() -> dict[str, Any]:
         report |= _of_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
     report["missing"] = ", ".join(missing) or "nothing that is required"
+    report["formats"] = {format.title: _use_of(format) for format in formats()}
     compiler = shutil.which("g++") or shutil.which("clang++")
     report["features"] = {name: _has(*needs) for name, needs in FEATURES.items()} | {
         "train --compile": f"yes, by {compiler}" if compiler else "no: install g++ or clang++"
@@ -96,6 +97,14 @@ def _of_torch() -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "faster matmul dtype": faster_dtype(GPTConfig.preset("gpt2"), device),
     }
+
+
+def _use_of(format: Format) -> str:
+    """Say whether a format is read and written, and what some of its files need."""
+    does = "read and written" if format.writer else "read"
+    missing = [package for package in format.packages if util.find_spec(package) is None]
+    needs = f"pip install 'tiedgpt[{format.extra}]' ({', '.join(missing)} is missing)"
+    return f"{does}; for all of it: {needs}" if missing else does
 
 
 def _has(packages: tuple[str, ...], install: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.text import Text
 
@@ -186,6 +186,8 @@ def describe(options: type) -> list[Option]:
         hint, mark = hints[one.name], None
         if get_origin(hint) is Annotated:
             hint, mark = get_args(hint)
+        if callable(mark):  # its choices are known when it is asked
+            hint = Literal[mark()]
         kind, value, expected, choices = _value(one.name, hint)
         no = "no-" if one.default is True else ""
         flags = [f"--{no}{one.name.rstrip('_').replace('_', '-')}"]  # from_: no word of Python

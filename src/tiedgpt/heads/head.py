@@ -172,7 +172,7 @@ def load_body(
     """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
     checkpoint = open_checkpoint(source)
     # A file of a body alone has no matrix that predicts, whatever its config claims.
-    is_body_alone = checkpoint.headless and "lm_head.weight" not in checkpoint.tensors
+    is_body_alone = checkpoint.usage.headless and "lm_head.weight" not in checkpoint.tensors
     gpt = load(
         checkpoint.source,
         resolve="tie" if is_body_alone else None,

@@ -108,7 +108,7 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
     roles, verdict = decision.roles, decision.kind
     return Audit(
         source=str(checkpoint.source),
-        format=checkpoint.format,
+        format=checkpoint.container,
         verdict=verdict,
         claim=decision.claim.is_tied,
         claim_source=decision.claim.source,
@@ -128,5 +128,5 @@ def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[M
     if roles.pair is not None and not roles.shared:
         reads, head = roles.pair
         return matrix(reads, names, "reads"), matrix(head, [head.name], "predicts")
-    only_reads = verdict == "no head" or checkpoint.derived or roles.unreadable
+    only_reads = verdict == "no head" or checkpoint.usage.derived or roles.unreadable
     return (matrix(roles.matrix, names, "reads", *(() if only_reads else ("predicts",))),)

@@ -15,7 +15,7 @@ from typing import Any
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison, initialization, nonzero_rows
 from tiedgpt.weights.decision import TieDecision
-from tiedgpt.weights.roles import ANY_LAYOUT, Roles
+from tiedgpt.weights.roles import Roles
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
@@ -139,16 +139,16 @@ def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]
     """Yield all there is to tell: the matrices first, the claim last."""
     roles, verdict = decision.roles, decision.kind
     matrix, vocabulary = roles.matrix, checkpoint.vocabulary
-    if roles.pair is None or roles.shared or checkpoint.derived:
+    if roles.pair is None or roles.shared or checkpoint.usage.derived:
         yield _one_matrix(checkpoint, roles, verdict)
-        if roles.two_parameters and not checkpoint.derived:
+        if roles.two_parameters and not checkpoint.usage.derived:
             yield _tell("two parameters on one storage", roles)
     elif not roles.fits:
         yield _tell("shapes", roles)
     else:
         yield from _two_matrices(checkpoint, decision, *roles.pair)
     for name in roles.transposed:
-        follows = TURN_IT if checkpoint.format not in ANY_LAYOUT else STORED_SO
+        follows = TURN_IT if not checkpoint.any_layout else STORED_SO
         yield _tell("transposed", roles, name=checkpoint.tensors[name], follows=follows)
     if vocabulary is not None and matrix.shape[0] > vocabulary and roles.extra_rows >= 0:
         words = {"extra_rows": matrix.shape[0] - vocabulary, "rows": vocabulary, "beyond": TOKENS}
@@ -159,10 +159,10 @@ def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]
         return
     claim = decision.claim
     text = "claim: contradicted" if verdict == "contradicts the claim" else "claim: broken"
-    as_built = checkpoint.format == "module" and claim.is_tied is None
+    as_built = checkpoint.in_memory and claim.is_tied is None
     if decision.is_sound:
         text = "claim: as built" if as_built and roles.pair and not roles.shared else "claim: holds"
-    elif roles.transposed and checkpoint.format not in ANY_LAYOUT:
+    elif roles.transposed and not checkpoint.any_layout:
         text = "claim: transposed"
     keep = f" --keep {' | '.join(decision.choices)}" if decision.choices else ""
     yield _tell(
@@ -173,7 +173,7 @@ def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]
         verdict=verdict,
         holds="nothing is claimed" if claim.is_tied is None else "the claim holds",
         reason=decision.reason,
-        how=HOW_LIVE if checkpoint.format == "module" else HOW_FILE.format(keep=keep),
+        how=HOW_LIVE if checkpoint.in_memory else HOW_FILE.format(keep=keep),
     )
 
 
@@ -190,8 +190,8 @@ def _tell(text: str, roles: Roles, **words: Any) -> Finding:
 def _one_matrix(checkpoint: Checkpoint, roles: Roles, verdict: str) -> Finding:
     """Tell of the only matrix that is read here, or of two names of one matrix."""
     matrix = roles.matrix
-    if checkpoint.derived:
-        return _tell("derived", roles, why=checkpoint.derived)
+    if checkpoint.usage.derived:
+        return _tell("derived", roles, why=checkpoint.usage.derived)
     if roles.unreadable:
         return _not_compared(roles, *roles.unreadable[:4])
     if verdict == "no head":
@@ -219,7 +219,7 @@ def _two_matrices(
         yield _not_compared(roles, predicts)
     elif comparison.equal:
         follows = f"Dropping one loses nothing: the copy takes {megabytes(predicts.n_bytes)}."
-        if checkpoint.format == "module":
+        if checkpoint.in_memory:
             follows = COPY_DRIFTS
         elif extra:
             follows = f"One of them has {extra:,} rows more than the other."

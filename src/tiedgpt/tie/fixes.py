@@ -93,9 +93,9 @@ def fix(
         )
     dest = Path(dest)
     checkpoint = checkpoint_of(source)
-    if checkpoint.format in ("GGUF", "ONNX", "packed"):
+    if checkpoint.format is not None and not checkpoint.format.can_fix:
         raise UserError(
-            f"{checkpoint.source} is {checkpoint.format}, which is audited but not written here",
+            f"{checkpoint.source} is {checkpoint.container}, which is audited but not written here",
             hint=(
                 "fix the checkpoint that it was converted from or exported from, and convert "
                 "that again"

@@ -167,13 +167,15 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     is_tied = decision is not None and decision.kind == "tied"
     costs = _costs(checkpoint, roles, is_tied)
     counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
-    rows = tuple(_row(group, costs, checkpoint.format) for group in by_storage(counted))
+    rows = tuple(
+        _row(group, costs, in_memory=checkpoint.in_memory) for group in by_storage(counted)
+    )
     names = {tensor.name for tensor in counted}
     alone = roles.input.name if roles.input and not roles.output and is_tied else None
     multiplies = any(row.names == (alone,) and row.multiply_adds for row in rows)
     return Ledger(
         source=str(checkpoint.source),
-        format=checkpoint.format,
+        format=checkpoint.container,
         rows=rows,
         left_out=tuple(name for name in checkpoint.tensors if name not in names),
         reads_and_predicts=alone if multiplies else None,
@@ -184,7 +186,7 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     )
 
 
-def _row(group: list[StoredTensor], costs: Mapping[str, int], format: str) -> Row:
+def _row(group: list[StoredTensor], costs: Mapping[str, int], *, in_memory: bool) -> Row:
     """Count the tensors of one storage once."""
     largest = max(group, key=lambda tensor: tensor.count)
     spans = {(t.storage.start, t.storage.stop): t.n_bytes for t in group}
@@ -198,35 +200,35 @@ def _row(group: list[StoredTensor], costs: Mapping[str, int], format: str) -> Ro
         dtype=largest.dtype,
         bytes=n_bytes,
         parameters=largest.count * n_bytes // max(1, largest.n_bytes),
-        trainable=any(t.trainable and (format == "module" or t.dtype in FLOATS) for t in group),
+        trainable=any(t.trainable and (in_memory or t.dtype in FLOATS) for t in group),
         multiply_adds=sum(costs.get(tensor.name, 0) for tensor in group),
     )
 
 
 def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
-    if checkpoint.format == "module":
+    if checkpoint.in_memory:
         return True
     if STATISTICS.search(tensor.name) or tensor.dtype in NOT_PARAMETERS:
         return False
     if MASKS.search(tensor.name) and len(tensor.shape) != 1:
         return False
-    return checkpoint.format != "ONNX" or tensor.count > 1
+    return not checkpoint.usage.is_of_graph or tensor.count > 1
 
 
 def _costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int]:
     """Return each tensor's multiply-adds per token: by the graph, the module, or the names."""
-    if checkpoint.products is not None:
-        return {name: checkpoint.tensors[name].count for name in checkpoint.products}
+    if checkpoint.usage.products is not None:
+        return {name: checkpoint.tensors[name].count for name in checkpoint.usage.products}
     looked_up = {tensor.name for tensor in (roles.input, *roles.aliases) if tensor is not None}
-    looked_up |= {*checkpoint.reads}
+    looked_up |= {*checkpoint.usage.reads}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
         table = name in looked_up or POSITIONS.search(name) or name_rank(name, "input") == 2
         costs[name] = tensor.count if len(tensor.shape) >= 2 and not table else 0
-    multiplying = {*checkpoint.predicts}
+    multiplying = {*checkpoint.usage.predicts}
     if roles.output is not None:
         multiplying.add(roles.output.name)
-    elif roles.input and is_tied and checkpoint.format != "module":
+    elif roles.input and is_tied and not checkpoint.in_memory:
         multiplying.add(roles.input.name)
     return costs | {name: checkpoint.tensors[name].count for name in multiplying}
 

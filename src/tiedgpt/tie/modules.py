@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, Usage
 from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, name_rank
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -52,21 +52,26 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
     says = "nothing in the module says whether the head is tied"
     if is_tied is not None:
         says = f"the module's config says {TIE_KEY}={is_tied}"
-    return Checkpoint(
-        source=type(module).__name__,
-        format="module",
-        tensors=tensors,
-        config=config if has_config else {},
-        claim=Claim(is_tied, says, different_is_untied=not has_config),
+    usage = Usage(
         reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
         predicts=tuple(
-            name for name, part in weights.items()
+            name
+            for name, part in weights.items()
             if isinstance(part, nn.Linear) or part in multiplying
         ),
         derived=derived,
         headless=head is None
         and bool(classifiers or callable(getattr(holder, "get_output_embeddings", None))),
-    )  # fmt: skip
+    )
+    return Checkpoint(
+        source=type(module).__name__,
+        container="module",
+        tensors=tensors,
+        config=config if has_config else {},
+        claim=Claim(is_tied, says, different_is_untied=not has_config),
+        usage=usage,
+        in_memory=True,
+    )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

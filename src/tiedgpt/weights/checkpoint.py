@@ -1,39 +1,24 @@
-"""A GPT in a file, by our names and in our layout, whoever wrote the file.
-
-Each format's module has `as_gpt`, which translates the file's names and layout into ours. A format
-that shares its container with others (safetensors, torch.save) also says whether a checkpoint is
-its own.
-"""
+"""A checkpoint as it is opened, and the GPT in it by our names and in our layout."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.tensors import StoredTensor, printable
 
+if TYPE_CHECKING:
+    from tiedgpt.weights.registry import Format
+
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 TIE_KEY = "tie_word_embeddings"
 
-MODULES = {
-    "GGUF": "gguf", "ONNX": "onnx", "llm.c": "llmc", "packed": "packed",
-    "TensorFlow": "openai_gpt2", "numpy": "openai_gpt1", "module": "transformers",
-}  # fmt: skip
-"""`Checkpoint.format` -> the module of `formats` whose `as_gpt` understands it."""
-GPT2 = {
-    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
-}  # fmt: skip
-"""What llm.c computes, in our fields; its files do not say it."""
-IN_SHARED_CONTAINERS = ("transformers", "state_dict")
-"""Modules with `recognizes` and `as_gpt`, asked in this order about safetensors and torch files."""
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 """What torch.compile, activation checkpointing and DDP put into the names of parameters."""
@@ -55,27 +40,47 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """All tensors of a checkpoint, not read yet, and what the file and config.json claim."""
+class Usage:
+    """What a graph, a module or config.json tells of the matrices beyond names: for audits."""
 
-    source: Path | str
-    format: str
-    """safetensors, torch, GGUF, ONNX, or module."""
-    tensors: Mapping[str, StoredTensor]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What the file itself says beside its tensors, and what else a config.json beside it says."""
-    claim: Claim = Claim()
     reads: tuple[str, ...] = ()
-    """Names of matrices that are known to be looked up, by graph or by module."""
+    """Names of matrices that are looked up."""
     predicts: tuple[str, ...] = ()
-    """Names of matrices that are known to predict, or, of a module, that may."""
+    """Names of matrices that predict, or, of a module, that may."""
     products: tuple[str, ...] | None = None
     """Names of all matrices that multiply, where a graph tells; else None."""
-    files: tuple[Path, ...] = ()
     headless: bool = False
     """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
     derived: str = ""
     """Of a module, why its head computes with something derived from, or other than, W."""
+
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether a graph of operators tells it, which knows better than names."""
+        return self.products is not None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a checkpoint, not read yet, its config, and what is claimed of its head."""
+
+    source: Path | str
+    container: str
+    """What holds the tensors, for people: safetensors, torch, GGUF, ONNX, or module."""
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the file itself says beside its tensors, and what else a config.json beside it says."""
+    claim: Claim = Claim()
+    files: tuple[Path, ...] = ()
+    usage: Usage = Usage()
+    format: Format | None = None
+    """Set where it is opened; None of a module that is no model of transformers."""
+    in_memory: bool = False
+
+    @property
+    def any_layout(self) -> bool:
+        """Whether it is known which matrices lie as (D, V); else such a matrix is a fault."""
+        return self.in_memory or self.format is None or self.format.any_layout
 
     @property
     def vocabulary(self) -> int | None:
@@ -128,28 +133,19 @@ class GPTCheckpoint:
     """Notes on what is assumed and uncertain, by its field; one that the caller gives is none."""
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint.
 
-    A safetensors or torch file that no project recognizes is read as transformers', which may lack
-    its config.json. Raises `UserError` where it is another kind of model, `CorruptInputError` where
-    its tensors contradict each other.
+    Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
+    contradict each other.
     """
-    name = MODULES.get(checkpoint.format)
-    if name is None:
-        shared = (n for n in IN_SHARED_CONTAINERS if _module(n).recognizes(checkpoint))
-        name = next(shared, "transformers")
+    assert checkpoint.format is not None
     try:
-        gpt: GPTCheckpoint = _module(name).as_gpt(checkpoint)
+        return checkpoint.format.to_gpt(checkpoint)
     except (CorruptInputError, UserError) as error:
         if str(checkpoint.source) in str(error):
             raise
-        raise type(error)(f"{checkpoint.source}: {error}") from None
-    return gpt
-
-
-def _module(name: str) -> Any:
-    return import_module(f"tiedgpt.weights.formats.{name}")
+        raise type(error)(f"{checkpoint.source}: {error.problem()}", hint=error.hint) from None
 
 
 def unwrapped(name: str) -> str:
@@ -157,24 +153,27 @@ def unwrapped(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it with the names of the module that was wrapped; an adapter is a `UserError`."""
-    tensors: dict[str, StoredTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
+def require_no_adapter(checkpoint: Checkpoint) -> None:
+    """Raise `UserError` for an adapter, or a model with one that is not merged."""
+    for name in checkpoint.tensors:
         if "lora_A" in name or ".lora_" in name:
             raise UserError(
                 f"{checkpoint.source} holds an adapter ({printable(name)[:80]})",
-                hint=(
-                    "merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
-                    "DIRECTORY`"
-                ),
+                hint="merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
+                "DIRECTORY`",
             )
-        bare = unwrapped(name) if checkpoint.format in ("safetensors", "torch", "module") else name
+
+
+def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it with the names that parameters have in the module that was wrapped."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        bare = unwrapped(name)
         if bare in tensors:
             raise CorruptInputError(
                 f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"
             )
-        tensors[bare] = replace(tensor, name=bare)
+        tensors[bare] = tensor if bare == name else replace(tensor, name=bare)
     return replace(checkpoint, tensors=tensors)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,49 +23,14 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, as_gpt
-from tiedgpt.weights.formats.transformers import TIEDGPT
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, to_gpt
 from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
 from tiedgpt.weights.load import Loaded, Progress, load
-from tiedgpt.weights.opening import WEIGHT_SUFFIXES, open_checkpoint
+from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.parameters import PRECISIONS
+from tiedgpt.weights.registry import Writer, suffixes, writer_named, writers
 from tiedgpt.weights.tensors import by_storage
 
-
-@dataclass(frozen=True)
-class Target:
-    """A format that can be written, by the function `write` of a module of this package."""
-
-    module: str
-    precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
-    suffix: str = ""
-    """Of a file; "": a directory is written."""
-    bundled: str = ""
-    """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
-    holds_tokenizer: bool = False
-    options: tuple[str, ...] = ()
-    default: str = ""
-    """The precision where none is asked for; "": the model's own, where it is one of these."""
-
-    def is_directory(self, path: Path) -> bool:
-        """Whether a directory is written at `path`."""
-        return not self.suffix or (bool(self.bundled) and path.suffix != self.suffix)
-
-
-TARGETS = {
-    "transformers": Target("transformers.writer", holds_tokenizer=True),
-    "gguf": Target(
-        "gguf.writer", ("fp32", "fp16", "bf16", "q8_0"), suffix=".gguf", holds_tokenizer=True,
-        options=("duplicate_head", "approximate_gelu"),
-    ),
-    "onnx": Target("onnx.writer", suffix=".onnx", bundled="model.onnx"),
-    "nanogpt": Target("nanogpt", suffix=".pt", options=("approximate_gelu",)),
-    "llmc": Target("llmc", ("fp32", "bf16"), suffix=".bin", options=("approximate_gelu",)),
-    "packed": Target(
-        "packed.writer", ("int8", "int4", "bf16", "fp32"), holds_tokenizer=True,
-        options=("calibration",), default="int8",
-    ),
-}  # fmt: skip
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
 """Root mean square of the logits' differences over that of the logits, by the precision written."""
 CHAT = ("chat_template.jinja", "generation_config.json")
@@ -97,8 +62,21 @@ class Written:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that the name of a file or directory stands for."""
-    return next((to for to, t in TARGETS.items() if t.suffix == path.suffix), "transformers")
+    """Return the name of the format that DEST's suffix stands for; without one, a directory's.
+
+    Raises `UserError` for a suffix that no format has.
+    """
+    suffix = "" if path.suffix[1:].isdigit() else path.suffix  # model-v1.5 is a directory
+    names = [name for name, writer in writers().items() if writer.suffix == suffix]
+    if names:
+        return names[0]
+    known = [writer.suffix for writer in writers().values() if writer.suffix]
+    near = get_close_matches(suffix, known, n=1)
+    meant = f"did you mean {path.stem}{near[0]}? " if near else ""
+    raise UserError(
+        f"{path}: {suffix} is the suffix of no format; known are {', '.join(known)}",
+        hint=f"{meant}for a directory, leave it out or name its format (--to)",
+    )
 
 
 def convert(
@@ -118,11 +96,12 @@ def convert(
     `UserError`, before anything is written, for what the format cannot express or where `path` is
     taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
     """
-    model = loaded.model
-    precision = _chosen_precision(to, precision, model.wte.weight.dtype)
+    model, writer = loaded.model, writer_named(to)
+    precision = _chosen_precision(to, writer, precision, model.wte.weight.dtype)
+    is_directory = writer.is_directory(path)
     require_place(path, to, overwrite=overwrite)
     for option in options:
-        if option not in TARGETS[to].options:
+        if option not in writer.options:
             raise UserError(f"{option} is no option of {to}")
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
         raise UserError(
@@ -130,47 +109,41 @@ def convert(
             f"{model.config.vocab_size:,}: they do not belong together",
             hint="name another (--tokenizer)",
         )
-    target = TARGETS[to]
-    is_directory = target.is_directory(path)
-    write = import_module(f"tiedgpt.weights.formats.{target.module}").write
     _remove_leftovers(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{path.name}.tmp-{os.getpid()}-"
         with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
             made = place = Path(hidden, path.name)
-            if is_directory and target.bundled:
-                place = made / target.bundled
+            if is_directory and writer.bundled:
+                place = made / writer.bundled
                 for file, description in descriptions(model, PRECISIONS[precision]).items():
                     write_json(made / file, description)
             inside = None if is_directory else tokenizer
-            write(model, place, tokenizer=inside, precision=precision, progress=progress, **options)
+            notes = writer.write(
+                model, place, precision=precision, tokenizer=inside, progress=progress, **options
+            )
             if is_directory and tokenizer is not None:
                 save_tokenizer(tokenizer, model.config, made)
             if is_directory and (loaded.path / CHAT[0]).is_file():
                 for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
                     shutil.copy(beside, made)
-            kept = tokenizer if target.holds_tokenizer or is_directory else None
+            kept = tokenizer if writer.holds_tokenizer or is_directory else None
             written = _compare(loaded, made, path, kept, precision)
             _move(Path(hidden), path, overwrite)
-    return written
+    return replace(written, notes=(*written.notes, *(notes or ())))
 
 
-def _chosen_precision(to: str, precision: str | None, dtype: torch.dtype) -> str:
+def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: torch.dtype) -> str:
     """Return the precision to write: the one asked for, the weights' own, or fp32."""
-    if to not in TARGETS:
-        raise UserError(
-            f"{to!r} is no format that is written here", hint=f"there are {', '.join(TARGETS)}"
-        )
-    target = TARGETS[to]
     if precision is None:
         own = [name for name, torch_dtype in PRECISIONS.items() if torch_dtype == dtype]
-        names = [target.default, *own, "fp32"]
-        return next(name for name in names if name in target.precisions)
-    if precision not in target.precisions:
-        others = [name for name, other in TARGETS.items() if precision in other.precisions]
+        names = [writer.default, *own, "fp32"]
+        return next(name for name in names if name in writer.precisions)
+    if precision not in writer.precisions:
+        others = [name for name, other in writers().items() if precision in other.precisions]
         raise UserError(
-            f"{to} is not written in {precision!r} here; there are {', '.join(target.precisions)}"
+            f"{to} is not written in {precision!r} here; there are {', '.join(writer.precisions)}"
             + (f"; {precision} is of --to {' and '.join(others)}" if others else "")
         )
     return precision
@@ -180,23 +153,27 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new", hint="give DEST a name")
-    if TARGETS[to].is_directory(path) and path.suffix in WEIGHT_SUFFIXES:
+    if not writer_named(to).is_directory(path):
+        _require_file_place(path, overwrite=overwrite)
+        return
+    if path.suffix in suffixes():
         raise UserError(
             f"{to} writes a directory, and {path} has a file's suffix", hint="leave it out"
         )
     with writing(path):
-        if not path.exists():
-            return
-        if TARGETS[to].is_directory(path):
-            if not path.is_dir() or any(path.iterdir()):
-                raise UserError(
-                    f"{path} is there already", hint="give a directory that is new or empty"
-                )
-        elif not path.is_file():
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(
+                f"{path} is there already", hint="give a directory that is new or empty"
+            )
+
+
+def _require_file_place(path: Path, *, overwrite: bool) -> None:
+    with writing(path):
+        if path.exists() and not path.is_file():
             raise UserError(
                 f"{path} is no file that could be replaced", hint="give the name of a file"
             )
-        elif not overwrite:
+        if path.exists() and not overwrite:
             raise UserError(f"{path} is there already", hint="give another name, or --overwrite")
 
 
@@ -217,7 +194,7 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
     for file in made:
         if file.name != path.name:
-            require_place(path.parent / file.name, "llmc", overwrite=overwrite)
+            _require_file_place(path.parent / file.name, overwrite=overwrite)
     for file in made:
         for part in [file, *file.rglob("*")]:
             sync(part)
@@ -253,7 +230,7 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    tensors = as_gpt(checkpoint).tensors
+    tensors = to_gpt(checkpoint).tensors
     copies = by_storage(tensors[name] for name in (EMBEDDING, HEAD) if name in tensors)
     files = made.rglob("*") if made.is_dir() else made.parent.iterdir()
     return Written(
@@ -299,8 +276,6 @@ def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
     before, after = (each.model.config.activation_function for each in (loaded, again))
     if before != after:
         notes.append(f"the model was trained with {before}; what reads this file computes {after}")
-    if again.layout.endswith(TIEDGPT.name):
-        notes.append("transformers has no class for this model and refuses it; tiedgpt loads it")
     return tuple(notes)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from tiedgpt.weights.checkpoint import Checkpoint, Claim
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
-from tiedgpt.weights.roles import ANY_LAYOUT, Roles, find_roles
+from tiedgpt.weights.roles import Roles, find_roles
 
 Kind = Literal[
     "tied", "tied twice", "untied as claimed", "broken", "contradicts the claim", "no head"
@@ -92,15 +92,15 @@ def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecisio
 
 
 def _judge(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
-    claim, in_memory = checkpoint.claim, checkpoint.format == "module"
-    if checkpoint.derived or roles.unreadable:
+    claim, in_memory = checkpoint.claim, checkpoint.in_memory
+    if checkpoint.usage.derived or roles.unreadable:
         reason = "the head computes with something other than the embedding, or is not read here"
         kind: Kind = "untied as claimed" if claim.is_tied is False else "broken"
         return _Judgement(kind, None, reason)
-    if roles.transposed and checkpoint.format not in ANY_LAYOUT:
+    if roles.transposed and not checkpoint.any_layout:
         names = " and ".join(roles.transposed)
         return _Judgement("broken", None, f"{names} is transposed: its columns are tokens")
-    if roles.pair is None and checkpoint.headless:
+    if roles.pair is None and checkpoint.usage.headless:
         model: Model | None = None if claim.is_tied is False else "tied"
         reason = f"{roles.matrix.name} reads, and by its architecture nothing predicts"
         return _Judgement("no head", model, reason)
@@ -136,7 +136,7 @@ def _judge_two(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
     if claim.is_tied is False:
         return _Judgement("untied as claimed", "untied", claim.source)
     if roles.equal and not roles.extra_rows:
-        if checkpoint.format == "module" and (reads.trainable or predicts.trainable):
+        if checkpoint.in_memory and (reads.trainable or predicts.trainable):
             reason = f"{names} are equal, and the next training step parts them"
             return _Judgement("broken", "tied", reason)
         return _Judgement("tied twice", "tied", f"{names} are equal: tied")
@@ -153,7 +153,7 @@ def _has_one_vocabulary(checkpoint: Checkpoint) -> bool:
 
 def _choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
     """Return which of two matrices may stay, where their numbers or the claim do not tell."""
-    if roles.pair is None or roles.shared or roles.unreadable or checkpoint.derived:
+    if roles.pair is None or roles.shared or roles.unreadable or checkpoint.usage.derived:
         return ()
     if not roles.fits:
         return ("input",)

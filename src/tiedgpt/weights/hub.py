@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import UserError
+from tiedgpt.weights.registry import formats
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CONFIGS = ("config.json", "generation_config.json", "hparams.json")
-WEIGHTS = (
-    ("*.safetensors", "*.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
-    ("*.pt", "*.pth", "*.bin"),
-    ("*.gguf",),
-    ("*.onnx", "*.onnx_data", "*.onnx.data"),
-    ("model.ckpt*",),
-)
-"""Files of weights in a hub repository; of these groups the first that it has is fetched."""
-ALL_PATTERNS = [*CONFIGS, *(pattern for patterns in WEIGHTS for pattern in patterns)]
+CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 FOLDERS = (".", "onnx")
-ONE_IS_ENOUGH = (".gguf",)
-"""Suffixes of files that are whole models: of several, the user must name one."""
 
 
 def local_directory(
@@ -58,7 +47,7 @@ def local_directory(
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = patterns or wanted(name, _listing(name, revision)) or ALL_PATTERNS
+        patterns = patterns or wanted(name, _listing(name, revision)) or _all_patterns()
         options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
         return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
     except UserError:
@@ -96,15 +85,26 @@ def wanted(name: str, files: Sequence[str]) -> list[str]:
         return [file for file in top if any(fnmatch(Path(file).name, p) for p in patterns)]
 
     top = [file for file in files if str(Path(file).parent) in FOLDERS]
-    configs, others = matching(CONFIGS), matching(NO_WEIGHTS)
-    for patterns in WEIGHTS:
-        weights = [file for file in matching(patterns) if file not in others]
-        models = [file for file in weights if file.endswith(ONE_IS_ENOUGH)]
-        if len(models) > 1:
-            raise UserError(
-                f"{name} holds {len(models)} files of weights ({', '.join(models[:6])})",
-                hint="download one of them and name it",
-            )
-        if weights:
-            return configs + weights
+    others = matching(NO_WEIGHTS)
+    configs = matching(_configs())
+    for format in formats():
+        for patterns in format.hub_patterns:
+            weights = [file for file in matching(patterns) if file not in others]
+            if format.is_whole_in_one_file and len(weights) > 1:
+                raise UserError(
+                    f"{name} holds {len(weights)} files of weights ({', '.join(weights[:6])})",
+                    hint="download one of them and name it",
+                )
+            if weights:
+                return configs + weights
     return configs
+
+
+def _configs() -> list[str]:
+    return [*CONFIGS, *(name for format in formats() for name in format.hub_configs)]
+
+
+def _all_patterns() -> list[str]:
+    """Return the patterns of all files that a checkpoint may consist of."""
+    groups = (patterns for format in formats() for patterns in format.hub_patterns)
+    return [*_configs(), *(pattern for patterns in groups for pattern in patterns)]

@@ -3,7 +3,7 @@
 SOURCE is a directory, a file in any known format, a hub name, or a model of transformers in memory.
 
     open_checkpoint (opening.py)        SOURCE -> Checkpoint: the file's tensors and claims
-    as_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
+    to_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
     decide_tie (decision.py)            one matrix or two
     load (here)                         checks all, reads, builds a `GPT`
 
@@ -33,8 +33,8 @@ from tiedgpt.weights.checkpoint import (
     Checkpoint,
     Claim,
     GPTCheckpoint,
-    as_gpt,
     shapes,
+    to_gpt,
 )
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.formats.transformers import FIELDS, drop_foreign_ids, read_module
@@ -70,6 +70,8 @@ class Loaded:
     path: Path
     layout: str
     """The format and whose names: "safetensors, transformers gpt2"."""
+    dtype: str
+    """The type of W in the file: float32, Q8_0, "int8 panels"."""
     n_bytes: int
     """Of its tensors in the file."""
     notes: tuple[str, ...]
@@ -107,7 +109,7 @@ def load(
         checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
     path = Path(checkpoint.source)
     try:
-        gpt = as_gpt(checkpoint)
+        gpt = to_gpt(checkpoint)
         tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
         decision = decide_tie_of(checkpoint, tensors, config.get(TIE_KEY))
         both = _matrices(decision, checkpoint, resolve)
@@ -115,7 +117,7 @@ def load(
         built, dropped = _config(path, gpt, tensors, config)
         _check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
-        if checkpoint.format == "module":  # no file is damaged
+        if checkpoint.in_memory:  # no file is damaged
             raise UserError(str(error)) from None
         raise
     guesses = (note for name, note in gpt.guesses.items() if name not in {*config, *gpt.fields})
@@ -124,8 +126,10 @@ def load(
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
     equal = decision.reason if resolve is None and decision.kind == "tied twice" else ""
     notes = (*gpt.notes, *guesses, equal, dropped, rounded)
-    layout = f"{checkpoint.format}, {gpt.layout}"
-    return Loaded(model, path, layout, n_bytes, tuple(filter(None, notes)))
+    layout = f"{checkpoint.container}, {gpt.layout}"
+    return Loaded(
+        model, path, layout, tensors[EMBEDDING].dtype, n_bytes, tuple(filter(None, notes))
+    )
 
 
 def decide_tie_of(
@@ -188,7 +192,7 @@ def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
         return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
     keep = f" --keep {' | '.join(decision.choices)}" if decision.choices else ""
     command = f"`tiedgpt tie fix MODEL DEST{keep}` writes a copy that loads"
-    if checkpoint.format == "module":
+    if checkpoint.in_memory:
         command = "tiedgpt.tie.tie(model) makes them one"
     if not decision.choices:
         return command

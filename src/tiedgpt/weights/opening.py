@@ -1,38 +1,23 @@
 """Open any checkpoint: the format is recognized by content, and only headers are read.
 
-SOURCE: a file of safetensors, torch.save, GGUF, ONNX or llm.c; a sharded index; a TensorFlow or
-numpy checkpoint; what is packed for our CPU kernels; a directory with one of these; a run
-directory, which stands for the model in it; or a hub name. What config.json beside the weights
-claims is taken along.
+SOURCE: a file of any format in `registry.py`; a directory with one; a run directory, which stands
+for the model in it; or a hub name. What config.json beside the weights says is taken along.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, read_json, reading
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in, plain
+from tiedgpt.files import read_json, reading
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in, require_no_adapter
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.tensors import StoredTensor
+from tiedgpt.weights.registry import Format, formats, head_of, suffixes
 
-FORMATS = (
-    "safetensors_file", "formats.openai_gpt1", "formats.gguf", "formats.llmc", "formats.onnx",
-    "torch_file", "formats.openai_gpt2",
-)  # fmt: skip
-"""The checkpoint formats in the order in which they are asked: each the name of a module of this
-package with `detect(path, head)` and `read(path)`."""
-WEIGHT_NAMES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "model.onnx", "onnx/model.onnx", "packed.safetensors",
-    "params_shapes.json",
-)  # fmt: skip
-WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf", ".onnx")
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
@@ -60,21 +45,17 @@ def open_checkpoint(
         )
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
-    checkpoint = replace(plain(_open_file(file)), source=path)
-    checkpoint = _with_config(checkpoint, directory / "config.json")
-    in_shared_container = checkpoint.format in ("safetensors", "torch")
-    if checkpoint.claim.is_tied is None and in_shared_container:
-        from tiedgpt.weights.formats.state_dict import claim_by_design
-
-        return replace(checkpoint, claim=claim_by_design(checkpoint) or checkpoint.claim)
+    checkpoint = replace(_open_file(file, directory / "config.json"), source=path)
+    require_no_adapter(checkpoint)
     return checkpoint
 
 
 def _weights_in(directory: Path) -> Path:
     """Return the file of a directory that holds, or lists, its weights."""
-    for name in WEIGHT_NAMES:
-        if (directory / name).is_file():
-            return directory / name
+    for format in formats():
+        for name in format.file_names:
+            if (directory / name).is_file():
+                return directory / name
     with reading(directory, "directory of a model"):
         files = [f for f in sorted(directory.iterdir()) if f.is_file() and _has_weights(f)]
     if len(files) == 1:
@@ -88,68 +69,56 @@ def _weights_in(directory: Path) -> Path:
         raise UserError(
             f"{directory} holds an adapter, not a model", hint="merge it first, then look"
         )
-    raise UserError(f"{directory} has no weights: no {', '.join(WEIGHT_SUFFIXES)} or .index")
+    raise UserError(f"{directory} has no weights: no {', '.join(suffixes())}")
 
 
 def _has_weights(file: Path) -> bool:
-    """Whether a file's name is one of weights, and its content not one of llm.c's other kinds."""
-    from tiedgpt.weights.formats.llmc import OTHER_MAGICS
-    from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import is_index
-
-    if file.suffix == ".index":
-        return is_index(file)
-    if file.suffix not in WEIGHT_SUFFIXES:
-        return False
-    with reading(file, "file of weights"), file.open("rb") as opened:
-        return opened.read(4) not in OTHER_MAGICS
+    """Whether a file has a suffix of weights, and its content is not of a project's others."""
+    owners = [format for format in formats() if file.name.endswith(format.suffixes)]
+    return bool(owners) and all(owner.is_model_file(file, head_of(file)) for owner in owners)
 
 
-def _open_file(path: Path) -> Checkpoint:
-    """Recognize a file by its first bytes and open it."""
-    if path.name.endswith(".index.json"):
-        return _open_index(path)
+def _open_file(path: Path, config_path: Path) -> Checkpoint:
+    """Recognize a file and open it.
+
+    A file is asked of each format by its first bytes. Formats that share a container open it
+    together, and names and shapes tell whose it is; one that nobody recognizes is read as the
+    first's, which says what is missing.
+    """
     if not path.is_file():
         raise UserError(f"{path} is neither a file nor a directory")
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    for name in FORMATS if head else ():
-        module: Any = import_module(f"tiedgpt.weights.{name}")
-        if module.detect(path, head):
-            checkpoint: Checkpoint = module.read(path)
-            return checkpoint
+    head = head_of(path)
+    opened: dict[Callable[[Path], Checkpoint], Checkpoint] = {}
+    candidates: list[Checkpoint] = []
+    for format in formats() if head else ():
+        if format.detect(path, head):
+            if format.open not in opened:
+                opened[format.open] = _with_config(format.open(path), config_path)
+            candidates.append(replace(opened[format.open], format=format))
+            if format.recognizes(candidates[-1]):
+                return _with_claim(candidates[-1], format)
+    if candidates:
+        return candidates[0]
+    named = [format for format in formats() if path.name.endswith(format.suffixes)]
+    if head and named:
+        # Most often an error that says how it is damaged.
+        return replace(_with_config(named[0].open(path), config_path), format=named[0])
     if path.suffix == ".json":
         raise UserError(
             f"{path} holds no weights", hint=f"name the directory {path.parent} instead"
         )
+    titles = ", ".join(format.title for format in formats())
     raise CorruptInputError(
-        f"{path} is {'of no known checkpoint format' if head else 'empty'}: safetensors, "
-        "torch.save, GGUF, ONNX, llm.c's .bin, TensorFlow's checkpoints and numbered .npy files "
-        "are read"
+        f"{path} is {'of no known checkpoint format' if head else 'empty'}: read are those of "
+        f"{titles}"
     )
 
 
-def _open_index(path: Path) -> Checkpoint:
-    """Open the shards that an index lists; they lie beside it."""
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptInputError(f"{path} has no weight_map")
-    tensors: dict[str, StoredTensor] = {}
-    files, kind = [path], ""
-    for shard in sorted(set(map(str, weight_map.values()))):
-        if shard.endswith(".index.json"):
-            raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
-        file = beside(path, shard, links=True)
-        opened = _open_file(file)
-        if twice := tensors.keys() & opened.tensors.keys():
-            raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")
-        tensors |= opened.tensors
-        files, kind = [*files, file], opened.format
-    if missing := sorted(weight_map.keys() - tensors.keys()):
-        raise CorruptInputError(f"{path} promises {missing[0]!r}, and no shard holds it")
-    return Checkpoint(path, kind, tensors, files=tuple(files))
+def _with_claim(checkpoint: Checkpoint, format: Format) -> Checkpoint:
+    """Add what the format means by two matrices, where nothing else says it."""
+    if checkpoint.claim.is_tied is not None:
+        return checkpoint
+    return replace(checkpoint, claim=format.claim(checkpoint) or checkpoint.claim)
 
 
 def _with_config(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
@@ -165,6 +134,5 @@ def _with_config(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:
     names = config.get("architectures")
     names = list(map(str, names)) if isinstance(names, list) else []
     headless = names and all(BODIES.search(n) and not PREDICTING.search(n) for n in names)
-    return replace(
-        checkpoint, config=config | dict(checkpoint.config), claim=claim, headless=bool(headless)
-    )
+    usage = replace(checkpoint.usage, headless=bool(headless))
+    return replace(checkpoint, config=config | dict(checkpoint.config), claim=claim, usage=usage)

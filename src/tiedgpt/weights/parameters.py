@@ -7,7 +7,7 @@ module's own names. Everything else is refused by name before a byte is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped
+from tiedgpt.weights.registry import Writer
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDED = {
@@ -28,11 +29,8 @@ ADDED = {
 }
 """What the name of a parameter tells of where it comes from."""
 GELUS = ("gelu", "gelu_new")
-GPT2 = {"norm": "pre", "attention_windows": None}
-GPT2_ALONE = GPT2 | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_inner": None}
-"""The fields for which programs of GPT-2, and those that know no other sizes, know one value."""
-KNOWN = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
-"""What these values mean."""
+MEANINGS = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
+"""What a program computes where None is the one value of a field that it knows."""
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -52,7 +50,34 @@ def plain_matrix(head: nn.Module) -> Tensor | None:
     return None
 
 
-def plain_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
+def parameters_for(
+    writer: Writer,
+    model: GPT,
+    precision: str | None = None,
+    *,
+    approximate_gelu: bool = False,
+) -> tuple[dict[str, Tensor], str]:
+    """Return what is written of a model, by our names, and in which precision.
+
+    Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
+    what the format's program does not compute.
+    """
+    names = {dtype: name for name, dtype in PRECISIONS.items()}
+    own = names.get(model.wte.weight.dtype, str(model.wte.weight.dtype))
+    precision = precision or own
+    if precision not in writer.precisions:
+        raise UserError(
+            f"must be one of {', '.join(writer.precisions)} for {writer.program}, got "
+            f"{precision!r}",
+            option="precision",
+        )
+    require_computed(writer.program, model, writer.fixed)
+    if writer.activation:
+        require_gelu(writer.program, model, writer.activation, approximate_gelu=approximate_gelu)
+    return gpt_parameters(model, writer.program), precision
+
+
+def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
     """Return the model's parameters by name, in the order of `checkpoint.shapes`.
 
     `whose` names the format in messages. Raises `UserError` for a head that is not a matrix (V, D),
@@ -94,18 +119,6 @@ def _problem(name: str, parameter: Tensor | None, expected: tuple[int, ...] | No
     return ""
 
 
-def chosen_precision(model: GPT, precision: str | None, known: Iterable[str], whose: str) -> str:
-    """Return the precision asked for, or the model's own; `UserError` where it is not known."""
-    own = model.wte.weight.dtype
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    precision = precision or names.get(own, str(own))
-    if precision not in known:
-        raise UserError(
-            f"must be one of {', '.join(known)} for {whose}, got {precision!r}", option="precision"
-        )
-    return precision
-
-
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return zeros for the biases that a model does not have, by our names."""
     own = shapes(config)
@@ -116,7 +129,7 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> None:
     """Raise `UserError`, naming the field, where a program cannot compute a model.
 
-    `fixed` holds the fields for which the program knows one value: GPT2, or GPT2_ALONE.
+    `fixed` holds the fields for which the program knows one value.
     """
     config = model.config
     if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
@@ -131,7 +144,7 @@ def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> Non
         own = getattr(config, name)
         if own != value and not (name == "n_inner" and own == 4 * config.n_embd):
             raise UserError(
-                f"{name}={own!r} cannot be written: {whose} has only {KNOWN.get(name, value)}"
+                f"{name}={own!r} cannot be written: {whose} has only {MEANINGS.get(name, value)}"
             )
 
 

@@ -4,7 +4,7 @@
     roles_of(checkpoint, input, output)     of two matrices that are known
 
 A file gives names and shapes. An ONNX graph and a module in memory also say which
-matrices are looked up (`checkpoint.reads`) and which ones multiply (`checkpoint.predicts`). In
+matrices are looked up (`Usage.reads`) and which ones multiply (`Usage.predicts`). In
 doubt, `UserError` lists the candidates; nothing is guessed.
 """
 
@@ -44,8 +44,6 @@ POSITIONS = re.compile(
 """Names of tables of positions and of token types."""
 MAX_WIDTH = 1 << 22
 """No embedding is wider; reading rows of any width could fill the memory."""
-ANY_LAYOUT = ("ONNX", "module")
-"""Formats that say how a matrix is used, so that it may lie as (D, V)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def roles_of(
 ) -> Roles:
     """Return the roles of known matrices, those that are stored as (D, V) turned to (V, D)."""
     transposed: list[str] = []
-    if reads and checkpoint.format not in ANY_LAYOUT and lies_transposed(checkpoint, reads):
+    if reads and not checkpoint.any_layout and lies_transposed(checkpoint, reads):
         transposed.append(reads.name)
         reads = reads.turned()
     if reads and predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
@@ -188,8 +186,10 @@ def _named(
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     """By a certain name, else by what is looked up, else by a possible name."""
-    looked_up = [t for t in matrices if t.name in checkpoint.reads and not POSITIONS.search(t.name)]
-    products = [sorted(t.shape) for t in matrices if t.name in checkpoint.predicts]
+    looked_up = [
+        t for t in matrices if t.name in checkpoint.usage.reads and not POSITIONS.search(t.name)
+    ]
+    products = [sorted(t.shape) for t in matrices if t.name in checkpoint.usage.predicts]
     fitting = [t for t in looked_up if sorted(t.shape) in products]
     certain, possible = (_ranked(matrices, "input", rank) for rank in (2, 1))
     return _only(checkpoint, "input", certain or fitting or looked_up or possible)
@@ -202,16 +202,16 @@ def _find_output(
     candidates, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
         return _only(checkpoint, "output", candidates or possible)
-    products = [t for t in matrices if t.name in checkpoint.predicts]
-    if checkpoint.format == "ONNX":  # the graph knows better than names
+    products = [t for t in matrices if t.name in checkpoint.usage.predicts]
+    if checkpoint.usage.is_of_graph:  # the graph knows better than names
         covering = [t for t in products if _n_rows(t, reads) >= reads.shape[0]]
         if covering:
             return covering[-1]
     twins = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
     candidates = candidates or [t for t in possible if _is_similar(t, reads)]
-    if not candidates and checkpoint.format == "module" and reads not in products:
+    if not candidates and checkpoint.in_memory and reads not in products:
         candidates = [t for t in twins if t in products]
-    if candidates or checkpoint.derived:
+    if candidates or checkpoint.usage.derived:
         same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
         return _only(checkpoint, "output", same or candidates)
     doubtful = [
@@ -223,9 +223,13 @@ def _find_output(
         does = "does not tell whether it predicts"
         why = f"has a matrix with the shape of {reads.name}, and its name {does}"
         raise _ask(checkpoint, "output", why, doubtful)
-    if checkpoint.products and checkpoint.predicts and reads.name not in checkpoint.products:
+    if (
+        checkpoint.usage.products
+        and checkpoint.usage.predicts
+        and reads.name not in checkpoint.usage.products
+    ):
         why = f"multiplies nowhere with {reads.name}; its last product (quantized, or no head)"
-        raise _ask(checkpoint, "output", why, [checkpoint.tensors[checkpoint.predicts[-1]]])
+        raise _ask(checkpoint, "output", why, [checkpoint.tensors[checkpoint.usage.predicts[-1]]])
     return None
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
 
 if TYPE_CHECKING:
@@ -34,23 +33,11 @@ TORCH_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-PACKED_FORMAT = "tiedgpt-packed"
-"""`metadata["format"]` of a file that is packed for our CPU kernels; it has a reader of its own."""
 
 
-def detect(path: Path, head: bytes) -> bool:
+def is_safetensors(head: bytes) -> bool:
     """Whether a file begins with a header's length, below 4 GB, and a JSON object."""
-    return path.suffix == ".safetensors" or head[4:9] == b"\0\0\0\0{"
-
-
-def read(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`; only its header is read."""
-    file = SafetensorsFile.open(path)
-    if file.metadata.get("format") == PACKED_FORMAT:
-        from tiedgpt.weights.formats import packed
-
-        return packed.read(path)
-    return Checkpoint(path, "safetensors", file.entries, files=(path,))
+    return head[4:9] == b"\0\0\0\0{"
 
 
 @dataclass(frozen=True)

@@ -241,37 +241,3 @@ def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
             groups.append([i])
             span = lies[i]
     return [[order[i] for i in group] for group in sorted(map(sorted, groups))]
-
-
-def join_qkv(source: object, tensors: dict[str, StoredTensor]) -> None:
-    """Replace h.N.attn.query, .key and .value, lying as (out, in), by one h.N.attn.c_attn.
-
-    Raises `CorruptInputError`, naming `source`, where they are not alike.
-    """
-    for query in [name for name in tensors if ".attn.query." in name]:
-        names = [query.replace("query", part) for part in ("query", "key", "value")]
-        parts = [tensors.pop(name) for name in names if name in tensors]
-        c_attn = query.replace("query", "c_attn")
-        alike = {(part.shape, part.dtype, part.read is None) for part in parts}
-        if len(parts) < 3 or len(alike) > 1 or len(parts[0].shape) not in (1, 2):
-            raise CorruptInputError(
-                f"{source}: {printable(c_attn)} needs attn.query, attn.key, attn.value, of one "
-                "shape and type"
-            )
-        tensors[c_attn] = _joined(c_attn, parts)
-
-
-def _joined(name: str, parts: list[StoredTensor]) -> StoredTensor:
-    first = parts[0]
-    axis = 1 if len(first.shape) == 1 else 0  # a vector is read as a matrix of one row
-
-    def read(start: int, end: int, left: int, right: int) -> Native:
-        whole = np.concatenate([part.native(0, part.matrix_shape[0]) for part in parts], axis)
-        return np.ascontiguousarray(whole[start:end, left:right])
-
-    n_bytes = sum(part.n_bytes for part in parts)
-    return replace(
-        first, name=name, shape=(len(parts) * first.shape[0], *first.shape[1:]), n_bytes=n_bytes,
-        storage=Storage(tuple(part.storage for part in parts), 0, n_bytes), strides=None,
-        read=None if first.read is None else read,
-    )  # fmt: skip

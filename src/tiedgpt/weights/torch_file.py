@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import pickletools
-import re
 import struct
 import warnings
 import zipfile
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SUFFIXES = (".pt", ".pth", ".bin")
 NESTED = ("state_dict", "model", "model_state_dict", "module")
 MAX_MEMBER = 64 << 20
 """Bytes of a member of the zip file that holds no tensor."""
@@ -39,13 +37,7 @@ KEPT = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept."""
 
 
-def detect(path: Path, head: bytes) -> bool:
-    """Whether a file begins as a zip file or a pickle, or has the name of one."""
-    begins = head[:2] == b"PK" or re.match(rb"\x80[\x02-\x05]", head)
-    return bool(begins) or path.suffix in SUFFIXES
-
-
-def read(path: Path) -> Checkpoint:
+def read_torch_file(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`; one without named tensors is a `CorruptInputError`."""
     saved, places = _load(path)
     state, size = _state_dict(path, saved), path.stat().st_size

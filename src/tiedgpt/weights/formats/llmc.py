@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading, replacing, require_room
-from tiedgpt.weights.checkpoint import GPT2, Checkpoint, Claim, GPTCheckpoint, shapes
+from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint, shapes
+from tiedgpt.weights.registry import GPT2_ALONE, Format, TokenizerFile, Writer
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, tensor_in_file
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ FIELDS = {
     "channels": "n_embd",
 }
 """The header's names -> ours."""
+COMPUTES = {
+    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+"""What llm.c computes, in our fields; its files do not say it."""
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
 ROW_MULTIPLE = 128
@@ -62,7 +68,7 @@ def detect(path: Path, head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-def read(path: Path) -> Checkpoint:
+def open_llmc(path: Path) -> Checkpoint:
     """Read the header.
 
     Raises `CorruptInputError` where it is invalid or the file has another length than it says.
@@ -97,10 +103,10 @@ def read(path: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
     fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
-    return GPTCheckpoint("llm.c", fields | GPT2, dict(checkpoint.tensors))
+    return GPTCheckpoint("llm.c", fields | COMPUTES, dict(checkpoint.tensors))
 
 
 def parameters(
@@ -140,14 +146,10 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights import parameters as plain_model
-    from tiedgpt.weights.parameters import PRECISIONS, converted
+    from tiedgpt.weights.parameters import PRECISIONS, converted, parameters_for
 
     config = model.config
-    plain_model.require_computed("llm.c", model, plain_model.GPT2_ALONE)
-    plain_model.require_gelu("llm.c", model, "gelu_new", approximate_gelu=approximate_gelu)
-    tensors = plain_model.plain_parameters(model, "llm.c")
-    precision = plain_model.chosen_precision(model, precision, VERSIONS, "llm.c")
+    tensors, precision = parameters_for(WRITER, model, precision, approximate_gelu=approximate_gelu)
     dtype = PRECISIONS[precision]
     rows = -(-config.vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
     layout = (config.n_layer, config.n_embd, rows, config.n_positions)
@@ -169,7 +171,7 @@ def write(
                 progress(done, n_bytes)
 
 
-def tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer in a file that begins with TOKENIZER_MAGIC.
 
     It is a byte-level BPE, or of characters where each token is one. Raises as `read_tokens`.
@@ -232,3 +234,37 @@ def _parse_tokens(content: bytes) -> tuple[list[bytes], int | None]:
             f"of a text; {len(tokens)} are there: download the file again"
         )
     return tokens, end_of_text
+
+
+def _is_model_file(path: Path, head: bytes) -> bool:
+    return not head.startswith(OTHER_MAGICS)
+
+
+def _is_tokenizer(path: Path, head: bytes) -> bool:
+    return head.startswith(TOKENIZER_MAGIC)
+
+
+WRITER = Writer(
+    write=write,
+    program="llm.c",
+    precisions=("fp32", "bf16"),
+    suffix=".bin",
+    options=("approximate_gelu",),
+    fixed=GPT2_ALONE,
+    activation="gelu_new",
+)
+FORMAT = Format(
+    name="llmc",
+    title="llm.c",
+    about="`.bin`, fp32 and bf16",
+    about_tokenizer="`gpt2_tokenizer.bin`",
+    detect=detect,
+    open=open_llmc,
+    to_gpt=to_gpt,
+    suffixes=(".bin",),
+    is_model_file=_is_model_file,
+    tokenizer=TokenizerFile(
+        read=read_tokenizer, detect=_is_tokenizer, pattern="*.bin", hub_name="gpt2_tokenizer.bin"
+    ),
+    writer=WRITER,
+)

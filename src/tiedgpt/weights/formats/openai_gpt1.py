@@ -36,6 +36,7 @@ from tiedgpt.weights.formats.openai_gpt2 import (
     without_training,
 )
 from tiedgpt.weights.formats.transformers import config_fields
+from tiedgpt.weights.registry import Format
 from tiedgpt.weights.tensors import FLOATS, Native, Read, Storage, StoredTensor, plain_reader
 
 SHAPES, ENCODER = "params_shapes.json", "encoder_bpe_40000.json"
@@ -61,7 +62,7 @@ def detect(path: Path, head: bytes) -> bool:
     return path.name == SHAPES
 
 
-def read(path: Path) -> Checkpoint:
+def open_shards(path: Path) -> Checkpoint:
     """Read the shapes at `path` and the headers of the .npy files beside it.
 
     Raises `CorruptInputError` for damaged or missing files, or where the shapes need another number
@@ -100,7 +101,7 @@ def read(path: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; the classifier is left out, and a note says so.
 
     Raises `UserError` where one matrix holds tokens and positions and nothing says how many.
@@ -205,3 +206,17 @@ def _reader(readers: list[Read], ends: list[int], start: int, columns: int) -> R
         return np.ascontiguousarray(rows[:, left:right])
 
     return read
+
+
+FORMAT = Format(
+    name="openai_gpt1",
+    title="OpenAI's GPT-1",
+    about="the numbered `.npy` files and `params_shapes.json`",
+    about_tokenizer="GPT-1's lower-case BPE",
+    detect=detect,
+    open=open_shards,
+    to_gpt=to_gpt,
+    suffixes=(".npy",),
+    is_model_file=detect,
+    file_names=(SHAPES,),
+)

@@ -24,6 +24,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.packages import require_package
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
 
 if TYPE_CHECKING:
@@ -71,10 +72,10 @@ ID_KEYS = {f"{side}_token_id": f"tokenizer.ggml.{side}_token_id" for side in ("b
 
 def detect(path: Path, head: bytes) -> bool:
     """Whether a file that begins with `head` is GGUF."""
-    return head.startswith(MAGIC) or path.suffix == ".gguf"
+    return head.startswith(MAGIC)
 
 
-def read(path: Path) -> Checkpoint:
+def open_gguf(path: Path) -> Checkpoint:
     """Read the header of a GGUF file; tensors stay in the file until they are asked for.
 
     Raises `CorruptInputError` for a file that is damaged, truncated or of another format.
@@ -94,7 +95,7 @@ def read(path: Path) -> Checkpoint:
 def read_header(
     path: Path, arrays: Container[str] = ()
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata and the tensors of a GGUF file; raises as `read`.
+    """Return the metadata and the tensors of a GGUF file; raises as `open_gguf`.
 
     Arrays are lists where `arrays` names them, others None; strings of more than 64 KiB are "".
     """
@@ -106,14 +107,13 @@ def read_header(
         return _parse(path, _Header(data), arrays)
 
 
-def tokenizer(path: Path) -> Tokenizer | None:
-    """Return the tokenizer inside a GGUF file; raises as `vocabulary.read_tokenizer`."""
+def _read_tokenizer(path: Path) -> Tokenizer:
     from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 
     return read_tokenizer(path)
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT-2 in a GGUF file.
 
     Raises `UserError` for other architectures and for tensor types that cannot be decoded,
@@ -272,3 +272,39 @@ def _tensor(
     if tensor.storage.stop > file_size:
         raise ValueError(f"{name[:80]!r} of shape {shape} in {tensor.dtype} ends after the file")
     return tensor
+
+
+def _write(*arguments: Any, **options: Any) -> None:
+    from tiedgpt.weights.formats.gguf.writer import write
+
+    write(*arguments, **options)
+
+
+WRITER = Writer(
+    write=_write,
+    program="llama.cpp's gpt2",
+    precisions=("fp32", "fp16", "bf16", "q8_0"),
+    suffix=".gguf",
+    holds_tokenizer=True,
+    options=("duplicate_head", "approximate_gelu"),
+    fixed={"norm": "pre", "attention_windows": None},
+    activation="gelu_new",
+)
+FORMAT = Format(
+    name="gguf",
+    title="GGUF",
+    about="llama.cpp's files of GPT-2: F32, F16, BF16, and quantized types (Q4_0, Q4_K, Q8_0, ...)",
+    about_tokenizer="inside the file",
+    detect=detect,
+    open=open_gguf,
+    to_gpt=to_gpt,
+    suffixes=(".gguf",),
+    hub_patterns=(("*.gguf",),),
+    is_whole_in_one_file=True,
+    can_fix=False,
+    tokenizer=TokenizerFile(
+        read=_read_tokenizer, detect=detect, pattern="*.gguf", is_in_weights=True
+    ),
+    writer=WRITER,
+    packages=("gguf",),
+)

@@ -22,17 +22,20 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
-from tiedgpt.weights.formats.gguf import ARCHITECTURE, EPSILON_KEY, SIZE_KEYS, TIE_CLAIM, to_theirs
+from tiedgpt.weights.formats.gguf import (
+    ARCHITECTURE,
+    EPSILON_KEY,
+    SIZE_KEYS,
+    TIE_CLAIM,
+    WRITER,
+    to_theirs,
+)
 from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.parameters import (
-    GPT2,
     PRECISIONS,
-    chosen_precision,
     converted,
-    plain_parameters,
-    require_computed,
-    require_gelu,
+    parameters_for,
     zero_biases,
 )
 
@@ -66,10 +69,10 @@ def write(
     """
     gguf = require_package("gguf", "writing GGUF files")
     path, config = Path(path), model.config
-    precision = chosen_precision(model, precision, TYPES, "GGUF")
-    require_computed("llama.cpp's gpt2", model, GPT2)
-    require_gelu("llama.cpp's gpt2", model, "gelu_new", approximate_gelu=approximate_gelu)
-    parameters = plain_parameters(model, "llama.cpp's gpt2") | zero_biases(config, torch.float32)
+    parameters, precision = parameters_for(
+        WRITER, model, precision, approximate_gelu=approximate_gelu
+    )
+    parameters |= zero_biases(config, torch.float32)
     if duplicate_head and model.head is None:
         parameters[HEAD] = parameters[EMBEDDING]
     tensors = {to_theirs(name): parameter for name, parameter in parameters.items()}

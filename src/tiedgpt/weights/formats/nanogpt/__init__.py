@@ -1,20 +1,35 @@
-"""Write nanoGPT's `ckpt.pt`, which `formats/state_dict.py` reads, and read its `meta.pkl`."""
+"""nanoGPT's `ckpt.pt` and its `meta.pkl`.
+
+`ckpt.pt` is a dict of torch.save: "model" (the state dict, wte and lm_head on one storage),
+"model_args" (sizes, bias, dropout), "iter_num", "best_val_loss", "config". It does not say which
+GELU was trained with. `meta.pkl` holds a vocabulary of characters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, require_room
-from tiedgpt.weights.checkpoint import EMBEDDING
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.containers import detect, open_container
+from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS
+from tiedgpt.weights.formats.state_dict import (
+    PREFIX,
+    has_biases,
+    has_linear_layout,
+    has_prefix,
+    our_tensors,
+)
+from tiedgpt.weights.registry import GPT2_ALONE, Format, TokenizerFile, Writer
+from tiedgpt.weights.tensors import printable
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.text.tokenizer import Tokenizer
 
-PREFIX = "transformer."
 MODEL_ARGS = {
     "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
     "bias": "bias", "vocab_size": "vocab_size", "dropout": "resid_pdrop",
@@ -26,6 +41,60 @@ KEPT_BESIDE = (
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
 NO_LOSS = 1e9
 """nanoGPT's own best_val_loss before the first evaluation."""
+
+
+def recognizes(checkpoint: Checkpoint) -> bool:
+    """Whether it has nanoGPT's "model_args", or its names and a c_attn of (3 D, D)."""
+    args = _mapping(checkpoint, "model_args").keys() >= {"n_embd", "block_size"}
+    return args or (has_prefix(checkpoint) and has_linear_layout(checkpoint))
+
+
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+    """Return the GPT."""
+    tensors, masked = our_tensors(checkpoint.source, checkpoint.tensors)
+    fields: dict[str, Any] = {"bias": has_biases(tensors)}
+    args, beside = _mapping(checkpoint, "model_args"), _mapping(checkpoint, "config")
+    for name, value in args.items():
+        if name not in MODEL_ARGS and value:
+            raise UserError(
+                f"{checkpoint.source}: model_args has {printable(name)}={value!r}, which nanoGPT "
+                "itself does not know and which may change the computation: it is not built here"
+            )
+        if name in MODEL_ARGS and value is not None:
+            fields[MODEL_ARGS[name]] = value
+    if "resid_pdrop" in fields:
+        fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), fields["resid_pdrop"])
+    fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
+    assumed, guess = _gelu(args, masked)
+    trained = fields.get("activation_function", "gelu")
+    notes = (f"it was trained with {trained}; nanoGPT since June 2023 computes gelu on it",)
+    return GPTCheckpoint(
+        "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
+        notes=notes if trained != "gelu" else (), guesses={"activation_function": guess},
+    )  # fmt: skip
+
+
+def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str]:
+    """Return the GELU that is most likely meant, and a note, which is empty if it is certain.
+
+    nanoGPT computed the tanh form until June 2023 and the exact one since. "bias" stands in
+    model_args since January 2023. Mask buffers were saved where PyTorch was older than 2.0, of
+    March 2023, or the model was trained with dropout shortly before.
+    """
+    if args and "bias" not in args:
+        return "gelu_new", ""
+    taken, other, whose = "gelu", "gelu_new", "nanoGPT since June 2023"
+    if masked:
+        taken, other, whose = "gelu_new", "gelu", "nanoGPT in the days of PyTorch 1 and its masks"
+    return taken, (
+        f"the file does not say which GELU it was trained with; {taken} is taken, as {whose} has "
+        f"it: activation_function={other!r} (--activation-function) takes the other"
+    )
+
+
+def _mapping(checkpoint: Checkpoint, key: str) -> Mapping[str, Any]:
+    value = checkpoint.config.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def write(
@@ -52,18 +121,13 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights import parameters as plain_model
+    from tiedgpt.weights.parameters import PRECISIONS, converted, parameters_for
 
     config = model.config
-    plain_model.require_computed("nanoGPT", model, plain_model.GPT2_ALONE)
-    plain_model.require_gelu(
-        "nanoGPT (since June 2023)", model, "gelu", approximate_gelu=approximate_gelu
-    )
-    known = plain_model.PRECISIONS
-    dtype = known[plain_model.chosen_precision(model, precision, known, "nanoGPT")]
+    tensors, precision = parameters_for(WRITER, model, precision, approximate_gelu=approximate_gelu)
     state = {}
-    for name, parameter in plain_model.plain_parameters(model, "nanoGPT").items():
-        tensor = plain_model.converted(name, parameter, dtype)
+    for name, parameter in tensors.items():
+        tensor = converted(name, parameter, PRECISIONS[precision])
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # storages are saved whole
         state[PREFIX + name] = tensor if alone else tensor.clone()
     n_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -82,7 +146,7 @@ def write(
             progress(n_bytes, n_bytes)
 
 
-def tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
     """Return the character vocabulary of a `meta.pkl`, with its ids and no other token.
 
     Raises `CorruptInputError` where its entries contradict each other, `UserError` where its tokens
@@ -115,3 +179,31 @@ def tokenizer(path: Path) -> Tokenizer:
                 "vocabularies of single characters are read from such files"
             )
     return Tokenizer(tokenizer_of_ids(ids), None, str(path))
+
+
+def _is_tokenizer(path: Path, head: bytes) -> bool:
+    return path.suffix == ".pkl" or bool(BEGINS.match(head))
+
+
+WRITER = Writer(
+    write=write,
+    program="nanoGPT",
+    suffix=".pt",
+    options=("approximate_gelu",),
+    fixed=GPT2_ALONE,
+    activation="gelu",
+)
+FORMAT = Format(
+    name="nanogpt",
+    title="nanoGPT",
+    about="`ckpt.pt`, state dicts",
+    about_tokenizer="`meta.pkl`, read without executing code",
+    detect=detect,
+    open=open_container,
+    to_gpt=to_gpt,
+    recognizes=recognizes,
+    tokenizer=TokenizerFile(
+        read=read_tokenizer, detect=_is_tokenizer, pattern="meta.pkl", hub_name="meta.pkl"
+    ),
+    writer=WRITER,
+)

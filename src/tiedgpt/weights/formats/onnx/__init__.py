@@ -20,9 +20,10 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint, Usage
 from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
+from tiedgpt.weights.registry import Format, Writer
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
 
 METADATA_KEY = "tiedgpt"
@@ -39,12 +40,12 @@ LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 
 def detect(path: Path, head: bytes) -> bool:
-    """Whether it is named .onnx, or begins with an ir_version and the tag of another field."""
+    """Whether it begins with an ir_version and the tag of another field."""
     begins = head[:1] == b"\x08" and head[1:2] < b" " and head[2:3] in FIELDS_THAT_FOLLOW
-    return path.suffix == ".onnx" or (begins and len(head) > 2)
+    return begins and len(head) > 2
 
 
-def read(path: Path) -> Checkpoint:
+def open_onnx(path: Path) -> Checkpoint:
     """Read the graph of an ONNX file; `CorruptInputError` where it is damaged."""
     onnx = require_package("onnx", "reading ONNX files")
     with reading(path, "ONNX file"):
@@ -59,17 +60,22 @@ def read(path: Path) -> Checkpoint:
     claim = Claim(source="an ONNX graph does not say whether the head is tied")
     if isinstance(tied := config.get("tie_word_embeddings"), bool):
         claim = Claim(tied, f"its metadata say tie_word_embeddings: {str(tied).lower()}")
+    usage = Usage(
+        reads=tuple(dict.fromkeys(graph.reads)),
+        predicts=tuple(graph.products[-1:]),
+        products=tuple(
+            n for n in dict.fromkeys(graph.products) if len(graph.tensors[n].shape) == 2
+        ),
+    )
     return Checkpoint(
         path, "ONNX", graph.tensors,
         config={**config, METADATA_KEY: config} if config else {},
         files=(path, *dict.fromkeys(graph.other_files)), claim=claim,
-        reads=tuple(dict.fromkeys(graph.reads)), predicts=tuple(graph.products[-1:]),
-        products=tuple(name for name in dict.fromkeys(graph.products)
-                       if len(graph.tensors[name].shape) == 2),
+        usage=usage,
     )  # fmt: skip
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a file of ours; another's, or a later version's, is a `UserError`."""
     source, fields = checkpoint.source, checkpoint.config.get(METADATA_KEY)
     if not isinstance(fields, dict):
@@ -86,8 +92,8 @@ def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     if not isinstance(tied := fields.get("tie_word_embeddings"), bool):
         raise CorruptInputError(f"{source} does not say whether its head is tied")
     head = EMBEDDING if tied else HEAD
-    if EMBEDDING not in checkpoint.reads or checkpoint.predicts != (head,):
-        predicts = ", ".join(printable(name) for name in checkpoint.predicts) or "nothing"
+    if EMBEDDING not in checkpoint.usage.reads or checkpoint.usage.predicts != (head,):
+        predicts = ", ".join(printable(name) for name in checkpoint.usage.predicts) or "nothing"
         raise CorruptInputError(
             f"{source}: its metadata say that {EMBEDDING} reads and {head} predicts, its graph "
             f"predicts with {predicts[:200]}: it was changed after tiedgpt wrote it"
@@ -189,3 +195,27 @@ class _Graph:
         storage = Storage(str(file), start, start + length)
         reader = plain_reader(file, start, columns, dtype.itemsize) if is_plain else None
         return StoredTensor(name, shape, str(dtype), length, storage, reader)
+
+
+def _write(*arguments: Any, **options: Any) -> None:
+    from tiedgpt.weights.formats.onnx.writer import write
+
+    write(*arguments, **options)
+
+
+WRITER = Writer(write=_write, program="an ONNX graph", suffix=".onnx", bundled="model.onnx")
+FORMAT = Format(
+    name="onnx",
+    title="ONNX",
+    about="any exporter's graphs, for `tie audit` and `tie show`; as models, those of tiedgpt",
+    detect=detect,
+    open=open_onnx,
+    to_gpt=to_gpt,
+    suffixes=(".onnx",),
+    any_layout=True,
+    can_fix=False,
+    file_names=("model.onnx", "onnx/model.onnx"),
+    hub_patterns=(("*.onnx", "*.onnx_data", "*.onnx.data"),),
+    writer=WRITER,
+    packages=("onnx",),
+)

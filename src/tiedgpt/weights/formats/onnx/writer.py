@@ -37,14 +37,13 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
-from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY
+from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY, WRITER
 from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.parameters import (
     PRECISIONS,
-    chosen_precision,
     converted,
-    plain_parameters,
+    parameters_for,
 )
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ def write(
     """
     onnx = require_package("onnx", "writing ONNX files")
     path, config = Path(path), model.config
-    parameters = plain_parameters(model, "an ONNX graph")
-    dtype = PRECISIONS[chosen_precision(model, precision, PRECISIONS, "ONNX")]
+    parameters, precision = parameters_for(WRITER, model, precision)
+    dtype = PRECISIONS[precision]
     tensors = {n: p.detach().T if is_transposed(n) else p.detach() for n, p in parameters.items()}
     n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     require_room(path.parent, n_bytes + (ALIGNMENT + 256) * len(tensors))

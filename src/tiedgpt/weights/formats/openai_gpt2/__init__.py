@@ -16,6 +16,7 @@ from tiedgpt.files import read_json
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.formats.openai_gpt2 import tensorflow_bundle
 from tiedgpt.weights.formats.transformers import config_fields
+from tiedgpt.weights.registry import Format
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
@@ -32,12 +33,12 @@ FUNCTIONS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 RELEASED_VOCABULARY, END_OF_TEXT = 50257, 50256
 
 
-def detect(path: Path, head: bytes) -> bool:
+def is_index(path: Path, head: bytes) -> bool:
     """Whether a file is the index of a TensorFlow checkpoint."""
     return tensorflow_bundle.is_index(path)
 
 
-def read(path: Path) -> Checkpoint:
+def open_bundle(path: Path) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
     tensors, files = tensorflow_bundle.read_bundle(path)
     return Checkpoint(
@@ -53,12 +54,12 @@ def hparams_in(directory: Path) -> dict[str, Any]:
     return {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; an optimizer's state and counters are left out, and a note says so."""
     if ONE_MATRIX in checkpoint.tensors:
         from tiedgpt.weights.formats import openai_gpt1
 
-        return openai_gpt1.as_gpt(checkpoint)
+        return openai_gpt1.to_gpt(checkpoint)
     variables, notes = without_training(checkpoint.tensors)
     fields, foreign = config_fields(checkpoint.config)
     tensors = by_our_names(variables)
@@ -100,3 +101,19 @@ def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
             name = f"{scope}.bias" if last == "b" else f"{scope or last}.weight"
         tensors[name] = tensor.turned() if is_kernel else tensor
     return tensors
+
+
+FORMAT = Format(
+    name="openai_gpt2",
+    title="OpenAI's GPT-2",
+    about="the TensorFlow checkpoint, read without TensorFlow; checksums are verified",
+    about_tokenizer="`encoder.json`, `vocab.bpe`",
+    detect=is_index,
+    open=open_bundle,
+    to_gpt=to_gpt,
+    suffixes=(".index",),
+    is_model_file=is_index,
+    hub_patterns=(("model.ckpt*",),),
+    hub_configs=("hparams.json",),
+    packages=("google_crc32c",),
+)

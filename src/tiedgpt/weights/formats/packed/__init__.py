@@ -5,8 +5,8 @@
     tokenizer.json, ...   whatever the tokenizer writes
 
 The matrices lie as `panels.py` describes: U8 are int8 and int4, BF16 the bits of bf16. The
-engine's kernels read the mapped arrays; for any other tool `read` unpacks them under our names.
-`writer.py` makes such directories.
+engine's kernels read the mapped arrays; for any other tool `open_checkpoint` unpacks them
+under our names. `writer.py` makes such directories.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from tiedgpt.weights.formats.packed.panels import (
     unpack,
 )
 from tiedgpt.weights.formats.transformers import PACKED, config_fields, model_type_from
-from tiedgpt.weights.safetensors_file import PACKED_FORMAT, SafetensorsFile
+from tiedgpt.weights.registry import Format, Writer
+from tiedgpt.weights.safetensors_file import SafetensorsFile, is_safetensors
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"
-FORMAT, VERSION = PACKED_FORMAT, "1"
+FORMAT_NAME, VERSION = "tiedgpt-packed", "1"
+"""`format` and `version` in the metadata of the safetensors file."""
 ALIGNMENT = 64
+METADATA_BYTES = 4096
 PADDING = "padding"
 """The name of zeros in the file that align the array after them."""
 TYPES = {np.float32: "float32", np.uint16: "bfloat16", np.uint8: "uint8"}
@@ -145,7 +148,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     file = SafetensorsFile.open(path / FILE)
     metadata = file.metadata
     precision: Any = metadata.get("precision")
-    if metadata.get("format") == FORMAT and metadata.get("version") != VERSION:
+    if metadata.get("format") == FORMAT_NAME and metadata.get("version") != VERSION:
         raise UserError(
             f"{file.path} has version {str(metadata.get('version'))[:20]} of the format, version "
             f"{VERSION} is supported",
@@ -184,7 +187,7 @@ def _read_config(path: Path) -> GPTConfig:
 # As a checkpoint: every matrix of every layer under our names, unpacked when it is read.
 
 
-def read(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in packed.safetensors at `path`; raises as `open_packed`."""
     if path.name != FILE:
         raise UserError(f"{path} is a packed model: it must be named {FILE}, in a directory")
@@ -221,10 +224,45 @@ def _unpacking(panels: Panels) -> Read:
     return read
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT whose weights the panels stand for."""
     fields, foreign = config_fields(checkpoint.config)
     tensors = dict(checkpoint.tensors)
     coarse = sorted({t.dtype for t in checkpoint.tensors.values()} - {"float32", "fp32 panels"})
     notes = [f"{' and '.join(coarse)} become float32 where torch loads them"] if coarse else []
     return GPTCheckpoint("tiedgpt packed", fields, tensors, foreign=foreign, notes=tuple(notes))
+
+
+def detect(path: Path, head: bytes) -> bool:
+    """Whether it is a safetensors file whose metadata say that it is packed."""
+    if not is_safetensors(head):
+        return False
+    with path.open("rb") as file:  # the metadata come first in what we write
+        return f'"{FORMAT_NAME}"'.encode() in file.read(METADATA_BYTES)
+
+
+def _write(*arguments: Any, **options: Any) -> None:
+    from tiedgpt.weights.formats.packed.writer import write
+
+    write(*arguments, **options)
+
+
+FORMAT = Format(
+    name="packed",
+    title="packed",
+    about="directories packed for tiedgpt's CPU kernels",
+    about_tokenizer="`tokenizer.json`",
+    detect=detect,
+    open=open_checkpoint,
+    to_gpt=to_gpt,
+    file_names=(FILE,),
+    can_fix=False,
+    writer=Writer(
+        write=_write,
+        program="a packed model",
+        precisions=("int8", "int4", "bf16", "fp32"),
+        default="int8",
+        holds_tokenizer=True,
+        options=("calibration",),
+    ),
+)

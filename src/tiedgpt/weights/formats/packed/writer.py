@@ -21,7 +21,7 @@ from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.formats.packed import (
     ALIGNMENT,
     FILE,
-    FORMAT,
+    FORMAT_NAME,
     PADDING,
     VERSION,
     PackedModel,
@@ -127,7 +127,7 @@ def _write_arrays(path: Path, model: PackedModel) -> None:
         tensor = tensor.view(torch.bfloat16) if is_bf16 else tensor
         tensors[name] = stored_tensor(name, tensor)
         n_bytes += array.nbytes
-    metadata = {"format": FORMAT, "version": VERSION, "precision": model.precision}
+    metadata = {"format": FORMAT_NAME, "version": VERSION, "precision": model.precision}
     write_safetensors(path, tensors, metadata, alignment=ALIGNMENT)
 
 

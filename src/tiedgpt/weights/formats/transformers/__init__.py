@@ -21,12 +21,19 @@ from tiedgpt.weights.checkpoint import (
     Claim,
     GPTCheckpoint,
     claim_in,
-    plain,
+    require_no_adapter,
+    without_wrappers,
 )
+from tiedgpt.weights.containers import SUFFIXES, detect, open_container
+from tiedgpt.weights.registry import Format, Writer
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
+
+    from tiedgpt.core.model import GPT
 
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -119,8 +126,8 @@ def to_file(name: str, model_type: ModelType) -> str:
 
 def recognizes(checkpoint: Checkpoint) -> bool:
     """Whether config.json names a model type, and the file itself says nothing else (nanoGPT's)."""
-    named = isinstance(checkpoint.config.get("model_type"), str)
-    return named and "model_args" not in checkpoint.config
+    name = checkpoint.config.get("model_type", PACKED.name)
+    return isinstance(name, str) and name != PACKED.name and "model_args" not in checkpoint.config
 
 
 def read_module(module: nn.Module) -> Checkpoint:
@@ -142,10 +149,12 @@ def read_module(module: nn.Module) -> Checkpoint:
     }
     config, name = to_dict(), f"the {type(module).__name__} in memory"
     claim = claim_in(config, "its config") or Claim()
-    return plain(Checkpoint(name, "module", tensors, config=config, claim=claim))
+    checkpoint = Checkpoint(name, "module", tensors, config=config, claim=claim, format=FORMAT)
+    require_no_adapter(checkpoint)
+    return without_wrappers(replace(checkpoint, in_memory=True))
 
 
-def as_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers."""
     model_type = model_type_from(checkpoint.config)
     names = {theirs: ours for ours, theirs in model_type.tensor_names.items()}
@@ -248,3 +257,36 @@ def config_json(
     kept = {key: value for key, value in foreign.items() if key not in ("dtype", *described)}
     described |= {model_type.config_names.get(name, name): value for name, value in fields.items()}
     return described | kept
+
+
+def _write(model: GPT, path: Path, *, precision: str, **_: Any) -> tuple[str, ...]:
+    from tiedgpt.weights.formats.transformers.writer import write
+
+    write(model, path, precision=precision)
+    if model_type_of(model.config) is not TIEDGPT:
+        return ()
+    return ("transformers has no class for this model and refuses it; tiedgpt loads it",)
+
+
+FORMAT = Format(
+    name="transformers",
+    title="transformers",
+    about="GPT-2 and OpenAI GPT (GPT-1): safetensors, sharded, `.bin`; a model in memory; "
+    "tiedgpt's directories",
+    about_tokenizer="`tokenizer.json`, or vocabulary and merges",
+    detect=detect,
+    open=open_container,
+    to_gpt=to_gpt,
+    recognizes=recognizes,
+    suffixes=SUFFIXES,
+    file_names=(
+        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+    hub_patterns=(
+        ("*.safetensors", "*.safetensors.index.json"),
+        ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
+        ("*.pt", "*.pth", "*.bin"),
+    ),
+    writer=Writer(write=_write, program="a Hugging Face directory", holds_tokenizer=True),
+)  # fmt: skip

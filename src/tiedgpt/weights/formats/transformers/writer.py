@@ -22,7 +22,7 @@ from tiedgpt.weights.formats.transformers import (
     model_type_of,
     to_file,
 )
-from tiedgpt.weights.parameters import PRECISIONS, plain_parameters, zero_biases
+from tiedgpt.weights.parameters import PRECISIONS, gpt_parameters, zero_biases
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
@@ -46,7 +46,7 @@ def save_model(
 def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
     """Return a model's tensors under transformers' names, with zeros for missing biases."""
     model_type = model_type_of(model.config)
-    parameters = plain_parameters(model, "a Hugging Face directory")
+    parameters = gpt_parameters(model, "a Hugging Face directory")
     if model_type is not TIEDGPT:  # transformers knows no model without biases
         parameters |= zero_biases(model.config, model.wte.weight.dtype)
     return {
