@@ -97,7 +97,7 @@ def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
     assert main(long) == 1
     assert f"process {process.pid}" in capfd.readouterr().err
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 75, err
     assert re.search(r"to resume:\n  .*tiedgpt train cats\.txt", err)
     (checkpoint,) = sorted(Path("run/checkpoints").glob("step-*"))[-1:]

@@ -46,7 +46,7 @@ def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory):
         finally:
             process.send_signal(signal.SIGTERM)
         lines = process.stderr.read().splitlines()
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     assert {json.loads(line)["status"] for line in lines} == {200}
 
 

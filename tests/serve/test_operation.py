@@ -39,8 +39,8 @@ def read(connection):
     return found.decode()
 
 
-def until(condition, seconds):
-    end = time.monotonic() + seconds
+def until(condition):
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -48,14 +48,17 @@ def until(condition, seconds):
 
 @pytest.fixture
 def slow(engine, monkeypatch):
-    """The engine takes 20 ms a step."""
+    """The engine takes 20 ms a step; return its steps."""
     read = type(engine.runner.session(slots=1, capacity=8)).read
+    steps = []
 
     def slowly(self, *arguments, **named):
         time.sleep(0.02)
+        steps.append(arguments[0])
         return read(self, *arguments, **named)
 
     monkeypatch.setattr(type(engine.runner.session(slots=1, capacity=8)), "read", slowly)
+    return steps
 
 
 def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, monkeypatch):
@@ -64,16 +67,19 @@ def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, m
     def slowly(inspection, model, tokenizer, source, options):
         read.append(options["text"])
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return "{}"
 
     monkeypatch.setattr(tensors, "inspect_model", slowly)
     first = send(running.port, {"ids": [1]}, "/inspect/positions")
-    assert begun.wait(10)
-    for id in (2, 3):
-        send(running.port, {"ids": [id]}, "/inspect/positions").close()
+    assert begun.wait(60)
+    gone = [send(running.port, {"ids": [id]}, "/inspect/positions") for id in (2, 3)]
     last = send(running.port, {"ids": [4]}, "/inspect/positions")
-    time.sleep(0.2)
+    state = running.server.server_state
+    until(lambda: len(state.tasks) == 4)
+    for connection in gone:
+        connection.close()
+    until(lambda: len(state.connections) == 2)
     go_on.set()
     for connection in (first, last):
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -82,15 +88,15 @@ def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, m
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot_within_250_ms(running, engine, slow, stream):
-    before = engine.stats()["generated_tokens"]
+def test_a_client_that_goes_away_frees_its_slot_within_12_steps(running, engine, slow, stream):
     connections = [send(running.port, LONG | {"stream": stream}) for _ in range(6)]
-    until(lambda: (engine.stats()["running"], engine.stats()["waiting"]) == (4, 2), 5)
-    time.sleep(0.1)
+    until(lambda: (engine.stats()["running"], engine.stats()["waiting"]) == (4, 2))
     for connection in connections:
         connection.close()
-    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)
-    assert engine.stats()["generated_tokens"] - before < 6 * 44
+    until(lambda: not running.server.server_state.connections)
+    steps = len(slow)
+    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
+    assert len(slow) - steps < 12
 
 
 def test_survivors_write_what_they_write_alone(running, engine):
@@ -107,7 +113,7 @@ def test_survivors_write_what_they_write_alone(running, engine):
             lines = [x for x in read(connection).split("\n") if x.startswith("data: {")]
             pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
             assert "".join(pieces) == alone
-    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 1)
+    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
 
 
 def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine):
@@ -124,7 +130,7 @@ def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine)
             )
         assert "[DONE]" in read(send(running.port, LONG))
         for connection in heads + bodies:
-            connection.settimeout(2)
+            connection.settimeout(20)
         assert all("408" in connection.recv(100).decode() for connection in bodies)
         for connection in heads:
             with contextlib.suppress(ConnectionResetError):
@@ -145,9 +151,7 @@ def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
 
 def test_a_slow_reader_holds_up_nobody(running, engine):
     slow = send(running.port, LONG | {"n": 4})
-    began = time.monotonic()
-    assert "[DONE]" in read(send(running.port, LONG))
-    assert time.monotonic() - began < 5
+    assert "[DONE]" in read(send(running.port, LONG)), "although nobody reads the first"
     assert "[DONE]" in read(slow)
 
 
@@ -170,7 +174,7 @@ def test_requests_at_the_same_time_are_served_together(running, engine):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused_before_it_has_come(running, chunked):
     size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
-    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
         connection.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{size}\r\n\r\n".encode()
         )
@@ -181,7 +185,7 @@ def test_a_large_body_is_refused_before_it_has_come(running, chunked):
 
 
 def test_large_headers_are_refused(running):
-    with socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17)
         with contextlib.suppress(ConnectionError):
             connection.sendall(head)
@@ -197,10 +201,10 @@ def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
                 send(running.port, LONG | {"stream": False}),
             )
             connection.recv(100)
-            until(lambda: other.stats()["running"] == 2, 2)
+            until(lambda: other.stats()["running"] == 2)
             running.server.handle_exit(15, None)
             with connection, whole:
-                connection.settimeout(5)
+                connection.settimeout(20)
                 found = b""
                 while part := connection.recv(65_536):
                     found += part
@@ -216,6 +220,6 @@ def test_a_client_that_takes_nothing_loses_its_slots_and_its_connection_at_the_d
         for stream in (True, False):
             body = LONG | {"n": 8, "logprobs": 20, "stream": stream}
             with send(running.port, body, receive_buffer=2048):
-                until(lambda: running.server.server_state.connections, 2)
-                until(lambda: not running.server.server_state.connections, 5)
-                until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0, 0.25)
+                until(lambda: running.server.server_state.connections)
+                until(lambda: not running.server.server_state.connections)
+                until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)

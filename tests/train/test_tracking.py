@@ -70,14 +70,14 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
     monkeypatch.setattr("tiedgpt.train.tracking.QUEUE", 5)
     release, warnings = threading.Event(), []
     fake = Fake()
-    fake.start = lambda run, config, step: release.wait(10)
+    fake.start = lambda run, config, step: release.wait(60)
     began = time.perf_counter()
     with Tracking(
         "Fake", fake.start, tmp_path, {}, warn=warnings.append, patience=0.05
     ) as tracking:
         for step in range(1, 40):
             tracking.log({"step": step, "loss": 1.0})
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30
     assert [warning.split(":")[0] for warning in warnings] == [
         "Fake is too slow", "Fake is not done after 0.05 s",
     ]  # fmt: skip
