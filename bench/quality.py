@@ -29,7 +29,7 @@ from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.session import Session
 from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.weights.convert import convert
-from tiedgpt.weights.formats.packed.calibration import sampled
+from tiedgpt.weights.formats.packed.calibration import sample_ids
 from tiedgpt.weights.formats.packed.panels import PRECISIONS
 from tiedgpt.weights.formats.packed.writer import pack_gpt
 from tiedgpt.weights.load import Loaded, load
@@ -165,7 +165,7 @@ def main() -> None:
     tallies = {"torch fp32": Tally(sum(p.nbytes for p in model.parameters()) / 1e6)}
     calibrations = dict.fromkeys(given.forms)
     if given.calibrate == "samples":
-        calibrations["int4 calibrated"] = sampled(model)
+        calibrations["int4 calibrated"] = sample_ids(model)
     elif given.calibrate:
         calibrations["int4 calibrated"] = tokenizer.encode(Path(given.calibrate).read_text("utf-8"))
     for form, calibration in calibrations.items():

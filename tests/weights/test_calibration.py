@@ -14,7 +14,11 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.formats.packed import layout, open_packed, place_of
-from tiedgpt.weights.formats.packed.calibration import calibrated, round_matrix, sampled
+from tiedgpt.weights.formats.packed.calibration import (
+    calibrate,
+    round_matrix,
+    sample_ids,
+)
 from tiedgpt.weights.formats.packed.panels import Panels, from_bf16, pack, unpack
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 from tiedgpt.weights.load import load
@@ -53,7 +57,7 @@ def cost(rounded, weight, inputs):
 
 
 def test_each_linear_layer_errs_less_on_the_text_than_with_plain_rounding(model, text):
-    rounded, _ = calibrated(model, text)
+    rounded, _ = calibrate(model, text)
     with torch.no_grad():
         states = list(rounded.states(text.view(-1, 24)))
     for layer, block in enumerate(model.h):
@@ -89,7 +93,7 @@ def faces(model, text):
 
 def test_both_faces_of_the_shared_matrix_lose_less(model, text):
     h, g = faces(model, text)
-    rounded, _ = calibrated(model, text)
+    rounded, _ = calibrate(model, text)
     weight, reads = model.wte.weight, rounded.wte.weight
     predicts, own = (
         (reads, weight) if model.head is None else (rounded.head.weight, model.head.weight)
@@ -110,7 +114,7 @@ def test_predictions_on_the_text_come_nearer(model, text):
             p, q = (each(ids).log_softmax(-1) for each in (model, other))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
-    rounded, _ = calibrated(model, text)
+    rounded, _ = calibrate(model, text)
     simple = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in simple.parameters():
@@ -126,7 +130,7 @@ def test_the_layout_is_plain_roundings_and_only_matrices_change(model, text, tmp
     for name, array in packed.arrays.items():
         is_matrix = name.endswith((".weights", ".scales"))
         assert np.array_equal(array, usual.arrays[name]) is not is_matrix
-    rounded, scales = calibrated(model, text)
+    rounded, scales = calibrate(model, text)
     for name, found in scales.items():
         key, index = place_of(name)
         array, bits = (
@@ -155,26 +159,26 @@ def test_rows_of_zeros_and_inputs_that_never_come(text):
 
 
 def test_a_model_draws_its_own_text(model):
-    ids = sampled(model, 1000)
-    assert ids.shape == (1008,) and torch.equal(ids, sampled(model, 1000))
+    ids = sample_ids(model, 1000)
+    assert ids.shape == (1008,) and torch.equal(ids, sample_ids(model, 1000))
     assert len(ids.unique()) > 40 and ids.max() < 97
     assert not torch.equal(ids[:24], ids[24:48])
-    begun = sampled(GPT(replace(model.config, bos_token_id=3)), 50).view(-1, 24)[:, 0]
+    begun = sample_ids(GPT(replace(model.config, bos_token_id=3)), 50).view(-1, 24)[:, 0]
     assert begun.tolist() == [3, 3, 3]
-    calibrated(model, ids)
+    calibrate(model, ids)
 
 
 def test_ids_that_do_not_suit_are_refused(model, text):
     with pytest.raises(UserError, match="for precision int4, got int8"):
         pack_gpt(model, "int8", calibration=text)
     with pytest.raises(UserError, match="has 287 tokens and must have at least 288"):
-        calibrated(model, text[:287])
+        calibrate(model, text[:287])
     with pytest.raises(UserError, match="integers"):
-        calibrated(model, text.float())
+        calibrate(model, text.float())
     with pytest.raises(UserError, match="integers"):
-        calibrated(model, text.view(-1, 24))
+        calibrate(model, text.view(-1, 24))
     with pytest.raises(UserError, match="between 0 and 96"):
-        calibrated(model, text + 60)
+        calibrate(model, text + 60)
     with torch.no_grad():
         model.h[1].mlp.c_fc.weight[2, 3] = torch.nan
     with pytest.raises(UserError, match="not finite"):

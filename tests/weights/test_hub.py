@@ -7,7 +7,7 @@ import pytest
 
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.hub import local_directory, wanted
+from tiedgpt.weights.hub import local_directory, select_files
 from tiedgpt.weights.opening import open_checkpoint
 
 CONFIG = ["config.json", "README.md", "tokenizer.json"]
@@ -29,12 +29,12 @@ CONFIG = ["config.json", "README.md", "tokenizer.json"]
     ],
 )
 def test_of_a_repository_one_format_is_fetched(files, fetched):
-    assert wanted("someone/gpt", CONFIG + files) == ["config.json", *fetched]
+    assert select_files("someone/gpt", CONFIG + files) == ["config.json", *fetched]
 
 
 def test_of_several_quantizations_one_must_be_named():
     with pytest.raises(UserError, match=r"2 files of weights \(a\.Q4_0\.gguf, a\.Q8_0\.gguf\)"):
-        wanted("someone/gpt", ["a.Q4_0.gguf", "a.Q8_0.gguf"])
+        select_files("someone/gpt", ["a.Q4_0.gguf", "a.Q8_0.gguf"])
 
 
 @pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])

@@ -43,7 +43,7 @@ def test_initializers_are_what_onnx_reads(tmp_path, external):
         ours = checkpoint.tensors[name]
         assert ours.shape == expected.shape
         assert np.array_equal(ours.rows(0, len(expected)), expected)
-        assert np.array_equal(ours.turned().rows(2, 7), expected.T[2:7])
+        assert np.array_equal(ours.transpose().rows(2, 7), expected.T[2:7])
     assert checkpoint.usage.reads == ("W", "wpe")
     assert checkpoint.usage.predicts == ("H",)
     assert checkpoint.usage.products == ("block", "H")

@@ -56,7 +56,7 @@ def test_tensors_lie_across_files_wherever_these_are_cut(n_pieces, tmp_path):
     tensors = open_checkpoint(directory / SHAPES_FILE).tensors
     tokens = tensors["model/wte"]
     assert np.array_equal(tokens.rows(2, 9), arrays[1][2:9])
-    assert np.array_equal(tokens.turned().rows(1, 3), arrays[1][:, 1:3].T)
+    assert np.array_equal(tokens.transpose().rows(1, 3), arrays[1][:, 1:3].T)
     for tensor, array in zip(tensors.values(), arrays, strict=True):
         assert np.array_equal(numbers(tensor), array)
 

@@ -40,7 +40,7 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
         )
         assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((97, 32), "float32", 97 * 32 * 4)
         assert np.array_equal(tensor.rows(90, 97), matrix()[90:])
-        assert np.array_equal(tensor.turned().rows(3, 9), matrix().T[3:9])
+        assert np.array_equal(tensor.transpose().rows(3, 9), matrix().T[3:9])
 
 
 def test_views_in_a_torch_file_are_one_storage(tmp_path):

@@ -17,7 +17,7 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import PRECISIONS
-from tiedgpt.weights.formats.packed.writer import is_plain, pack_gpt, save_packed
+from tiedgpt.weights.formats.packed.writer import can_pack, pack_gpt, save_packed
 from tiedgpt.weights.load import load
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
@@ -207,9 +207,9 @@ def test_nothing_else_is_packed_or_written_over(tiny, tmp_path):
 
 
 def test_only_plain_models_are_packed(tiny):
-    assert is_plain(tiny)
+    assert can_pack(tiny)
     tiny.h[0].mlp.c_fc = torch.nn.Sequential(tiny.h[0].mlp.c_fc)
-    assert not is_plain(tiny)
+    assert not can_pack(tiny)
     with pytest.raises(UserError, match="adapters"):
         pack_gpt(tiny, "int8")
 

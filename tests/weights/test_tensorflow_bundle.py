@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, TYPES, values
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c, masked
+from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c
+from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import mask_checksum as mask
 from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.tensors import decode
 
@@ -45,8 +46,8 @@ def test_rows_and_columns_are_read_where_they_lie():
     wte = open_checkpoint(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
     expected = values()["model/wte"]
     assert np.array_equal(wte.rows(3, 5), expected[3:5])
-    assert np.array_equal(wte.turned().rows(2, 7), expected[:, 2:7].T)
-    assert np.array_equal(wte.turned().rows(2, 7), expected[:, 2:7].T)
+    assert np.array_equal(wte.transpose().rows(2, 7), expected[:, 2:7].T)
+    assert np.array_equal(wte.transpose().rows(2, 7), expected[:, 2:7].T)
 
 
 def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
@@ -149,7 +150,7 @@ def test_without_the_package_of_checksums_the_error_names_the_extra(copy, monkey
 
 def test_checksums_are_castagnolis_and_masked_as_leveldb_does():
     assert crc32c(b"123456789") == crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
-    assert (masked(0), masked(1 << 15)) == (0xA282EAD8, 0xA282EAD9)
+    assert (mask(0), mask(1 << 15)) == (0xA282EAD8, 0xA282EAD9)
 
 
 # Tables built byte by byte.
@@ -195,7 +196,7 @@ def block(pairs: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def sealed(body: bytes, kind: int = 0) -> bytes:
-    return body + bytes([kind]) + struct.pack("<I", masked(crc32c(body + bytes([kind]))))
+    return body + bytes([kind]) + struct.pack("<I", mask(crc32c(body + bytes([kind]))))
 
 
 def table(blocks: list[bytes], kind: int = 0, handles=None, index=None) -> bytes:
@@ -227,7 +228,7 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
     data = np.arange(600, dtype="<f4")
     keys = [(b"k%03d" % at, data[6 * at : 6 * at + 6].tobytes()) for at in range(100)]
     entries = [
-        (key, entry(offset=24 * at, crc=masked(crc32c(raw)))) for at, (key, raw) in enumerate(keys)
+        (key, entry(offset=24 * at, crc=mask(crc32c(raw)))) for at, (key, raw) in enumerate(keys)
     ]
     blocks = [[(b"", HEADER), *entries[:40]], entries[40:41], entries[41:]]
     path = write(tmp_path, table([block(pairs) for pairs in blocks]), data.tobytes())
@@ -298,7 +299,7 @@ def test_compressed_blocks_say_what_to_do(tmp_path):
 
 
 def test_a_name_is_never_a_path(tmp_path):
-    path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=masked(crc32c(bytes(24)))))))
+    path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=mask(crc32c(bytes(24)))))))
     tensor = open_checkpoint(path).tensors["../../etc/passwd"]
     assert tensor.storage.place == str(tmp_path / "m.data-00000-of-00001")
 
@@ -316,7 +317,7 @@ def test_an_index_of_megabytes_is_none(tmp_path):
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_changed_entries_under_right_checksums_give_our_error_or_a_sound_file(tmp_path, data):
-    sound = entry(crc=masked(crc32c(bytes(24))))
+    sound = entry(crc=mask(crc32c(bytes(24))))
     pairs = [(b"", HEADER), (b"a", sound), (b"b", sound)]
     body = bytearray(block(pairs))
     for _ in range(data.draw(st.integers(0, 4))):

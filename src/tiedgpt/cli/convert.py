@@ -135,11 +135,11 @@ def _run(given: Arguments) -> None:
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
     """Return the ids (N,) of the text that --calibrate names."""
-    from tiedgpt.weights.formats.packed.calibration import sampled
+    from tiedgpt.weights.formats.packed.calibration import sample_ids
 
     path = Path(text)
     if text == SAMPLES and not path.exists():
-        return sampled(model)
+        return sample_ids(model)
     if tokenizer is None:
         raise UserError(
             "--calibrate needs the model's tokenizer to read a text",

@@ -215,13 +215,13 @@ def _require_cpu(gpu: bool, how: How) -> None:
 
 def _is_for_kernels(model: GPT, precision: str) -> bool:
     """Whether kernels compute a model on a CPU where nobody says what shall."""
-    from tiedgpt.weights.formats.packed.writer import is_plain
+    from tiedgpt.weights.formats.packed.writer import can_pack
 
     if precision in QUANTIZED:
         return True
     if precision == "fp16" or str(model.wte.weight.dtype) not in FORM_OF:
         return False
-    return model.config.parameter_count() >= LARGE and is_plain(model)
+    return model.config.parameter_count() >= LARGE and can_pack(model)
 
 
 def _form(model: GPT, precision: str) -> Precision:

@@ -12,7 +12,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import wide
 from tiedgpt.tie.heads import head_layers, is_tied, predicts_through_wte
-from tiedgpt.weights.parameters import plain_matrix
+from tiedgpt.weights.parameters import head_matrix
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _predicting(model: GPT) -> Face:
     """
     name, matrix = next(iter(head_layers(model)), "head"), None
     if model.head is not None:
-        matrix = plain_matrix(model.head)
+        matrix = head_matrix(model.head)
     elif type(model.wte) is TiedEmbedding:
         matrix = model.wte.weight
     if predicts_through_wte(model) or matrix is model.wte.weight:

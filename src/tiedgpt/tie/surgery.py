@@ -33,7 +33,7 @@ from tiedgpt.tie.heads import (
 from tiedgpt.tie.ledgers import Ledger, Movement, ledger
 from tiedgpt.tie.modules import module_checkpoint, unwrapped
 from tiedgpt.weights.comparison import Comparison, compare
-from tiedgpt.weights.parameters import plain_matrix
+from tiedgpt.weights.parameters import head_matrix
 from tiedgpt.weights.roles import find_roles
 
 Keep = Literal["input", "output", "mean"]
@@ -223,7 +223,7 @@ def _predict_with_wte(model: GPT, name: str) -> None:
     """Let W predict in the place of a linear layer of the head."""
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
-    if plain_matrix(layer) is not None and layer is model.head:
+    if head_matrix(layer) is not None and layer is model.head:
         model.head = None
     else:
         model.set_submodule(name, Unembed(model.wte, layer.bias))

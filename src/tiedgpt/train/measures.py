@@ -29,7 +29,7 @@ from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.task import Task
-from tiedgpt.weights.parameters import plain_matrix
+from tiedgpt.weights.parameters import head_matrix
 
 PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
@@ -97,7 +97,7 @@ class GradientsOfW:
         self._read, self._norms = [], {}
         wte, head = self._gpt.wte, self._gpt.head
         hooks: dict[Tensor, Callable[[Tensor], None]] = {wte.weight: self._arrived}
-        matrix = plain_matrix(head) if head is not None and self._predicts else None
+        matrix = head_matrix(head) if head is not None and self._predicts else None
         if matrix is not None:
             hooks[matrix] = self._head_arrived
         with contextlib.ExitStack() as watched:

@@ -95,7 +95,7 @@ class Checkpoint:
 
 def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
     """Return what a config claims of the head, None where it is silent; `place` is its file."""
-    is_tied = of_text(config).get(TIE_KEY)
+    is_tied = text_config(config).get(TIE_KEY)
     if is_tied is None:
         return None
     if not isinstance(is_tied, bool):
@@ -103,14 +103,14 @@ def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
     return Claim(is_tied, f"{Path(place).name} says {TIE_KEY}: {str(is_tied).lower()}")
 
 
-def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with what a config of several models says of the text's."""
     inner = config.get("text_config")
     return {**inner, **config} if isinstance(inner, dict) else config
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int | None:
-    sizes = (of_text(config).get(key) for key in keys)
+    sizes = (text_config(config).get(key) for key in keys)
     return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
@@ -153,21 +153,19 @@ def unwrapped(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def require_no_adapter(checkpoint: Checkpoint) -> None:
-    """Raise `UserError` for an adapter, or a model with one that is not merged."""
-    for name in checkpoint.tensors:
+def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it with the names that parameters have in the module that was wrapped.
+
+    Raises `UserError` for an adapter, or a model with one that is not merged.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
         if "lora_A" in name or ".lora_" in name:
             raise UserError(
                 f"{checkpoint.source} holds an adapter ({printable(name)[:80]})",
                 hint="merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
                 "DIRECTORY`",
             )
-
-
-def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it with the names that parameters have in the module that was wrapped."""
-    tensors: dict[str, StoredTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
         bare = unwrapped(name)
         if bare in tensors:
             raise CorruptInputError(

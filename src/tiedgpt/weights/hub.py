@@ -15,7 +15,6 @@ from tiedgpt.weights.registry import formats
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
-FOLDERS = (".", "onnx")
 
 
 def local_directory(
@@ -47,7 +46,7 @@ def local_directory(
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        patterns = patterns or wanted(name, _listing(name, revision)) or _all_patterns()
+        patterns = patterns or select_files(name, _listing(name, revision)) or _all_patterns()
         options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
         return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
     except UserError:
@@ -75,7 +74,7 @@ def _listing(name: str, revision: str | None) -> list[str]:
     return [sibling.rfilename for sibling in siblings or []]
 
 
-def wanted(name: str, files: Sequence[str]) -> list[str]:
+def select_files(name: str, files: Sequence[str]) -> list[str]:
     """Return the files of a repository to fetch: configs, and weights in one format.
 
     Raises `UserError` where it holds several models in that format.
@@ -84,7 +83,9 @@ def wanted(name: str, files: Sequence[str]) -> list[str]:
     def matching(patterns: Sequence[str]) -> list[str]:
         return [file for file in top if any(fnmatch(Path(file).name, p) for p in patterns)]
 
-    top = [file for file in files if str(Path(file).parent) in FOLDERS]
+    names = [name for format in formats() for name in format.file_names]
+    folders = {Path(name).parent for name in names}
+    top = [file for file in files if Path(file).parent in folders]
     others = matching(NO_WEIGHTS)
     configs = matching(_configs())
     for format in formats():

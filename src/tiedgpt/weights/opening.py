@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in, require_no_adapter
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
 from tiedgpt.weights.hub import local_directory
-from tiedgpt.weights.registry import Format, formats, head_of, suffixes
+from tiedgpt.weights.registry import formats, head_of, suffixes
 
 BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
@@ -45,9 +45,7 @@ def open_checkpoint(
         )
     path = local_directory(source, revision=revision, cache_dir=cache_dir)
     directory, file = (path, _weights_in(path)) if path.is_dir() else (path.parent, path)
-    checkpoint = replace(_open_file(file, directory / "config.json"), source=path)
-    require_no_adapter(checkpoint)
-    return checkpoint
+    return replace(_open_file(file, directory / "config.json"), source=path)
 
 
 def _weights_in(directory: Path) -> Path:
@@ -94,9 +92,11 @@ def _open_file(path: Path, config_path: Path) -> Checkpoint:
         if format.detect(path, head):
             if format.open not in opened:
                 opened[format.open] = _with_config(format.open(path), config_path)
-            candidates.append(replace(opened[format.open], format=format))
-            if format.recognizes(candidates[-1]):
-                return _with_claim(candidates[-1], format)
+            checkpoint = replace(opened[format.open], format=format)
+            if format.recognizes(checkpoint):
+                own = checkpoint.claim.is_tied is None and format.claim(checkpoint)
+                return replace(checkpoint, claim=own or checkpoint.claim)
+            candidates.append(checkpoint)
     if candidates:
         return candidates[0]
     named = [format for format in formats() if path.name.endswith(format.suffixes)]
@@ -112,13 +112,6 @@ def _open_file(path: Path, config_path: Path) -> Checkpoint:
         f"{path} is {'of no known checkpoint format' if head else 'empty'}: read are those of "
         f"{titles}"
     )
-
-
-def _with_claim(checkpoint: Checkpoint, format: Format) -> Checkpoint:
-    """Add what the format means by two matrices, where nothing else says it."""
-    if checkpoint.claim.is_tied is not None:
-        return checkpoint
-    return replace(checkpoint, claim=format.claim(checkpoint) or checkpoint.claim)
 
 
 def _with_config(checkpoint: Checkpoint, config_path: Path) -> Checkpoint:

@@ -41,7 +41,7 @@ HOOKS = (
 """Attributes of a module by which it may compute something else."""
 
 
-def plain_matrix(head: nn.Module) -> Tensor | None:
+def head_matrix(head: nn.Module) -> Tensor | None:
     """Return the matrix (V, D) of a head that is h W^T and nothing more, else None."""
     if any(vars(head).get(name) for name in HOOKS) or getattr(head, "bias", None) is not None:
         return None
@@ -83,7 +83,7 @@ def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
     `whose` names the format in messages. Raises `UserError` for a head that is not a matrix (V, D),
     for parameters that are missing, added, of another shape than the config says, or without data.
     """
-    if model.head is not None and plain_matrix(model.head) is None:
+    if model.head is not None and head_matrix(model.head) is None:
         raise UserError(
             f"a head of {type(model.head).__name__} cannot be written: {whose} has a matrix (V, D) "
             "without bias"
@@ -164,7 +164,7 @@ def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: boo
         )
 
 
-def converted(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def convert_tensor(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter in `dtype`, contiguous on the CPU; `UserError` where fp16 overflows."""
     tensor = parameter.detach().cpu()
     result = tensor.to(dtype).contiguous()

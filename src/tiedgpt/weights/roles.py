@@ -140,10 +140,10 @@ def roles_of(
     transposed: list[str] = []
     if reads and not checkpoint.any_layout and lies_transposed(checkpoint, reads):
         transposed.append(reads.name)
-        reads = reads.turned()
+        reads = reads.transpose()
     if reads and predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
         transposed.append(predicts.name)
-        predicts = predicts.turned()
+        predicts = predicts.transpose()
     return Roles(reads, predicts, transposed=tuple(transposed))
 
 

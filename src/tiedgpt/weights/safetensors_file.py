@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.tensors import Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import Storage, StoredTensor, file_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ def _stored(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> Store
     start, end = (data + offset for offset in entry["data_offsets"])
     bits = re.search(r"\d+", dtype)
     width = int(bits[0]) // 8 if bits else 1
-    reader = plain_reader(path, start, shape[-1] if shape else 1, width) if width else None
+    reader = file_reader(path, start, shape[-1] if shape else 1, width) if width else None
     torch_name, storage = TORCH_NAMES.get(dtype, dtype.lower()), Storage(str(path), start, end)
     return StoredTensor(name, shape, torch_name, end - start, storage, reader)
 

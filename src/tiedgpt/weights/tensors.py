@@ -93,7 +93,7 @@ class StoredTensor:
         strides = self.strides or [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
         return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
 
-    def turned(self) -> StoredTensor:
+    def transpose(self) -> StoredTensor:
         """Return the transpose of a matrix, without reading it; anything else as it is."""
         if len(self.shape) != 2:
             return self
@@ -189,7 +189,7 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
     return native.view("<f4" if dtype in PANEL_TYPES else f"<f{FLOATS[dtype]}")
 
 
-def plain_reader(path: Path, start: int, columns: int, width: int) -> Read:
+def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
     """Return a reader of a row-major matrix that lies in a file from byte `start` on.
 
     `columns` elements of `width` bytes make a row. What is missing is a `CorruptInputError`.
@@ -215,7 +215,7 @@ def tensor_in_file(
     path: Path, name: str, shape: tuple[int, ...], dtype: str, start: int, width: int
 ) -> StoredTensor:
     """Return a row-major tensor, elements of `width` bytes, that lies from byte `start` on."""
-    reader = plain_reader(path, start, shape[-1] if shape else 1, width)
+    reader = file_reader(path, start, shape[-1] if shape else 1, width)
     n_bytes = math.prod(shape) * width
     storage = Storage(str(path), start, start + n_bytes)
     return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
@@ -223,7 +223,7 @@ def tensor_in_file(
 
 def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
     """Return a reader of rows that are opaque bytes (quantized blocks); whole rows only."""
-    plain = plain_reader(path, start, row_bytes, 1)
+    plain = file_reader(path, start, row_bytes, 1)
     return lambda first, end, left, right: plain(first, end, 0, row_bytes)
 
 

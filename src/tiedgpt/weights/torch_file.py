@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, file_reader
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ MAX_WORK = 1 << 28
 """Steps of the unpickler, and of the hashing of tuples that it builds."""
 LEGACY_PICKLES = 5
 """A file of before torch 1.6: a magic number, a version, the machine, what was saved, and keys."""
-KEPT = ("model_args", "config")
+CONFIG_KEYS = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept."""
 
 
@@ -49,9 +49,10 @@ def read_torch_file(path: Path) -> Checkpoint:
         tensors[name] = stored_tensor(name, tensor)
         if base is not None and tensor.numel() and tensor.is_contiguous():
             columns = tensor.shape[-1] if tensor.ndim else 1
-            reader = plain_reader(path, tensor.data_ptr() - base, columns, tensor.element_size())
+            reader = file_reader(path, tensor.data_ptr() - base, columns, tensor.element_size())
             tensors[name] = replace(tensors[name], read=reader)
-    config = {key: _plain(saved[key]) for key in KEPT if isinstance(saved.get(key), Mapping)}
+    configs = {key: saved[key] for key in CONFIG_KEYS if isinstance(saved.get(key), Mapping)}
+    config = {key: _json_values(values) for key, values in configs.items()}
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
 
 
@@ -98,10 +99,10 @@ def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
     def read_block(first: int, end: int, left: int, right: int) -> Native:
         import torch
 
-        from tiedgpt.weights.parameters import converted
+        from tiedgpt.weights.parameters import convert_tensor
 
         matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
-        flat = converted("the model", matrix, dtype).flatten().view(torch.uint8).numpy()
+        flat = convert_tensor("the model", matrix, dtype).flatten().view(torch.uint8).numpy()
         native: Native = flat.view(f"<u{dtype.itemsize}")
         return native.reshape(end - first, right - left)
 
@@ -211,13 +212,13 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
     raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
 
 
-def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
+def _json_values(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the values that JSON has too, and that a message can show."""
     shown = {key: value for key, value in values.items() if isinstance(key, str) and len(key) < 999}
-    return {key: value for key, value in shown.items() if _is_plain(value)}
+    return {key: value for key, value in shown.items() if _is_json_value(value)}
 
 
-def _is_plain(value: object) -> bool:
+def _is_json_value(value: object) -> bool:
     if isinstance(value, str):
         return len(value) < 999
     return value is None or (isinstance(value, int | float) and abs(value) < 1e308)

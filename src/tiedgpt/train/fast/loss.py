@@ -27,7 +27,7 @@ from tiedgpt.core.loss import (
 )
 from tiedgpt.core.model import GPT
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.weights.parameters import plain_matrix
+from tiedgpt.weights.parameters import head_matrix
 
 CACHED_ROWS = 16
 """Rows of fp32 logits that a CPU's cache holds: 3 MB of V = 50,257."""
@@ -54,7 +54,7 @@ class OnePassLoss(Substitute, GPT):
         if "logits" in vars(self):
             return None
         if self.head is not None:
-            return plain_matrix(self.head)
+            return head_matrix(self.head)
         as_built = getattr(type(self.wte), "unembed", None) is TiedEmbedding.unembed
         return self.wte.weight if as_built and "unembed" not in vars(self.wte) else None
 

@@ -146,7 +146,7 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights.parameters import PRECISIONS, converted, parameters_for
+    from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
 
     config = model.config
     tensors, precision = parameters_for(WRITER, model, precision, approximate_gelu=approximate_gelu)
@@ -163,7 +163,7 @@ def write(
         for name, shape in parameters(*layout):
             size, written = math.prod(shape) * dtype.itemsize, 0
             if name in tensors:
-                flat = converted(name, tensors[name], dtype).flatten()
+                flat = convert_tensor(name, tensors[name], dtype).flatten()
                 written = file.write(flat.view(torch.uint8).numpy().data)
             file.write(bytes(size - written))
             done += size

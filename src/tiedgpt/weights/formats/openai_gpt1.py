@@ -31,13 +31,13 @@ from tiedgpt.weights.formats.openai_gpt2 import (
     ONE_MATRIX,
     POSITIONS,
     TOKENS,
-    by_our_names,
-    hparams_in,
-    without_training,
+    drop_training_state,
+    read_hparams,
+    rename_variables,
 )
 from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.registry import Format
-from tiedgpt.weights.tensors import FLOATS, Native, Read, Storage, StoredTensor, plain_reader
+from tiedgpt.weights.tensors import FLOATS, Native, Read, Storage, StoredTensor, file_reader
 
 SHAPES, ENCODER = "params_shapes.json", "encoder_bpe_40000.json"
 BLOCK = (
@@ -84,7 +84,7 @@ def open_shards(path: Path) -> Checkpoint:
             f"one type, got {ends[-1]:,}: a file is missing, cut off or of another model"
         )
     readers = [
-        plain_reader(file, row.offset, len(row), dtype.itemsize)
+        file_reader(file, row.offset, len(row), dtype.itemsize)
         for file, row in zip(files, rows, strict=True)
     ]
     place, width = str(directory / "params_*.npy"), dtype.itemsize
@@ -96,7 +96,7 @@ def open_shards(path: Path) -> Checkpoint:
             name, shape, dtype.name, (stop - start) * width, storage, reader
         )
     return Checkpoint(
-        directory, "numpy", tensors, hparams_in(directory), files=(path, *files),
+        directory, "numpy", tensors, read_hparams(directory), files=(path, *files),
         claim=Claim(source="a .npy file does not say whether the head is tied"),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
     Raises `UserError` where one matrix holds tokens and positions and nothing says how many.
     """
-    variables, notes = without_training(checkpoint.tensors)
+    variables, notes = drop_training_state(checkpoint.tensors)
     fields, foreign = config_fields(checkpoint.config)
     fields["norm"] = "post"
     if ONE_MATRIX in variables:
@@ -117,7 +117,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         notes.append(
             f"{ONE_MATRIX} is one matrix: {n_tokens:,} tokens, then {n_rows - n_tokens:,} positions"
         )
-    tensors = by_our_names(variables)
+    tensors = rename_variables(variables)
     assumed: dict[str, Any] = dict(FUNCTIONS)
     n_layer = sum(name.endswith(".ln_2.weight") for name in tensors)
     if EMBEDDING in tensors and (n_layer, tensors[EMBEDDING].shape[1:]) == RELEASED_SHAPE:

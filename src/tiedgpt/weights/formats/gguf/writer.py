@@ -34,7 +34,7 @@ from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.parameters import (
     PRECISIONS,
-    converted,
+    convert_tensor,
     parameters_for,
     zero_biases,
 )
@@ -108,8 +108,8 @@ def _kind(name: str, tensor: Tensor, precision: str) -> str:
 
 def _encoded(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
     if kind.name in DTYPES:
-        return converted(name, tensor, DTYPES[kind.name]).flatten().view(torch.uint8).numpy()
-    numbers = converted(name, tensor, torch.float32)
+        return convert_tensor(name, tensor, DTYPES[kind.name]).flatten().view(torch.uint8).numpy()
+    numbers = convert_tensor(name, tensor, torch.float32)
     if not float(numbers.abs().max()) <= LARGEST_Q8_0:  # also where it is nan
         raise UserError(
             f"{name} has numbers that are not finite or too large for Q8_0", hint="write fp32"

@@ -121,13 +121,13 @@ def write(
     """
     import torch
 
-    from tiedgpt.weights.parameters import PRECISIONS, converted, parameters_for
+    from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
 
     config = model.config
     tensors, precision = parameters_for(WRITER, model, precision, approximate_gelu=approximate_gelu)
     state = {}
     for name, parameter in tensors.items():
-        tensor = converted(name, parameter, PRECISIONS[precision])
+        tensor = convert_tensor(name, parameter, PRECISIONS[precision])
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # storages are saved whole
         state[PREFIX + name] = tensor if alone else tensor.clone()
     n_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -154,9 +154,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     from tiedgpt.text.characters import tokenizer_of_ids
     from tiedgpt.text.tokenizer import Tokenizer
-    from tiedgpt.weights.formats.nanogpt.data_pickle import read_plain_pickle
+    from tiedgpt.weights.formats.nanogpt.data_pickle import read_data_pickle
 
-    meta = read_plain_pickle(path)
+    meta = read_data_pickle(path)
     meta = meta if isinstance(meta, dict) else {}
     ids = meta.get("stoi")
     ids = ids if isinstance(ids, dict) else {}

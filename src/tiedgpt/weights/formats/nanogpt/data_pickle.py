@@ -33,7 +33,7 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def read_plain_pickle(file: Path) -> Any:
+def read_data_pickle(file: Path) -> Any:
     """Return the value in a pickle of any protocol: dicts, strings and whole numbers.
 
     Raises `CorruptInputError` for anything else that a pickle can hold, before any of it is made.

@@ -24,7 +24,7 @@ from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCh
 from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.registry import Format, Writer
-from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, plain_reader, printable
+from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, file_reader, printable
 
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""
@@ -99,7 +99,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             f"predicts with {predicts[:200]}: it was changed after tiedgpt wrote it"
         )
     tensors = {
-        name: tensor.turned() if is_transposed(name) else tensor
+        name: tensor.transpose() if is_transposed(name) else tensor
         for name, tensor in checkpoint.tensors.items()
         if not name.startswith(CONSTANT)
     }
@@ -185,15 +185,15 @@ class _Graph:
         shape, columns = tuple(tensor.dims), tensor.dims[-1] if tensor.dims else 1
         size = math.prod(shape) * dtype.itemsize
         start, length = int(place.get("offset", 0)), int(place.get("length", size))
-        is_plain = length == size  # not so where several numbers are packed into a byte
-        wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and not is_plain)
+        is_unpacked = length == size  # not so where several numbers are packed into a byte
+        wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and not is_unpacked)
         if wrong or start + length > file.stat().st_size:
             raise ValueError(
                 f"{name[:80]!r} of shape {shape} in {dtype} cannot be {length:,} bytes from byte "
                 f"{start:,} of {file.name}"
             )
         storage = Storage(str(file), start, start + length)
-        reader = plain_reader(file, start, columns, dtype.itemsize) if is_plain else None
+        reader = file_reader(file, start, columns, dtype.itemsize) if is_unpacked else None
         return StoredTensor(name, shape, str(dtype), length, storage, reader)
 
 

@@ -42,7 +42,7 @@ from tiedgpt.weights.formats.transformers import is_transposed
 from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.parameters import (
     PRECISIONS,
-    converted,
+    convert_tensor,
     parameters_for,
 )
 
@@ -90,7 +90,7 @@ def write(
 
     def write_data(file: BinaryIO, name: str) -> None:
         nonlocal done
-        data = converted(name, tensors[name], dtype).flatten().view(torch.uint8).numpy().data
+        data = convert_tensor(name, tensors[name], dtype).flatten().view(torch.uint8).numpy().data
         done += file.write(data)
         if progress is not None:
             progress(done, n_bytes)

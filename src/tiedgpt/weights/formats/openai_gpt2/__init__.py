@@ -42,12 +42,12 @@ def open_bundle(path: Path) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
     tensors, files = tensorflow_bundle.read_bundle(path)
     return Checkpoint(
-        path, "TensorFlow", tensors, hparams_in(path.parent), files=files,
+        path, "TensorFlow", tensors, read_hparams(path.parent), files=files,
         claim=Claim(source="a TensorFlow checkpoint does not say whether the head is tied"),
     )  # fmt: skip
 
 
-def hparams_in(directory: Path) -> dict[str, Any]:
+def read_hparams(directory: Path) -> dict[str, Any]:
     """Return what a directory's hparams.json says, under the names of our fields."""
     file = directory / "hparams.json"
     hparams = read_json(file) if file.is_file() else {}
@@ -60,9 +60,9 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         from tiedgpt.weights.formats import openai_gpt1
 
         return openai_gpt1.to_gpt(checkpoint)
-    variables, notes = without_training(checkpoint.tensors)
+    variables, notes = drop_training_state(checkpoint.tensors)
     fields, foreign = config_fields(checkpoint.config)
-    tensors = by_our_names(variables)
+    tensors = rename_variables(variables)
     assumed: dict[str, Any] = dict(FUNCTIONS)
     if EMBEDDING in tensors and tensors[EMBEDDING].shape[:1] == (RELEASED_VOCABULARY,):
         assumed |= {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
@@ -70,7 +70,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint("OpenAI GPT-2", fields, tensors, assumed, foreign, tuple(notes))
 
 
-def without_training(
+def drop_training_state(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the language model's variables, and a note on the tensors that were left out."""
@@ -88,7 +88,7 @@ def without_training(
     ]
 
 
-def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def rename_variables(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the variables under our names, matrices as (out, in); unknown names are kept."""
     tensors = {}
     for name, tensor in variables.items():
@@ -99,7 +99,7 @@ def by_our_names(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
             name = re.sub(r"^h(\d)", r"h.\1", name.removeprefix("model/")).replace("/", ".")
             scope, _, last = name.rpartition(".")
             name = f"{scope}.bias" if last == "b" else f"{scope or last}.weight"
-        tensors[name] = tensor.turned() if is_kernel else tensor
+        tensors[name] = tensor.transpose() if is_kernel else tensor
     return tensors
 
 

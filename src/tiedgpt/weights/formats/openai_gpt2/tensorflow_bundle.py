@@ -117,7 +117,7 @@ def _verifying(tensor: StoredTensor, expected: int, what: str) -> Read:
         checksum = 0
         for block in tensor.blocks():
             checksum = crc32c(block.tobytes(), checksum)
-        if masked(checksum) != expected:
+        if mask_checksum(checksum) != expected:
             raise CorruptInputError(
                 f"{what} do not match their checksum", hint="download the file again"
             )
@@ -136,7 +136,7 @@ def crc32c(data: bytes, before: int = 0) -> int:
     return checksum
 
 
-def masked(checksum: int) -> int:
+def mask_checksum(checksum: int) -> int:
     """Return a CRC-32C as LevelDB stores it (util/crc32c.h): rotated, plus a constant."""
     rotated = checksum >> 15 | checksum << 17 & 0xFFFFFFFF
     return rotated + 0xA282EAD8 & 0xFFFFFFFF
@@ -168,7 +168,7 @@ def _block(data: bytes, start: int, size: int) -> bytes:
     if not 4 <= size <= stop <= len(data) - 5:
         raise ValueError("a block lies outside the file")
     compression, checksum = struct.unpack_from("<BI", data, stop)
-    if masked(crc32c(data[start : stop + 1])) != checksum:
+    if mask_checksum(crc32c(data[start : stop + 1])) != checksum:
         raise ValueError("a block does not match its checksum")
     if compression:
         raise ValueError("its blocks are compressed: save it with TensorFlow 1.2 or later")

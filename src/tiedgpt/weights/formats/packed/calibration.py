@@ -45,7 +45,7 @@ DAMPING = 0.01
 """Added to H's diagonal, as a share of its mean: keeps directions that the text lacks in place."""
 
 
-def calibrated(
+def calibrate(
     model: GPT, ids: Any, progress: Progress | None = None
 ) -> tuple[GPT, dict[str, NDArray[np.float32]]]:
     """Return a copy of a plain model whose matrices hold int4's values, and the groups' scales.
@@ -99,7 +99,7 @@ def _hessians(model: GPT, windows: Tensor) -> Iterator[tuple[str, Tensor]]:
         states = [block(x, layer) for x in states]
 
 
-def sampled(model: GPT, n_tokens: int = N_TOKENS) -> Tensor:
+def sample_ids(model: GPT, n_tokens: int = N_TOKENS) -> Tensor:
     """Return ids (N,) that a model draws itself, for a calibration without text.
 
     Windows begin with the token that begins a document, or with a random one if there is none.

@@ -29,11 +29,11 @@ from tiedgpt.weights.formats.packed import (
     open_packed,
     place_of,
 )
-from tiedgpt.weights.formats.packed.calibration import calibrated
+from tiedgpt.weights.formats.packed.calibration import calibrate
 from tiedgpt.weights.formats.packed.panels import Precision, pack
 from tiedgpt.weights.formats.transformers import PACKED, config_json
 from tiedgpt.weights.load import Progress
-from tiedgpt.weights.parameters import plain_matrix
+from tiedgpt.weights.parameters import head_matrix
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
@@ -44,14 +44,14 @@ MODULES = {
 }  # fmt: skip
 
 
-def is_plain(model: GPT) -> bool:
+def can_pack(model: GPT) -> bool:
     """Whether a model computes what its config says and nothing else: no adapters, a plain head."""
     own_head = model.head is not None
     return (
         {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes(model.config)
         and {type(module) for module in model.modules()} <= MODULES
         and own_head is not model.config.tie_word_embeddings
-        and not (own_head and plain_matrix(model.head) is None)  # type: ignore[arg-type]
+        and not (own_head and head_matrix(model.head) is None)  # type: ignore[arg-type]
     )
 
 
@@ -65,7 +65,7 @@ def pack_gpt(
     `UserError` for a model that is not plain, or whose weights are not finite, and for ids that do
     not suit.
     """
-    if not is_plain(model):
+    if not can_pack(model):
         raise UserError(
             "a model with adapters, other modules or another head than its config's is not packed",
             hint="merge the adapters, or compute it with torch",
@@ -74,7 +74,7 @@ def pack_gpt(
     if calibration is not None:
         if precision != "int4":
             raise UserError(f"is for precision int4, got {precision}", option="calibration")
-        model, scales = calibrated(model, calibration, progress)
+        model, scales = calibrate(model, calibration, progress)
     arrays = {
         name: np.zeros(shape, dtype)
         for name, (shape, dtype) in layout(model.config, precision).items()

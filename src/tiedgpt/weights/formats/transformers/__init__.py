@@ -21,7 +21,6 @@ from tiedgpt.weights.checkpoint import (
     Claim,
     GPTCheckpoint,
     claim_in,
-    require_no_adapter,
     without_wrappers,
 )
 from tiedgpt.weights.containers import SUFFIXES, detect, open_container
@@ -150,7 +149,6 @@ def read_module(module: nn.Module) -> Checkpoint:
     config, name = to_dict(), f"the {type(module).__name__} in memory"
     claim = claim_in(config, "its config") or Claim()
     checkpoint = Checkpoint(name, "module", tensors, config=config, claim=claim, format=FORMAT)
-    require_no_adapter(checkpoint)
     return without_wrappers(replace(checkpoint, in_memory=True))
 
 
@@ -168,7 +166,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
                 f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
         if not MASK_BUFFERS.fullmatch(name):
-            tensors[name] = stored.turned() if is_transposed(name) else stored
+            tensors[name] = stored.transpose() if is_transposed(name) else stored
     fields, foreign = config_fields(checkpoint.config)
     notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS, LARGEST, read_plain_pickle
+from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS, LARGEST, read_data_pickle
 
 META = {
     "vocab_size": 4,
@@ -27,7 +27,7 @@ vocabularies = st.dictionaries(characters, st.integers(-(2**70), 2**70), max_siz
 def read(tmp_path, content: bytes):
     file = tmp_path / "meta.pkl"
     file.write_bytes(content)
-    return read_plain_pickle(file)
+    return read_data_pickle(file)
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -185,9 +185,9 @@ def test_a_file_far_too_large_is_not_read(tmp_path):
     with file.open("wb") as opened:
         opened.truncate(LARGEST + 1)
     with pytest.raises(CorruptInputError, match="too many"):
-        read_plain_pickle(file)
+        read_data_pickle(file)
 
 
 def test_a_file_that_cannot_be_read_is_the_users_error(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
-        read_plain_pickle(tmp_path)
+        read_data_pickle(tmp_path)
