@@ -40,9 +40,8 @@ BEGIN = "began = time.perf_counter()\n"
 CALLS = {
     "vocabulary": BEGIN + "inspect.vocabulary(model, tokenizer, counts=counts)",
     "table": "found = inspect.vocabulary(model, tokenizer, counts=counts)\n"
-    "from tiedgpt.cli.inspect import SHOW\n"
     + BEGIN
-    + "with contextlib.redirect_stdout(io.StringIO()): SHOW['vocabulary'](found, size)",
+    + "found.table(size)",
     "body": BEGIN + "with torch.no_grad(): model.body(ids[None])",
     "positions": BEGIN + "inspect.positions(model, tokenizer, ids)",
     "dot": BEGIN + "inspect.dot(model, tokenizer, ids)",

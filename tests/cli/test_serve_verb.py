@@ -24,23 +24,31 @@ def directory(tmp_path):
     return tmp_path / "cats"
 
 
-def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory):
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory, is_bare):
+    """Also with a key and without a tokenizer."""
     pytest.importorskip("fastapi")
     command = [sys.executable, "-m", "tiedgpt", "serve", str(directory), "--port", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if is_bare:
+        for file in directory.glob("*token*"):
+            file.unlink()
+        command, env = [*command, "--api-key", "secret"], env | {"TIEDGPT_API_KEY": "secret"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     ) as process:
         try:
-            shown = [process.stdout.readline() for _ in range(7)]
+            shown = [process.stdout.readline() for _ in range(7 + is_bare)]
             (address,) = re.findall(r"address +(http://127.0.0.1:\d+)", shown[0])
             assert "cats" in shown[1] and "8 texts at a time" in shown[2]
             (curl,) = [line for line in shown if line.startswith("curl")]
-            done = subprocess.run(["sh", "-c", f"{curl.strip()} -s"], capture_output=True)
+            done = subprocess.run(["sh", "-c", f"{curl.strip()} -s"], capture_output=True, env=env)
             assert json.loads(done.stdout)["object"] == "text_completion"
-            if openai_line := next(line for line in shown if line.startswith("from openai")):
-                pytest.importorskip("openai")
-                subprocess.run([sys.executable, "-c", openai_line], check=True, capture_output=True)
+            assert json.loads(done.stdout)["choices"][0]["text"]
+            openai_line = next(line for line in shown if "from openai" in line)
+            pytest.importorskip("openai")
+            done = subprocess.run([sys.executable, "-c", openai_line], capture_output=True, env=env)
+            assert done.returncode == 0 and done.stdout.strip(), done.stderr
             with urllib.request.urlopen(f"{address}/health") as response:
                 assert json.load(response) == {"status": "ok"}
         finally:
@@ -54,6 +62,8 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
     assert main(["serve", str(directory), "--host", "0.0.0.0"]) == 1
     error = capsys.readouterr().err
     assert "--api-key" in error and "--insecure" in error
+    assert main(["serve", str(directory), "--host", "unix:/tmp/socket"]) == 1
+    assert "unix:/tmp/socket is a unix socket" in capsys.readouterr().err
     for option, wrong in {
         "--api-key": ["", "a b", "é"], "--drain": ["nan", "-1", "inf"], "--queue": ["0"],
         "--port": ["70000"], "--host": ["nowhere.invalid"], "--slots": ["0"],
@@ -78,3 +88,30 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
             assert main(["serve", str(directory), "--port", "0"]) == 1
         error = capsys.readouterr().err
         assert package in error and "pip install 'tiedgpt[serve]'" in error
+
+
+def test_ctrl_c_says_what_is_being_finished_and_a_second_ends_at_once(tmp_path):
+    pytest.importorskip("fastapi")
+    tokenizer = Tokenizer.train([TEXT], 300)
+    opinionated(tokenizer, n_positions=16_384).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "tiedgpt", "serve", str(tmp_path), "--port=0", "--drain=900"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            address = re.findall(r"http://[\d.:]+", process.stdout.readline())[0]
+            body = {"prompt": "a", "max_tokens": 16_000, "logit_bias": {"7": 100}, "stream": True}
+            headers = {"content-type": "application/json"}
+            data = json.dumps(body).encode()
+            request = urllib.request.Request(f"{address}/v1/completions", data, headers)
+            with urllib.request.urlopen(request) as response:
+                response.readline()
+                process.send_signal(signal.SIGINT)
+                said = process.stderr.readline()
+                assert "1 text is being finished" in said and "Ctrl-C again ends at once" in said
+                process.send_signal(signal.SIGINT)
+                assert process.wait(120) == 0
+        finally:
+            process.kill()

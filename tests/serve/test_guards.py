@@ -78,7 +78,7 @@ def test_pages_of_other_origins_are_refused_and_no_cors_is_granted(client):
     assert not [name for name in response.headers if name.startswith("access-control")]
     plain = {"content-type": "text/plain"}
     assert (
-        client.post("/v1/completions", content=json.dumps(body), headers=plain).status_code == 400
+        client.post("/v1/completions", content=json.dumps(body), headers=plain).status_code == 415
     )
 
 
@@ -102,9 +102,66 @@ def test_the_log_has_a_line_for_each_request_without_prompt_or_key(locked, caplo
     assert "secret" not in caplog.text and KEY not in caplog.text
 
 
-def test_unknown_paths_and_methods_are_errors_in_the_same_format(client):
-    for response, status in (
-        (client.get("/v1/nothing"), 404), (client.get("/v1/completions"), 405)
-    ):  # fmt: skip
-        assert response.status_code == status
-        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status", "said"),
+    [
+        ("GET", "/v1/nothing", {}, 404, "there is no route /v1/nothing"),
+        ("GET", "/v1/completions", {}, 405, "/v1/completions takes POST, not GET"),
+        ("POST", "/health", {}, 405, "/health takes GET, not POST"),
+        ("POST", "/v1/completions", {"content-encoding": "gzip"}, 415, "compressed (gzip)"),
+        ("POST", "/v1/completions", {"content-type": "text/plain"}, 415, "application/json"),
+        ("POST", "/v1/completions", {"content": b'{"prompt": "\xff"}'}, 400, "must be UTF-8"),
+        ("POST", "/v1/completions", {"content": DEEP}, 400, "nested less deeply"),
+        ("GET", "/health", {"x": "x" * 66_000}, 431, "65,536 bytes"),
+        ("GET", "/health?" + "x" * 40_000, {"x": "x" * 40_000}, 431, "65,536 bytes"),
+    ],
+)
+def test_what_no_route_takes_is_one_sentence_in_openais_form(
+    client, method, path, options, status, said
+):
+    body = options.pop("content", b"{}") if method == "POST" else None
+    headers = {"content-type": "application/json"} | options
+    response = client.request(method, path, content=body, headers=headers)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert said in error["message"] and "\n" not in error["message"]
+
+
+def test_head_is_get_without_the_body(client):
+    for path in ("/", "/health", "/v1/models"):
+        head, get = client.head(path), client.get(path)
+        assert head.status_code == 200 and not head.content
+        assert head.headers["content-length"] == str(len(get.content))
+    assert client.head("/v1/completions").status_code == 405
+
+
+FINE = {"role": "a", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [FINE, {"role": "a", "content": 5}]},
+         "messages.1.content"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
+        ("chat/completions", {"messages": [{"role": "a", "content": [{"type": "image_url"}]}]},
+         "messages.0.content"),
+        ("chat/completions", {"messages": [{"role": "a", "content": "b", "tool": 1}]},
+         "messages.0.tool"),
+        ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ("completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+         "response_format.json_schema.schema"),
+        ("completions", {"stream_options": {"x": 1}}, "stream_options.x"),
+        ("completions", {"prompt": ["a", 5]}, "prompt"),
+        ("embeddings", {}, "input"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_path_of_the_field(client, path, body, param):
+    response = client.post(f"/v1/{path}", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param} ")

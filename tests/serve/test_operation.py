@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
-from tiedgpt.serve import tensors
+from tiedgpt.serve import torch_model
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
@@ -70,7 +70,7 @@ def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, m
         assert go_on.wait(60)
         return "{}"
 
-    monkeypatch.setattr(tensors, "inspect_model", slowly)
+    monkeypatch.setattr(torch_model, "inspect_model", slowly)
     first = send(running.port, {"ids": [1]}, "/inspect/positions")
     assert begun.wait(60)
     gone = [send(running.port, {"ids": [id]}, "/inspect/positions") for id in (2, 3)]
@@ -140,11 +140,14 @@ def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine)
 
 
 def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
+    n_texts = []
     with Running(app, engine, Limits(queue=8)) as running:
+        running.server.on_drain = n_texts.append
         connection = send(running.port, LONG)
         connection.recv(100)
         running.server.handle_exit(15, None)
         assert "[DONE]" in read(connection)
+    assert n_texts == [1]
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", running.port), timeout=1)
 
@@ -184,12 +187,41 @@ def test_a_large_body_is_refused_before_it_has_come(running, chunked):
         assert "413" in connection.recv(65_536).decode().split("\r\n")[0]
 
 
-def test_large_headers_are_refused(running):
+def test_a_client_that_sends_all_of_a_large_body_reads_why_it_is_refused(running):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + b" " * 65_536 + b"\r\n"
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
-        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17)
+        connection.sendall(head)
+        for _ in range(320):  # 20 MiB, far more than the socket's buffers hold
+            connection.sendall(chunk)
+        connection.sendall(b"0\r\n\r\n")
+        answer = b""
+        while part := connection.recv(65_536):
+            answer += part
+    assert b" 413 " in answer and b'"code":"body_too_large"' in answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17),
+            431,
+            b"65,536 bytes",
+        ),
+        (b"\x16\x03\x01 hello\r\n\r\n", 400, b"no valid HTTP/1.1 request"),
+    ],
+)
+def test_what_is_no_request_is_answered_in_openais_form(running, sent, status, said):
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(head)
-        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+            connection.sendall(sent)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(2000):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert b'{"error":{"message":' in answer and said in answer
 
 
 def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):

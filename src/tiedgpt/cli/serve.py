@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import os
 import re
@@ -69,6 +70,9 @@ def run(arguments: list[str]) -> None:
     key = os.environ.get(KEY) or None if given.api_key is None else given.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise UserError("--api-key must be ASCII letters, digits and symbols, without spaces")
+    if given.host.startswith("unix:"):
+        hint = "use --host 127.0.0.1 with a --port"
+        raise UserError(f"--host {given.host} is a unix socket; serve listens on TCP", hint=hint)
     if not key and not given.insecure and not _is_local(given.host):
         raise UserError(
             f"--host {given.host} lets other machines use the model",
@@ -115,11 +119,16 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
         logger.propagate = False
     access_log.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _tell(given, name, key, engine, listener.getsockname()[1])
-    Server(app, engine, limits).run([listener])
+    _show_calls(given, name, key, engine, listener.getsockname()[1])
+
+    def tell_drain(n_texts: int) -> None:
+        texts = f"{n_texts} text{'s are' if n_texts > 1 else ' is'} being finished"
+        note(f"{texts}, for at most {given.drain:g} seconds; Ctrl-C again ends at once")
+
+    Server(app, engine, limits, tell_drain).run([listener])
 
 
-def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
+def _show_calls(given: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
     """Print the address, the limits, and two ways to call it that work as they are."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given.host, given.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
@@ -127,14 +136,16 @@ def _tell(given: Arguments, name: str, key: str | None, engine: Engine, port: in
     fact("address", f"{url} (in a browser: the page)", style="bold")
     fact("model", f"{name}: {engine!r}")
     fact("limits", f"{given.slots} texts at a time, {given.queue} wait; 1 MiB a request")
-    to = console()
-    authorization = f' -H "Authorization: Bearer ${KEY}"' if key else ""
-    to.print(
-        f"\ncurl {url}/v1/completions{authorization} -H 'Content-Type: application/json' "
-        f'-d \'{{"prompt": "Once", "max_tokens": 20}}\'\n\n'
-        f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', "
-        f"api_key={f'os.environ[{KEY!r}]' if key else repr('none')})"
-        f".completions.create(model={name!r}, prompt='Once').choices[0].text)\n"
+    if given.api_key is not None:
+        fact("key", f"clients below read it from the environment variable {KEY}")
+    prompt: str | list[int] = "Once" if engine.tokenizer is not None else [0]
+    header = f' -H "Authorization: Bearer ${KEY}"' if key else ""
+    body = json.dumps({"prompt": prompt, "max_tokens": 20})
+    api_key, imports = (f"os.environ[{KEY!r}]", "import os; ") if key else ("'none'", "")
+    console().print(
+        f"\ncurl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"{imports}from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key={api_key})"
+        f".completions.create(model={name!r}, prompt={prompt!r}).choices[0].text)\n"
     )
     sys.stdout.flush()
 

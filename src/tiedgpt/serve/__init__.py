@@ -1,17 +1,18 @@
 """A model over HTTP: OpenAI's API on an engine, with prompt log-probabilities that are right.
 
-    app.py          the application: its routes, what they share, errors
+    app.py          the application: its routes, and what they share
     schemas.py      the requests, every field with its limits
-    texts.py        texts that the engine writes for one HTTP request, and their cancellation
+    errors.py       errors in OpenAI's form
+    streams.py      the texts that the engine generates for one HTTP request
     completions.py  /v1/completions and /v1/chat/completions
     logprobs.py     log-probabilities in OpenAI's forms
-    tensors.py      what torch computes: /v1/embeddings and /inspect/...
-    answers.py      what the page asks for: `inspect`, the model, its tokens
+    torch_model.py  what torch computes: /v1/embeddings and /inspect/NAME
+    page_data.py    what the page shows: inspections, the model, its tokens
     assets.py       the page's files, in page/, and all of them in one file
     export.py       the answers of all views for one text, for `inspect --html`
-    guards.py       what a request must pass first: host, key, size, time; the access log
+    guards.py       checks of each request: host, key, size, time; the access log
     metrics.py      /metrics
-    server.py       the socket, deadlines for headers, the end by SIGTERM
+    server.py       the socket, deadlines, the end by SIGTERM
 
 The packages are those of the extra `tiedgpt[serve]`.
 """

@@ -1,4 +1,4 @@
-"""The application: an engine behind OpenAI's API, and `inspect` behind /inspect/NAME."""
+"""The application: an engine behind OpenAI's API, and each inspection at /inspect/NAME."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi.responses import Response
 
 import tiedgpt
-from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.serve import answers, completions, tensors
+from tiedgpt.serve import completions, page_data, torch_model
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
-from tiedgpt.serve.errors import APIError, api_error
+from tiedgpt.serve.errors import APIError, add_error_handlers
 from tiedgpt.serve.guards import Guard, Hosts, Limits
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.schemas import (
@@ -30,23 +28,23 @@ from tiedgpt.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Message,
     TokenizeRequest,
     inspection_body,
 )
-from tiedgpt.serve.tensors import Tensors
+from tiedgpt.serve.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.data.templates import Template
 
-
-DESCRIBED = {
+EXPECTED = {
     name: field.description
-    for request in (CompletionRequest, EmbeddingRequest)
+    for request in (CompletionRequest, EmbeddingRequest, Message)
     for name, field in request.model_fields.items()
     if field.description
 }
-"""What fields of several types must be."""
+"""What fields of several types must be, for errors."""
 
 
 def create_app(
@@ -57,17 +55,16 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
-    source: answers.Source | None = None,
+    source: page_data.Source | None = None,
     template: Template | None = None,
 ) -> FastAPI:
     """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
     `name` is the model's for clients. With a `key` all but /health and the page's files need it.
-    `hosts` are the names by which it may be called, by default those of this machine alone. `load`
-    opens the model for embeddings and inspection, by default a copy of the engine's own. `source`
-    is where it lies, so that the page can name its file and show its run; the path itself is told
-    to clients on this machine alone. `template` writes
-    conversations; None: there is no chat.
+    `hosts` are the names by which clients may call it, by default those of this machine alone.
+    `load` opens the model for embeddings and inspection, by default a copy of the engine's own.
+    `source` is where it lies, so that the page can name its file and show its run; only clients on
+    this machine are told the path. `template` writes conversations; without it there is no chat.
     """
     limits, hosts = limits or Limits(), hosts or Hosts.of("127.0.0.1")
     name = name.encode(errors="replace").decode()  # a directory's may be no UTF-8
@@ -87,18 +84,18 @@ def create_app(
         key=key,
         count=lambda status: service.metrics.responses.labels(status).inc(),
     )
-    _add_texts(app, service)
+    _add_generation(app, service)
     _add_tokens(app, service)
-    model = Tensors(load or (lambda: _copied(engine)), limits.inspections, source)
-    _add_tensors(app, service, model)
+    model = TorchModel(load or (lambda: _copy_model(engine)), limits.inspections, source)
+    _add_torch_model(app, service, model)
     _add_page(app, service, model, source if hosts.are_local else None)
     _add_operation(app, service)
     path = "" if hosts.are_local or source is None else os.fspath(source)
-    _add_errors(app, {path: name} if os.path.isabs(path) else {})
+    add_error_handlers(app, EXPECTED, {path: name} if os.path.isabs(path) else {})
     return app
 
 
-def _add_texts(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request, body: CompletionRequest) -> Response:
         return await completions.complete(service, request, body)
@@ -126,42 +123,44 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    tokenizer, config = service.engine.tokenizer, service.engine.runner.config
+    config = service.engine.runner.config
 
-    def needed() -> tiedgpt.Tokenizer:
-        if tokenizer is None:
-            raise UserError("the model has no tokenizer", hint="give ids")
-        return tokenizer
+    def require_tokenizer() -> tiedgpt.Tokenizer:
+        if service.engine.tokenizer is None:
+            raise UserError("the model has no tokenizer", hint="use token ids")
+        return service.engine.tokenizer
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        ids = await asyncio.to_thread(needed().encode, body.prompt)
-        end = needed().eos_token_id
-        if end is not None and body.prompt.encode() == needed().token_bytes(end):
+        tokenizer = require_tokenizer()
+        ids = await asyncio.to_thread(tokenizer.encode, body.prompt)
+        end = tokenizer.eos_token_id
+        if end is not None and body.prompt.encode() == tokenizer.token_bytes(end):
             ids = [end]  # so clients ask for it; within a text it is ordinary text
         return {"tokens": ids, "count": len(ids), "max_model_len": config.n_positions}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        return {"prompt": await asyncio.to_thread(needed().decode, body.tokens)}
+        return {"prompt": await asyncio.to_thread(require_tokenizer().decode, body.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        ends = {"bos_token": needed().bos_token_id, "eos_token": needed().eos_token_id}
-        texts = {k: None if id is None else needed().decode([id]) for k, id in ends.items()}
-        return {**texts, "vocab_size": len(needed()), "kind": needed().kind}
+        tokenizer = require_tokenizer()
+        ends = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        texts = {k: None if id is None else tokenizer.decode([id]) for k, id in ends.items()}
+        return {**texts, "vocab_size": len(tokenizer), "kind": tokenizer.kind}
 
 
-def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
+def _add_torch_model(app: FastAPI, service: Service, model: TorchModel) -> None:
     @app.post("/v1/embeddings")
     async def embed(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         service.require_model(body.model)
-        return await tensors.embed(service, model, request, body)
+        return await torch_model.embed(service, model, request, body)
 
     def add(inspection: Inspection) -> None:
         async def inspect(request: Request, body: Body) -> Response:
-            found = await tensors.inspect(service, model, request, inspection, body)
-            return Response(found, media_type="application/json")
+            data = await torch_model.inspect(service, model, request, inspection, body)
+            return Response(data, media_type="application/json")
 
         inspect.__annotations__["body"] = inspection_body(inspection)
         app.post(f"/inspect/{inspection.name}", name=f"inspect_{inspection.name}")(inspect)
@@ -170,41 +169,43 @@ def _add_tensors(app: FastAPI, service: Service, model: Tensors) -> None:
         add(inspection)
 
 
-def _add_page(app: FastAPI, service: Service, model: Tensors, told: answers.Source | None) -> None:
+def _add_page(
+    app: FastAPI, service: Service, model: TorchModel, path: page_data.Source | None
+) -> None:
     """Add the page's files, and what it asks for once: the model, and its tokens' texts.
 
-    `told` is where the model lies, if clients may know it.
+    `path` is where the model lies, if clients may know it.
     """
 
     def add(path: str, data: bytes) -> None:
         headers = HEADERS | {"etag": etag(data)}
 
         async def file(request: Request) -> Response:
-            return _unless_known(request, data, headers, media_type(path))
+            return _cached_response(request, data, headers, media_type(path))
 
         app.get(path, include_in_schema=False)(file)
 
-    for path, data in page_files().items():
-        add(path, data)
+    for file, data in page_files().items():
+        add(file, data)
     tokenizer, size = service.engine.tokenizer, service.engine.runner.config.vocab_size
-    held: list[bytes] = []
+    texts: list[bytes] = []
 
     @app.get("/inspect/model")
     async def the_model(request: Request) -> Response:
         def describe(gpt: GPT) -> str:
-            return answers.described(service.name, gpt, tokenizer, model.source, path=told)
+            return page_data.describe_model(service.name, gpt, tokenizer, model.source, path=path)
 
         return Response(await model.run(request, describe), media_type="application/json")
 
     @app.get("/inspect/pieces")
     async def the_pieces(request: Request) -> Response:
-        if not held:
-            held.append((await asyncio.to_thread(answers.pieces, tokenizer, size)).encode())
-        headers = {"etag": etag(held[0]), "cache-control": "no-cache"}
-        return _unless_known(request, held[0], headers, "application/json")
+        if not texts:
+            texts.append((await asyncio.to_thread(page_data.token_texts, tokenizer, size)).encode())
+        headers = {"etag": etag(texts[0]), "cache-control": "no-cache"}
+        return _cached_response(request, texts[0], headers, "application/json")
 
 
-def _unless_known(request: Request, data: bytes, headers: dict[str, str], kind: str) -> Response:
+def _cached_response(request: Request, data: bytes, headers: dict[str, str], kind: str) -> Response:
     """Return data, or 304 if the client has it."""
     if headers["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -232,49 +233,12 @@ def _add_operation(app: FastAPI, service: Service) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_errors(app: FastAPI, hidden: dict[str, str]) -> None:
-    """Answer errors in OpenAI's form; `hidden`: paths, and what is said in their place."""
-
-    async def ours(_: Request, error: Exception) -> JSONResponse:
-        found = api_error(error)
-        for path, shown in hidden.items():
-            found.message = found.message.replace(path, shown)
-        return found.response()
-
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _invalid(error).response()
-
-    async def http(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return APIError(error.status_code, str(error.detail)).response(error.headers)
-
-    for kind in (APIError, TiedGPTError, Exception):
-        app.add_exception_handler(kind, ours)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-
-
-def _invalid(error: RequestValidationError) -> APIError:
-    """Name the first field that is wrong; what was sent is not repeated."""
-    first = error.errors()[0]
-    where = [str(part)[:64] for part in first["loc"][1:]]
-    if first["type"] == "json_invalid" or not where:
-        return APIError(400, f"the body must be a JSON object: {first['msg']}", code="invalid_json")
-    says = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("extra_forbidden", "none_required"):
-        says = "is not supported: leave it out"
-    elif where[0] in DESCRIBED and len(where) > 1:
-        says = f"must be {DESCRIBED[where[0]]}"
-    return APIError(400, f"{where[0]}: {says}", param=where[0])
-
-
 def _fingerprint(engine: Engine) -> str:
     """Return what changes with the model's shape, precision and this version: for `seed`."""
     return "fp_" + hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()[:12]
 
 
-def _copied(engine: Engine) -> GPT:
+def _copy_model(engine: Engine) -> GPT:
     """Return a copy of the engine's model: `inspect` listens inside it while the engine reads."""
     if engine.backend != "torch":
         raise UserError("embeddings and inspection need the model in torch: serve its source")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
@@ -49,7 +53,7 @@ class APIError(Exception):
 
 
 def api_error(error: Exception) -> APIError:
-    """Return what a client is told of an error; of one that is not ours, nothing in particular."""
+    """Return what a client is told of an error; of a bug, only that there is one."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -67,3 +71,78 @@ def api_error(error: Exception) -> APIError:
 def _field(option: str) -> str:
     """Return what the API calls an option of the engine."""
     return OPTIONS.get(option, option)
+
+
+def body_error(error: RequestValidationError, expected: Mapping[str, str]) -> APIError:
+    """Return an error that names the path of the first field that is wrong.
+
+    `expected`: what fields of several types must be. The values that were sent are not repeated.
+    """
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body must be JSON: {first['ctx']['error']}", code="invalid_json")
+    path, value = list[str](), error.body
+    for part in first["loc"][1:]:  # names of types in a union are no fields
+        is_inside = isinstance(value, dict | list)
+        has_part = part in value if isinstance(value, dict) else is_inside and isinstance(part, int)
+        if has_part or (first["type"] == "missing" and part == first["loc"][-1]):
+            path.append(str(part)[:64])
+            value = value[part] if has_part else None
+        if part in expected and first["type"] not in ("missing", "extra_forbidden"):
+            must = f"must be {expected[part]}"
+            return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
+    if not path:
+        return APIError(400, "the body must be a JSON object", code="invalid_json")
+    problem = first["msg"].removeprefix("Value error, ").replace("valid dictionary", "JSON object")
+    problem = re.sub(r"^\w+ should\b", "must", problem)
+    if first["type"] in ("extra_forbidden", "none_required"):
+        problem = "is not supported: leave it out"
+    elif first["type"] == "missing":
+        problem = "is required"
+    return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
+
+
+def http_error(request: Request, error: HTTPException) -> APIError:
+    """Return a sentence for an error of the framework."""
+    method, path, cause = request.method, request.url.path[:200], error.__cause__
+    if error.status_code == 404:
+        return APIError(404, f"there is no route {path}: GET /openapi.json lists all")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return APIError(405, f"{path} takes {allowed}, not {method}")
+    problem = str(error.detail)
+    if isinstance(cause, UnicodeDecodeError):
+        problem = "the body must be UTF-8"
+    elif isinstance(cause, RecursionError):
+        problem = "the body must be nested less deeply"
+    elif isinstance(cause, ValueError):
+        problem = f"the body must be JSON: {cause}"
+    return APIError(error.status_code, problem, code="invalid_json")
+
+
+def add_error_handlers(
+    app: FastAPI, expected: Mapping[str, str], hidden: Mapping[str, str]
+) -> None:
+    """Answer errors in OpenAI's form.
+
+    `expected` as of `body_error`; `hidden`: paths of this machine, and what replaces them.
+    """
+
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
+        refusal = api_error(error)
+        for path, replacement in hidden.items():
+            refusal.message = refusal.message.replace(path, replacement)
+        return refusal.response()
+
+    async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return body_error(error, expected).response()
+
+    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return http_error(request, error).response(error.headers)
+
+    for kind in (APIError, TiedGPTError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(HTTPException, on_http_error)

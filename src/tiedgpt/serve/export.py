@@ -1,6 +1,6 @@
 """The page with the answers for one text inside: what its views ask for, and what is found.
 
-A file holds at most `MOST_BYTES` of answers: the first views' first, other positions last. A view
+A file holds at most `MAX_BYTES` of answers: the first views' first, other positions last. A view
 whose answer is not there says so.
 """
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS
-from tiedgpt.serve.answers import Source, described, inspect_model, pieces
 from tiedgpt.serve.assets import in_one_file
+from tiedgpt.serve.page_data import Source, describe_model, inspect_model, token_texts
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.text import Tokenizer
 
-MOST_BYTES = 24_000_000
+MAX_BYTES = 24_000_000
 Body = dict[str, Any]
 
 
@@ -41,10 +41,10 @@ def export(
     ids = json.loads(found)["ids"]
     answers = {
         "state": json.dumps(subject | {"pin": len(ids) - 1}),
-        "/inspect/model null": described(name, model, tokenizer, source),
-        "/inspect/pieces null": pieces(tokenizer, model.config.vocab_size),
+        "/inspect/model null": describe_model(name, model, tokenizer, source),
+        "/inspect/pieces null": token_texts(tokenizer, model.config.vocab_size),
     }
-    left = MOST_BYTES
+    left = MAX_BYTES
     for function, body in _requests(subject, ids, model.config.n_layer):
         options = dict(body)
         if given := options.pop("ids", None) or options.get("text"):

@@ -1,9 +1,9 @@
 """What a request must pass before the application sees it: host, origin, key, size and time.
 
-Refused are: other hosts than those allowed (a page on the web may point its own name at this
-machine), origins of other pages, requests without the key, bodies beyond `Limits.body` or slower
-than `Limits.body_seconds`. No CORS header is ever sent. Each request is one line of JSON in the
-log; it holds neither prompts nor keys.
+The guard refuses other hosts than those allowed (a page on the web may point its own name at this
+machine), origins of other pages, requests without the key, headers and bodies that are too large,
+slow or compressed. No CORS header is ever sent. Each request is one line of JSON in the log, which
+holds neither prompts nor keys. HEAD is answered as GET, without the body.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.texts import GONE
+from tiedgpt.serve.streams import CLIENT_LEFT
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 access_log = logging.getLogger("tiedgpt.serve.access")
@@ -38,19 +39,21 @@ class Limits:
     queue: int = 64
     """Texts that may wait for a slot; beyond that: 429 with Retry-After."""
     body: int = 1 << 20
-    """Bytes of a body: 413."""
+    """Bytes of a body; beyond that: 413."""
     headers: int = 1 << 16
-    """Bytes of the headers: 400."""
+    """Bytes of the headers with the path; beyond that: 431."""
     header_seconds: float = 10
-    """In which the headers must have come, or the connection is closed."""
+    """Seconds for the headers to come; after that the connection is closed."""
     body_seconds: float = 30
-    """In which the body must have come: 408."""
+    """Seconds for the body to come; after that: 408."""
     send_seconds: float = 30
-    """In which a client must take what is sent, or the connection is closed."""
+    """Seconds for a client to take what is sent; after that the connection is closed."""
     drain_seconds: float = 30
-    """In which running requests may end after SIGTERM."""
+    """Seconds for running requests to end after SIGTERM."""
     inspections: int = 4
-    """Embeddings and inspections that may run or wait: 429."""
+    """Embeddings and inspections that may run or wait; beyond that: 429."""
+    discarded: int = 1 << 26
+    """Bytes of a body that is too large which are read, so that the client reads the refusal."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,23 @@ class Hosts:
 
     @classmethod
     def of(cls, bound: str, more: Collection[str] = ()) -> Hosts:
-        """Return those of a server that is bound to an address."""
-        everywhere = bound in ("0.0.0.0", "::", "")
-        return cls(frozenset(map(str.lower, (*LOCAL, bound, *more))) - {""}, everywhere)
+        """Return the names of a server that is bound to an address, and `more` names."""
+        is_everywhere = bound in ("0.0.0.0", "::", "")
+        return cls(frozenset(map(str.lower, (*LOCAL, bound, *more))) - {""}, is_everywhere)
 
     @property
     def are_local(self) -> bool:
         """Whether all clients are on this machine."""
         return not self.any_address and self.names <= {*LOCAL}
 
-    def allow(self, given: str) -> bool:
+    def allow(self, host: str) -> bool:
         """Whether a Host header, or an origin's host and port, is one of them."""
         try:
-            parts = urlsplit(f"//{given}")
+            parts = urlsplit(f"//{host}")
             name, _ = (parts.hostname or "").lower(), parts.port
         except ValueError:
             return False
-        if any(mark in given for mark in "/?#@"):
+        if any(mark in host for mark in "/?#@"):
             return False
         if name in self.names:
             return True
@@ -105,7 +108,7 @@ class Guard:
         self.app, self.limits, self.hosts, self.count = app, limits, hosts, count
         self.key = None if key is None else key.encode()
         self.open = {"/health", *page_files()}
-        """Paths that need no key: the page asks for it."""
+        """Paths that need no key: the page asks the user for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -114,9 +117,10 @@ class Guard:
             return
         began, status = time.perf_counter(), 500
         request_id = uuid.uuid4().hex
-        noted = scope.setdefault("state", {}).setdefault("noted", {})
+        log_fields = scope.setdefault("state", {}).setdefault("log_fields", {})
+        is_head = scope["method"] == "HEAD"
 
-        async def sent(message: Message) -> None:
+        async def respond(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -125,16 +129,22 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
-            await send(message)
+            await send({**message, "body": b""} if is_head and "body" in message else message)
 
         try:
             headers = Headers(scope=scope)
-            self._check(scope["path"], headers)
+            self._check_headers(scope, headers)
+            self._check_caller(scope["path"], headers)
             body = await self._body(headers, receive)
-            await self.app(scope, _replayed(body, receive), sent)
-        except APIError as refused:
-            close = {"connection": "close"} if refused.status in (408, 413) else None
-            await refused.response(close)(scope, receive, sent)
+            self._check_type(scope["method"], headers)
+            inner = {**scope, "method": "GET"} if is_head else scope
+            await self.app(inner, _replay(body, receive), respond)
+        except APIError as refusal:
+            if refusal.status == 413 and "expect" not in headers:
+                await self._refuse_body(refusal, receive, respond)
+            else:
+                close = {"connection": "close"} if refusal.status in (408, 413, 431) else None
+                await refusal.response(close)(scope, receive, respond)
         finally:
             self.count(status)
             line = {
@@ -145,16 +155,35 @@ class Guard:
                 "path": scope["path"][:200],
                 "status": status,
                 "seconds": round(time.perf_counter() - began, 4),
-                **noted,
+                **log_fields,
             }
             access_log.info(json.dumps(line))
 
-    def _check(self, path: str, headers: Headers) -> None:
-        """Raise `APIError` for a request that must not pass, by its headers."""
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        """Raise `APIError` for headers that are too large."""
+        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in headers.raw)
+        if size > self.limits.headers:
+            raise headers_too_large(self.limits)
+
+    def _check_type(self, method: str, headers: Headers) -> None:
+        """Raise `APIError` for a body that is no plain JSON."""
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise APIError(415, f"the body is compressed ({encoding[:20]}): send plain JSON")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            raise APIError(
+                415, f"the body's type is {kind[:40] or 'missing'}: send JSON with the header "
+                "Content-Type: application/json",
+            )  # fmt: skip
+
+    def _check_caller(self, path: str, headers: Headers) -> None:
+        """Raise `APIError` for a host, an origin or a key that must not pass."""
 
         def only(name: str) -> str:  # what is given twice counts as none
-            found = headers.getlist(name)
-            return found[0] if len(found) == 1 else ""
+            values = headers.getlist(name)
+            return values[0] if len(values) == 1 else ""
 
         if not self.hosts.allow(only("host")):
             raise APIError(
@@ -165,8 +194,8 @@ class Guard:
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
         if self.key is None or path in self.open:
             return
-        kind, _, given = only("authorization").partition(" ")
-        is_equal = hmac.compare_digest(given.strip().encode(), self.key)
+        kind, _, key = only("authorization").partition(" ")
+        is_equal = hmac.compare_digest(key.strip().encode(), self.key)
         if kind.lower() != "bearer" or not is_equal:
             raise APIError(
                 401, "give the API key: Authorization: Bearer KEY", code="invalid_api_key"
@@ -183,7 +212,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise APIError(GONE, "the client went away", code="cancelled")
+                        raise APIError(CLIENT_LEFT, "the client disconnected", code="cancelled")
                     body += message.get("body", b"")
                     if len(body) > self.limits.body:
                         raise self._too_large()
@@ -192,15 +221,38 @@ class Guard:
         except TimeoutError:
             raise APIError(408, "the body came too slowly", code="timeout") from None
 
+    async def _refuse_body(self, refusal: APIError, receive: Receive, respond: Send) -> None:
+        """Send a refusal, and discard what still comes: a client may read only after it has sent.
+
+        If the connection were closed at once, the client would see a reset and no reason.
+        """
+        response = refusal.response({"connection": "close"})
+        start = {"status": response.status_code, "headers": response.raw_headers}
+        await respond({"type": "http.response.start", **start})
+        body = {"type": "http.response.body", "body": response.body}
+        await respond({**body, "more_body": True})
+        n_left = self.limits.discarded
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.body_seconds):
+                while n_left > 0 and (message := await receive()).get("more_body"):
+                    n_left -= len(message["body"])
+        await respond({**body, "body": b"", "more_body": False})
+
     def _too_large(self) -> APIError:
         return APIError(413, f"a body may have {self.limits.body:,} bytes", code="body_too_large")
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what gives the body first, and then tells when the client goes away."""
+def headers_too_large(limits: Limits) -> APIError:
+    """Return the refusal of headers that are too large."""
+    limit = f"{limits.headers:,} bytes"
+    return APIError(431, f"the path and headers may have {limit}", code="headers_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body first, and then says when the client disconnects."""
     first: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
+    async def receive_again() -> Message:
         return first.pop() if first else await receive()
 
-    return replayed
+    return receive_again

@@ -14,10 +14,10 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Token
 from tiedgpt.infer.sequence import Likeliest
-from tiedgpt.serve.texts import Wanted
+from tiedgpt.serve.streams import Choice
 from tiedgpt.text import Tokenizer
 
-LEAST = -9999.0
+LOWEST = -9999.0
 """What OpenAI's API writes for a logprob of minus infinity, which JSON lacks."""
 
 
@@ -33,8 +33,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Names:
-    """What tokens are called."""
+class TokenNames:
+    """How tokens are written: their text, or their ids where the model has no tokenizer."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
@@ -56,37 +56,48 @@ class Names:
         except UserError:
             return None
 
-    def offsets(self, ids: Iterable[int], *, start: int = 0, after: int | None = None) -> list[int]:
-        """Return where each token's text begins, in characters, if the first begins at `start`."""
-        found, decoder = [], None if self.tokenizer is None else self.tokenizer.stream(after)
+    def text(self, done: Completion) -> str:
+        """Return a completion's text; without a tokenizer, its ids with blanks between them."""
+        return done.text if self.tokenizer is not None else " ".join(map(str, done.ids))
+
+    def piece(self, token: Token, *, is_first: bool) -> str:
+        """Return what a token adds to that text."""
+        if self.tokenizer is not None:
+            return token.text
+        return f"{token.id}" if is_first else f" {token.id}"
+
+    def offsets(self, ids: Iterable[int]) -> list[int]:
+        """Return where each token's text begins, in characters."""
+        decoder = None if self.tokenizer is None else self.tokenizer.stream(None)
+        offsets, start = list[int](), 0
         for id in ids:
-            found.append(start)
+            offsets.append(start)
             start += len(decoder.push(id)) if decoder is not None else 0
-        return found
+        return offsets
 
 
-def for_completion(entries: Sequence[Entry], names: Names, n_top: int) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[Entry], names: TokenNames, n_top: int) -> dict[str, Any]:
     """Return the `logprobs` of a choice of /v1/completions."""
     tops = [_with_own(entry) if n_top else [] for entry in entries]
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "tokens": [names.of(entry.id) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_keyed(top, names) if top else None for top in tops] if n_top else None,
+        "top_logprobs": [_by_text(top, names) if top else None for top in tops] if n_top else None,
         "text_offset": [entry.offset for entry in entries],
         "token_ids": [entry.id for entry in entries],
         "top_token_ids": [[id for id, _ in top] for top in tops],
         "top_token_logprobs": [[_finite(logprob) for _, logprob in top] for top in tops],
     }
     if any(entry.recorded is not None for entry in entries):
-        rows = [entry.recorded and [max(x, LEAST) for x in entry.recorded] for entry in entries]
-        found["logprob_token_ids"] = rows
-    return found
+        rows = [entry.recorded and [max(x, LOWEST) for x in entry.recorded] for entry in entries]
+        columns["logprob_token_ids"] = rows
+    return columns
 
 
-def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[Entry], names: TokenNames) -> dict[str, Any]:
     """Return the `logprobs` of a choice of /v1/chat/completions."""
 
-    def described(id: int, logprob: float | None) -> dict[str, Any]:
+    def token(id: int, logprob: float | None) -> dict[str, Any]:
         data = names.bytes(id)
         return {
             "token": names.of(id),
@@ -97,31 +108,27 @@ def for_chat(entries: Sequence[Entry], names: Names) -> dict[str, Any]:
 
     return {
         "content": [
-            described(entry.id, entry.logprob)
-            | {"top_logprobs": [described(id, logprob) for id, logprob in entry.top]}
+            token(entry.id, entry.logprob)
+            | {"top_logprobs": [token(id, logprob) for id, logprob in entry.top]}
             for entry in entries
         ],
         "refusal": None,
     }
 
 
-def prompt_entries(text: Wanted, scored: Completion | Token, names: Names) -> list[Entry]:
+def prompt_entries(choice: Choice, scored: Completion | Token, names: TokenNames) -> list[Entry]:
     """Return the prompt's tokens; the first has no logprob, as nothing predicts it."""
     tops = scored.prompt_top_logprobs or [[]] * len(scored.prompt_logprobs)
-    offsets = names.offsets(text.ids)
-    rows = zip(text.ids[1:], offsets[1:], scored.prompt_logprobs, tops, strict=True)
-    return [Entry(text.ids[0], 0, None), *(Entry(*row) for row in rows)]
+    ids, offsets = choice.prompt_ids, names.offsets(choice.prompt_ids)
+    rows = zip(ids[1:], offsets[1:], scored.prompt_logprobs, tops, strict=True)
+    return [Entry(ids[0], 0, None), *(Entry(*row) for row in rows)]
 
 
-def new_entries(text: Wanted, names: Names, start: int = 0) -> list[Entry]:
-    """Return the new tokens, of which the last may have ended the text and be none of it."""
-    done = text.result
-    offsets = names.offsets(done.ids, start=start, after=text.ids[-1])
-    offsets = [min(offset, start + len(done.text)) for offset in offsets]
-    tops = done.top_logprobs or [[]] * len(done.ids)
-    recorded = text.recorder.rows if text.recorder is not None else [None] * len(done.ids)
-    rows = zip(done.ids, offsets, done.logprobs, tops, recorded, strict=False)
-    return [Entry(*row) for row in rows]
+def token_entry(choice: Choice, number: int, token: Token) -> Entry:
+    """Return the new token of a number, from 0; the last may have ended the text and be no part."""
+    recorded = None if choice.recorder is None else choice.recorder.rows[number]
+    at = len(choice.echo) + token.offset
+    return Entry(token.id, at, token.logprob, token.top_logprobs, recorded)
 
 
 def _with_own(entry: Entry) -> Likeliest:
@@ -133,13 +140,13 @@ def _with_own(entry: Entry) -> Likeliest:
     return top if own in top else [*top, own]
 
 
-def _keyed(top: Likeliest, names: Names) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _by_text(top: Likeliest, names: TokenNames) -> dict[str, float]:
+    logprobs: dict[str, float] = {}
     for id, logprob in top:
         name = names.of(id)
-        found[f"token_id:{id}" if name in found else name] = max(logprob, LEAST)
-    return found
+        logprobs[f"token_id:{id}" if name in logprobs else name] = max(logprob, LOWEST)
+    return logprobs
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST)
+    return None if logprob is None else max(logprob, LOWEST)

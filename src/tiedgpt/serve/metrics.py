@@ -1,7 +1,7 @@
 """/metrics for Prometheus: vLLM's names and units, with the prefix `tiedgpt:` in place of `vllm:`.
 
-Gauges and token counts are the engine's own, read when they are asked for; times are noted by the
-engine's thread as tokens come.
+Gauges and token counts are the engine's own, read when a client asks; the engine's thread records
+times as tokens come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTERS = {
 REASONS = {"cancelled": "abort", "context": "length"}
 
 
-class _Stats(Collector):
+class _EngineStats(Collector):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
@@ -50,11 +50,11 @@ class _Stats(Collector):
 
 
 class Metrics:
-    """What is counted for one application."""
+    """The counters of one application."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Stats(engine))
+        self.registry.register(_EngineStats(engine))
         here: Any = {"registry": self.registry}
         self.first = Histogram(
             f"{PREFIX}time_to_first_token_seconds", "From the request to its first token.",
@@ -77,32 +77,32 @@ class Metrics:
         """Return all in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def watch(self, tell: Callable[[Token | None], None]) -> Watch:
-        """Return what notes the times of a text, and tells each token, and None at the end."""
-        return Watch(self, tell)
+    def timer(self, on_token: Callable[[Token | None], None]) -> TextTimer:
+        """Return a timer of one text, which passes on each token, and None at the end."""
+        return TextTimer(self, on_token)
 
 
-class Watch:
-    """Notes the times of one text; the engine's thread calls it."""
+class TextTimer:
+    """Records the times of one text; the engine's thread calls it."""
 
-    def __init__(self, metrics: Metrics, tell: Callable[[Token | None], None]) -> None:
-        self.metrics, self.tell = metrics, tell
+    def __init__(self, metrics: Metrics, on_token: Callable[[Token | None], None]) -> None:
+        self.metrics, self.on_token = metrics, on_token
         self.began = time.monotonic()
         self.last: float | None = None
 
     def token(self, token: Token) -> None:
-        """A token came."""
+        """Record a new token."""
         now = time.monotonic()
         if self.last is None:
             self.metrics.first.observe(now - self.began)
         else:
             self.metrics.between.observe(now - self.last)
         self.last = now
-        self.tell(token)
+        self.on_token(token)
 
     def end(self, future: Future[Any]) -> None:
-        """The text ended, or failed."""
+        """Record that the text ended, or failed."""
         reason = "error" if future.exception() else future.result().finish_reason
         self.metrics.ended.labels(REASONS.get(reason, reason)).inc()
         self.metrics.whole.observe(time.monotonic() - self.began)
-        self.tell(None)
+        self.on_token(None)

@@ -23,20 +23,20 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.inspect.registry import Inspection
 
-MOST_FIELDS = 300
-"""Of any object: each that is wrong would be an error."""
-MOST_FORM = 1 << 16
+MAX_FIELDS = 300
+"""Fields of any object: each that is wrong would be an error."""
+MAX_CONSTRAINT = 1 << 16
 """Characters of a regular expression, a schema or a grammar."""
 
 
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MOST_FIELDS:
-        raise ValueError(f"must have at most {MOST_FIELDS} fields")
+def _require_few_fields(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"must have at most {MAX_FIELDS} fields")
     return value
 
 
-def listed(value: Any) -> list[Any]:
-    """Return prompts, inputs or stops as a list, of which one may be given alone."""
+def as_list(value: Any) -> list[Any]:
+    """Return prompts, inputs or stops as a list, also one that is given alone."""
     is_one = isinstance(value, str) or (value and isinstance(value[0], int))
     return [] if value is None else [value] if is_one else value
 
@@ -56,12 +56,14 @@ Stops = Annotated[
 Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=300, description="an object of at most 300 ids and numbers, -100 to 100"),
-    BeforeValidator(_few),
+    BeforeValidator(_require_few_fields),
     AfterValidator(lambda given: {int(id): bias for id, bias in given.items()}),
 ]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
-Form = Annotated[str, Field(max_length=MOST_FORM)]
-Schema = Annotated[Form | dict[str, Any], Field(description="a JSON schema, as JSON or an object")]
+Constraint = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
+Schema = Annotated[
+    Constraint | dict[str, Any], Field(description="a JSON schema, as JSON or an object")
+]
 Name = Annotated[str, Field(max_length=512)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -71,10 +73,10 @@ class Body(BaseModel):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _checked = model_validator(mode="before")(_few)
+    _checked = model_validator(mode="before")(_require_few_fields)
 
 
-class Named(Body):
+class NamedBody(Body):
     """Requests that OpenAI's clients send with the model's name."""
 
     model: Name | None = None
@@ -112,7 +114,7 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class Generating(Named):
+class GenerationBody(NamedBody):
     """What completions and chat completions share."""
 
     n: int = Field(1, ge=1, le=8)
@@ -130,29 +132,30 @@ class Generating(Named):
     top_k: Count | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    regex: Form | None = None
+    regex: Constraint | None = None
     json_schema: Schema | None = None
-    grammar: Form | None = None
+    grammar: Constraint | None = None
     logprob_token_ids: Ids = Field([], max_length=64)
 
-    SAME: ClassVar = (
+    ENGINE_OPTIONS: ClassVar = (
         *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
         *("top_k", "min_p", "repetition_penalty", "regex", "grammar"),
     )
 
     def config(self, **options: Any) -> GenerationConfig:
         """Return the engine's options; what contradicts itself is a `UserError`."""
-        asked = self.response_format.schema_of() if self.response_format is not None else None
-        if asked is not None and self.json_schema is not None:
+        schema: Any = self.response_format.schema_of() if self.response_format else None
+        if schema is not None and self.json_schema is not None:
             raise UserError("response_format and json_schema exclude each other", hint="omit one")
-        schema = self.json_schema if asked is None else asked
-        if isinstance(schema, dict) and len(json.dumps(schema)) > MOST_FORM:
-            raise UserError(f"must have at most {MOST_FORM:,} characters", option="json_schema")
-        given = {name: getattr(self, name) for name in self.SAME}
-        return GenerationConfig(**given, stop=listed(self.stop), json_schema=schema, **options)
+        schema = self.json_schema if schema is None else schema
+        if isinstance(schema, dict) and len(json.dumps(schema)) > MAX_CONSTRAINT:
+            message = f"must have at most {MAX_CONSTRAINT:,} characters"
+            raise UserError(message, option="json_schema")
+        options |= {name: getattr(self, name) for name in self.ENGINE_OPTIONS}
+        return GenerationConfig(stop=as_list(self.stop), json_schema=schema, **options)
 
 
-class CompletionRequest(Generating):
+class CompletionRequest(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompts = ""
@@ -176,18 +179,20 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Name
-    content: str | Annotated[list[Part], Field(max_length=64)]
+    content: str | Annotated[list[Part], Field(max_length=64)] = Field(
+        description='a text, or a list of parts {"type": "text", "text": ...}'
+    )
     name: Name | None = None
 
     @property
-    def written(self) -> str:
+    def text(self) -> str:
         """The content as one text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(Generating):
+class ChatRequest(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024)
@@ -197,7 +202,7 @@ class ChatRequest(Generating):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class EmbeddingRequest(Named):
+class EmbeddingRequest(NamedBody):
     """POST /v1/embeddings."""
 
     input: Prompts
@@ -207,14 +212,14 @@ class EmbeddingRequest(Named):
     pooling: Literal["mean", "last"] = "mean"
 
 
-class TokenizeRequest(Named):
+class TokenizeRequest(NamedBody):
     """POST /tokenize; no tokenizer here adds special tokens."""
 
     prompt: str
     add_special_tokens: bool = False
 
 
-class DetokenizeRequest(Named):
+class DetokenizeRequest(NamedBody):
     """POST /detokenize."""
 
     tokens: Ids

@@ -1,20 +1,24 @@
-"""The socket and the process: uvicorn with a deadline for headers, and the end by SIGTERM."""
+"""The socket and the process: uvicorn with deadlines, and the end by SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import socket
+import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
-from tiedgpt.serve.guards import Limits
+from tiedgpt.serve.errors import APIError
+from tiedgpt.serve.guards import Limits, headers_too_large
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -34,10 +38,19 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with an engine: SIGTERM lets running texts end, a second one ends at once."""
+    """uvicorn with an engine: SIGTERM lets running texts end, a second one ends at once.
 
-    def __init__(self, app: FastAPI, engine: Engine, limits: Limits) -> None:
-        self.app, self.engine, self.limits = app, engine, limits
+    `on_drain` is called with the number of texts that are being finished.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: Engine,
+        limits: Limits,
+        on_drain: Callable[[int], None] = lambda n_texts: None,
+    ) -> None:
+        self.app, self.engine, self.limits, self.on_drain = app, engine, limits, on_drain
         protocol = type("Protocol", (_Protocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
@@ -54,7 +67,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests; the texts that are left then are ended with an error."""
-        loop = asyncio.get_running_loop()
+        loop, stats = asyncio.get_running_loop(), self.engine.stats()
+        if n_texts := int(stats["running"] + stats["waiting"]):
+            self.on_drain(n_texts)
         late = loop.call_later(
             self.limits.drain_seconds, lambda: loop.run_in_executor(None, self.engine.close)
         )
@@ -91,6 +106,21 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
         self._end("headers")
         self._end("sending")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that h11 cannot read; uvicorn calls this while it handles the error."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        refusal = APIError(status, "this is no valid HTTP/1.1 request", code="invalid_http")
+        refusal = headers_too_large(self.limits) if status == 431 else refusal
+        response = refusal.response({"connection": "close"})
+        for event in (
+            h11.Response(status_code=status, headers=response.raw_headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch(self) -> None:
         """Let the deadline run while a request has begun to come and is not there."""

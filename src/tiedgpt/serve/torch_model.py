@@ -1,7 +1,7 @@
-"""What torch computes: /v1/embeddings, and /inspect/NAME for every function of `inspect`.
+"""/v1/embeddings and /inspect/NAME, which torch computes.
 
 The engine may compute packed weights, and `inspect` listens inside modules. So both use a model of
-their own, which is loaded when it is first asked for. They run one at a time, in another thread.
+their own, which is loaded by the first request. They run one at a time, in another thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 
-from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import Inspection
-from tiedgpt.serve.answers import Source, inspect_model
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, listed
-from tiedgpt.serve.texts import GONE, encode
+from tiedgpt.serve.page_data import Source, inspect_model
+from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, as_list
+from tiedgpt.serve.streams import CLIENT_LEFT, encode_prompt
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Tensors:
+class TorchModel:
     """The model in torch, for one caller at a time."""
 
-    def __init__(self, load: Callable[[], GPT], most: int, source: Source | None = None) -> None:
-        self._load, self._most, self.source = load, most, source
+    def __init__(self, load: Callable[[], GPT], limit: int, source: Source | None = None) -> None:
+        self._load, self._limit, self.source = load, limit, source
         self._model: GPT | None = None
         self._lock = asyncio.Lock()
         self._n = 0
@@ -39,45 +38,45 @@ class Tensors:
     async def run(self, request: Request, function: Callable[[GPT], T]) -> T:
         """Call a function with the model in another thread; 429 if too many wait.
 
-        Nothing is computed for a client that went away while it waited.
+        Nothing is computed for a client that disconnected while it waited.
         """
-        if self._n >= self._most:
+        if self._n >= self._limit:
             raise APIError(429, "too many inspections wait: try again later", code="queue_full")
         self._n += 1
         try:
             async with self._lock:
                 if await request.is_disconnected():
-                    raise APIError(GONE, "the client went away", code="cancelled")
-                return await asyncio.to_thread(lambda: function(self._opened()))
+                    raise APIError(CLIENT_LEFT, "the client disconnected", code="cancelled")
+                return await asyncio.to_thread(lambda: function(self._open()))
         finally:
             self._n -= 1
 
-    def _opened(self) -> GPT:
+    def _open(self) -> GPT:
         if self._model is None:
             self._model = self._load().eval()
         return self._model
 
 
 async def embed(
-    service: Service, tensors: Tensors, request: Request, body: EmbeddingRequest
+    service: Service, torch_model: TorchModel, request: Request, body: EmbeddingRequest
 ) -> dict[str, Any]:
     """Return embeddings of unit length: the body's output, averaged over tokens or of the last."""
 
     def compute(model: GPT) -> tuple[list[Any], int]:
         import torch
 
-        each = [encode(service.engine, one, "input") for one in listed(body.input)]
-        found = []
+        each = [encode_prompt(service.engine, one, "input") for one in as_list(body.input)]
+        vectors = []
         for ids in each:
             with torch.inference_mode():
                 h = model.body(torch.tensor([ids], device=model.wte.weight.device))[0].float()
                 pooled = h[-1] if body.pooling == "last" else h.mean(0)
                 vector = torch.nn.functional.normalize(pooled, dim=0).cpu().numpy()
             packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            found.append(packed if body.encoding_format == "base64" else vector.tolist())
-        return found, sum(map(len, each))
+            vectors.append(packed if body.encoding_format == "base64" else vector.tolist())
+        return vectors, sum(map(len, each))
 
-    vectors, n_tokens = await tensors.run(request, compute)
+    vectors, n_tokens = await torch_model.run(request, compute)
     data = [
         {"object": "embedding", "index": index, "embedding": vector}
         for index, vector in enumerate(vectors)
@@ -87,7 +86,11 @@ async def embed(
 
 
 async def inspect(
-    service: Service, tensors: Tensors, request: Request, inspection: Inspection, body: Body
+    service: Service,
+    torch_model: TorchModel,
+    request: Request,
+    inspection: Inspection,
+    body: Body,
 ) -> str:
     """Return the JSON of an inspection."""
     options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
@@ -95,9 +98,13 @@ async def inspect(
     def compute(model: GPT) -> str:
         if isinstance(body, TextBody):
             if bool(body.text) == bool(body.ids):
-                raise UserError("text or ids must be given, and not both")
-            text, most = body.text or body.ids or [], inspection.max_tokens or 0
-            options["text"] = encode(service.engine, text, "text", most=most)
-        return inspect_model(inspection, model, service.engine.tokenizer, tensors.source, options)
+                raise APIError(400, "give text or ids, and not both", param="text")
+            text, param = body.text or body.ids or [], "text" if body.text else "ids"
+            options["text"] = encode_prompt(
+                service.engine, text, param, max_tokens=inspection.max_tokens
+            )
+        return inspect_model(
+            inspection, model, service.engine.tokenizer, torch_model.source, options
+        )
 
-    return await tensors.run(request, compute)
+    return await torch_model.run(request, compute)

@@ -1,4 +1,4 @@
-"""What the page asks for, as JSON: `inspect`, the model with its file and run, its tokens."""
+"""What the page shows, as JSON: inspections, the model with its file and run, its tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.text import Tokenizer
 
-MOST_POINTS = 1000
-"""Of a curve, evenly spaced; the last is always there."""
+MAX_POINTS = 1000
+"""Points of a curve, evenly spaced; the last is always there."""
 Source = str | os.PathLike[str]
 
 
@@ -45,7 +45,7 @@ def inspect_model(
     return str(replace(result, counted_in=run).to_json())
 
 
-def described(
+def describe_model(
     name: str,
     model: GPT,
     tokenizer: Tokenizer | None,
@@ -55,8 +55,8 @@ def described(
 ) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
 
-    `source` is where the model was loaded from; without it, what needs it is null. `path` is the
-    same for those who may know it: where it lies is nobody's business on another machine.
+    `source` is where the model was loaded from; without it, the file and the run are null. `path`
+    is the source for clients on this machine; others are not told where the model lies.
     """
     from tiedgpt.inspect.faces import faces
     from tiedgpt.tie import ledger
@@ -65,7 +65,7 @@ def described(
     config, counted = model.config, ledger(model)
     limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
     most = {name: min(n, config.n_positions) for name, n in limits.items() if n is not None}
-    found = {
+    description = {
         "name": name,
         "source": None if path is None else os.fspath(path),
         "version": tiedgpt.__version__,
@@ -77,46 +77,46 @@ def described(
         "tied": is_tied(model),
         "matrices": [{"name": face.name, "does": face.does} for face in faces(model)],
         "ledger": counted.as_dict(),
-        "stored": None if source is None else _stored(source),
-        "run": None if source is None else _run(Path(source)),
+        "stored": None if source is None else _stored_matrices(source),
+        "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
         "most_tokens": most,
     }
-    return json.dumps(plain(found), allow_nan=False)  # ASCII: a path may be no UTF-8
+    return json.dumps(plain(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
-def _stored(source: Source) -> dict[str, Any] | None:
+def _stored_matrices(source: Source) -> dict[str, Any] | None:
     """Return what `audit` says of the file, with the file's name for each matrix."""
     from tiedgpt.tie.audits import checkpoint_of, examine
     from tiedgpt.weights.decision import decide_tie
 
     try:
         checkpoint = checkpoint_of(source)
-        found = examine(checkpoint, decide_tie(checkpoint))
+        audit = examine(checkpoint, decide_tie(checkpoint))
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None
     matrices = []
-    for matrix in found.as_dict()["matrices"]:
+    for matrix in audit.as_dict()["matrices"]:
         place = str(checkpoint.tensors[matrix["names"][0]].storage.place)
-        file = place if Path(place).is_file() else found.source
+        file = place if Path(place).is_file() else audit.source
         matrices.append(matrix | {"file": Path(file).name})
-    return {"format": found.format, "verdict": found.verdict, "matrices": matrices}
+    return {"format": audit.format, "verdict": audit.verdict, "matrices": matrices}
 
 
-def _run(run: Path) -> dict[str, Any] | None:
+def _run_curves(run: Path) -> dict[str, Any] | None:
     """Return a run's curves, over the tokens or examples trained on; None if it is no run."""
     with contextlib.suppress(UserError):
         history, curves = read_history(run), dict[str, Any]()
         for key in history.columns:
             xs, ys = history.series(key, "tokens")
             ys = smoothed(ys) if key == "loss" or key.startswith("grad_norm") else ys
-            step = -(-len(xs) // MOST_POINTS) or 1
+            step = -(-len(xs) // MAX_POINTS) or 1
             curves[key] = {"x": xs[::-step][::-1], "y": ys[::-step][::-1]}
         return {"unit": history.unit, "finished": history.finished, "curves": curves}
     return None
 
 
-def pieces(tokenizer: Tokenizer | None, size: int) -> str:
+def token_texts(tokenizer: Tokenizer | None, size: int) -> str:
     """Return the text of every token, as `inspect` writes it."""
     from tiedgpt.inspect.opening import piece
 
