@@ -286,6 +286,7 @@ def test_tensors_that_are_no_gpt_are_named(rewrite, tensors, says):
     [
         ({"n_layer": 10**9}, CorruptInputError),
         ({"n_layer": 2}, CorruptInputError),
+        ({"n_embd": 64}, CorruptInputError),
         ({"n_head": 5}, CorruptInputError),
         ({"n_head": "4"}, CorruptInputError),
         ({"n_inner": 10**12}, CorruptInputError),

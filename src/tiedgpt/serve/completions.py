@@ -114,7 +114,11 @@ class GenerationRequest:
     config: GenerationConfig
     has_logprobs: bool
     samples: int
-    max_tokens: int
+
+    @property
+    def has_text(self) -> bool:
+        """False with max_tokens=0: one token is generated, and not shown."""
+        return self.form.body.max_tokens != 0
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -128,18 +132,18 @@ class GenerationRequest:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def finish_reason(self, done: Completion) -> str:
-        """Return why a text ended; with max_tokens=0, the text is not shown."""
-        return FINISH[done.finish_reason] if self.max_tokens else "length"
+        """Return why a text ended."""
+        return FINISH[done.finish_reason] if self.has_text else "length"
 
     def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one text as a choice."""
         done, entries = choice.result, list[Entry]()
         if self.has_prompt_logprobs:
             entries = prompt_entries(choice, done, self.names)
-        if self.max_tokens and self.has_logprobs:
+        if self.has_text and self.has_logprobs:
             entries += [token_entry(choice, *each) for each in enumerate(choice.tokens)]
         logprobs = self.form.logprobs(entries, self.names) if self.has_logprobs else None
-        text = self.names.text(done) if self.max_tokens else ""
+        text = self.names.text(done) if self.has_text else ""
         message = self.form.message(choice.echo + text)
         return self.choice(index, message, logprobs, self.finish_reason(done))
 
@@ -157,7 +161,7 @@ class GenerationRequest:
     def usage(self, n_new: int) -> dict[str, int]:
         """Count tokens, also for the log; each prompt once, however many texts it has."""
         n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.samples])
-        n_new = n_new if self.max_tokens else 0
+        n_new = n_new if self.has_text else 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
         self.request.state.log_fields |= usage
         return {**usage, "total_tokens": n_prompt + n_new}
@@ -176,15 +180,11 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         max_new_tokens=max(1, max_tokens), top_logprobs=body.logprobs or 0,
         prompt_logprobs=(body.logprobs or 0) if body.echo and has_logprobs else False,
     )  # fmt: skip
-    prompts = as_list(body.prompt)
-    choices = await _choices(service, body, prompts, samples, max_tokens, echo=body.echo)
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
+    choices = await _encode(service, body, as_list(body.prompt), samples, max_tokens, body.echo)
     form = _CompletionForm(body)
-    return await _answer(
-        GenerationRequest(
-            service, request, form, choices, names, config, has_logprobs, samples, max_tokens
-        )
-    )
+    asked = GenerationRequest(service, request, form, choices, names, config, has_logprobs, samples)
+    return await _answer(asked)
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -207,16 +207,15 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
         stop_ids=template.end_ids(tokenizer),
     )  # fmt: skip
-    choices = await _choices(service, body, [ids], body.n, max_tokens)
-    names, form = TokenNames(tokenizer), _ChatForm(body)
-    return await _answer(
-        GenerationRequest(
-            service, request, form, choices, names, config, body.logprobs, body.n, max_tokens
-        )
+    choices, names = await _encode(service, body, [ids], body.n, max_tokens), TokenNames(tokenizer)
+    form, samples = _ChatForm(body), body.n
+    asked = GenerationRequest(
+        service, request, form, choices, names, config, body.logprobs, samples
     )
+    return await _answer(asked)
 
 
-async def _choices(
+async def _encode(
     service: Service,
     body: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
@@ -292,7 +291,7 @@ async def _events(
             logprobs = form.logprobs([entry], names) if asked.has_logprobs else None
             text = names.piece(token, is_first=not counts[index])
             counts[index] += 1
-            if (text or logprobs) and asked.max_tokens:
+            if (text or logprobs) and asked.has_text:
                 yield event(asked.choice(index, form.delta(text), logprobs))
     except Exception as error:
         if (refusal := api_error(error)).status == 500:

@@ -86,16 +86,12 @@ async def embed(
 
 
 async def inspect(
-    service: Service,
-    torch_model: TorchModel,
-    request: Request,
-    inspection: Inspection,
-    body: Body,
+    service: Service, model: TorchModel, request: Request, inspection: Inspection, body: Body
 ) -> str:
     """Return the JSON of an inspection."""
     options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
 
-    def compute(model: GPT) -> str:
+    def compute(gpt: GPT) -> str:
         if isinstance(body, TextBody):
             if bool(body.text) == bool(body.ids):
                 raise APIError(400, "give text or ids, and not both", param="text")
@@ -103,8 +99,6 @@ async def inspect(
             options["text"] = encode_prompt(
                 service.engine, text, param, max_tokens=inspection.max_tokens
             )
-        return inspect_model(
-            inspection, model, service.engine.tokenizer, torch_model.source, options
-        )
+        return inspect_model(inspection, gpt, service.engine.tokenizer, model.source, options)
 
-    return await torch_model.run(request, compute)
+    return await model.run(request, compute)

@@ -203,7 +203,7 @@ def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
 def _config(
     path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], given: Mapping[str, Any]
 ) -> tuple[GPTConfig, str]:
-    """Return the config, and a note. On sizes the weights decide; `given` only fills in."""
+    """Return the config, and a note. The weights decide numbers of rows; `given` only fills in."""
     for name in tensors:
         if name.startswith(OTHER_HEADS):
             raise UserError(
@@ -216,6 +216,11 @@ def _config(
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != 2:
             raise CorruptInputError(f"{path}: {name} is missing or no matrix; this is no GPT")
+        if "n_embd" in sizes and fields.get("n_embd", shape[1]) != shape[1]:
+            raise CorruptInputError(
+                f"{path} says n_embd={fields['n_embd']!r}, and rows of {name} have {shape[1]} "
+                "numbers: the config or the weights belong to another model"
+            )
         fields |= dict(zip(sizes, shape, strict=False))
     inner = tensors.get("h.0.mlp.c_fc.weight")
     if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
