@@ -135,4 +135,4 @@ def test_kept_kernels_are_run_without_numba():
     )
     for _ in range(2):  # the first may have to compile
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout == "[0, 0, 1]\nFalse\n", ran.stderr
+    assert ran.stdout == "[1, 1, 2]\nFalse\n", ran.stderr
