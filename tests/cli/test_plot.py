@@ -1,7 +1,6 @@
-"""`tiedgpt plot`, `train --compare`, `train --find-lr` as a user meets them."""
+"""`tiedgpt plot` and `train --track` as a user meets them."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,53 +79,6 @@ def test_what_cannot_be_drawn_is_told_in_a_line(text, capfd, arguments, says):
     write_run(Path("empty"), 0)
     assert main(["plot", *arguments]) == 1
     assert says in capfd.readouterr().err
-
-
-def test_two_recipes_train_on_the_same_tokens_and_both_are_drawn(text, capfd):
-    recipes = ["--compare", "--optimizer adamw --lr 1e-3", "--compare", "--batch-size 4"]
-    arguments = ["train", "cats.txt", *QUICK, "--minutes", "0.001", *recipes, "--out", "both"]
-    assert main(arguments) == 0
-    out, err = capfd.readouterr()
-    assert "bits per byte" in out and "tokens" in out and err.count("measuring this machine") == 2
-    one, two = Path("both/optimizer-adamw-lr-1e-3"), Path("both/batch-size-4")
-    first, second = (tomllib.loads((run / "run.toml").read_text()) for run in (one, two))
-    assert first["training"]["optimizer"] == "adamw" and first["training"]["lr"] == 1e-3
-    assert second["training"]["optimizer"] == "muon"
-    wanted = max(1, round(first["training"]["steps"] / 2))
-    assert second["training"]["steps"] == wanted, "as many tokens as the first"
-    shard = "data/train_000000.bin"
-    assert (one / shard).samefile(two / shard), "the text is encoded once"
-
-    assert main(arguments) == 0, "the same command again only draws"
-    again, err = capfd.readouterr()
-    assert err.count("is finished") == 2 and again == out
-
-
-def test_one_recipe_is_compared_with_the_options_as_given(text, capfd):
-    arguments = ["train", "cats.txt", *QUICK, "--steps", "4", "--compare", "--seed=0 --lr=1e-4"]
-    assert main([*arguments, "--out", "both"]) == 0
-    assert {path.name for path in Path("both").iterdir()} == {"as-given", "seed-0-lr-1e-4"}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "says"),
-    [("--seed 3", "--seed must be the same"), ("--lr '1", "cannot be split")],
-)
-def test_a_recipe_that_cannot_be_compared_is_refused(text, capfd, recipe, says):
-    assert main(["train", "cats.txt", *QUICK, "--steps", "4", "--compare", recipe]) == 1
-    assert says in capfd.readouterr().err
-    assert not Path("runs").exists()
-
-
-def test_a_learning_rate_is_found_and_nothing_is_left_behind(text, capfd):
-    before = {path for path in Path().rglob("*")}
-    arguments = ["train", "cats.txt", *QUICK, "--dtype", "fp32", "--find-lr"]
-    assert main(arguments) == 0
-    out = capfd.readouterr().out
-    assert "try       --lr 0.0" in out and "default   0.012" in out
-    assert {path for path in Path().rglob("*")} == before
-    assert main(arguments) == 0
-    assert capfd.readouterr().out == out
 
 
 def test_a_missing_tracker_is_told_before_anything_is_done(text, capfd, monkeypatch):

@@ -124,9 +124,10 @@ def test_the_command_of_a_run_whose_size_was_chosen_names_it(tmp_path, monkeypat
 
 def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(trained):
     record = RunDirectory(trained).read_record()
-    record["training"] |= {"steps": 4321, "warmup": 33, "length_warmup": 1000}
+    record["options"]["schedule"] = "wsd"
+    record["training"] |= {"steps": 4321, "warmup": 33, "cooldown": 1000}
     again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
-    assert (round(again.warmup * 4321), round(again.length_warmup * 4321)) == (33, 1000)
+    assert (round(again.warmup * 4321), round(again.cooldown * 4321)) == (33, 1000)
     record["training"]["since"] = 9
     card = str(model_card(history("a", ""), record, GPT(GPTConfig(**record["model"])), {}))
     assert "planned again after step 9" in card

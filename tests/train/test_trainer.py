@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.train.conftest import CPU, train
+from tests.train.trials import metrics as metrics_of
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.train import trainer as trainer_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.plan import record, recorded
-from tiedgpt.train.resume_check import repeatable_metrics
 from tiedgpt.train.runs import make_longer
 from tiedgpt.train.step import train_step
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -35,7 +35,7 @@ def weights(run):
 
 
 def metrics(run):
-    return repeatable_metrics(run.path)
+    return metrics_of(run.path)
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
@@ -210,8 +210,9 @@ def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(
 
 def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(new_run, config, plan, monkeypatch):
     not_finite_at(monkeypatch, 3, 5, 6)
+    monkeypatch.setattr("tiedgpt.train.health.MOST_SKIPS", 3)
     run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, skip_limit=3, steps=12)
+    plan = dataclasses.replace(plan, steps=12)
     says = (
         r"3 of the last 200 steps had no finite loss or gradient at step 6; first not finite: the "
         r"gradient of .*; rate 0\.0\S+, losses before: \S+, .*; the state after step 4 is kept"

@@ -164,7 +164,7 @@ def test_an_untied_model_cannot_be_untied(new_run, config, options):
 def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_path, capsys):
     asked = ["--size", "tiny", "--tokenizer", "char", "--context", "32", "--steps", "10"]
     asked += ["--untie-at", "0.4", "--schedule", "wsd", "--cooldown", "0.3", "--batch-size", "4"]
-    asked += ["--batch-warmup", "0.5", "--length-warmup", "0.2", "--width", "64"]
+    asked += ["--width", "64"]
     out = tmp_path / "run"
     assert main(["train", str(text_file), *asked, "--out", str(out)]) == 0
     said = capsys.readouterr()
@@ -175,7 +175,7 @@ def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_pa
     card = (out / "model" / "README.md").read_text()
     assert "**Untied** after 4 steps" in card and "| cooldown | 3 |" in card
     again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
-    for name in ("untie_at", "schedule", "cooldown", "batch_warmup", "length_warmup", "width"):
+    for name in ("untie_at", "schedule", "cooldown", "width"):
         assert getattr(again, name) == record["options"][name], name
 
 

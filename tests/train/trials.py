@@ -7,6 +7,7 @@ import builtins
 import errno
 import hashlib
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,8 @@ import tiedgpt.train.plan
 import tiedgpt.train.sources
 from tests.train.conftest import train
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import resume_check
+from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
@@ -185,10 +187,14 @@ def left(run: Path) -> dict[str, str]:
     files = [*(run / "model").glob("*.safetensors"), *(run / "data").iterdir()]
     files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
     sums = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
-    return resume_check.left(run) | {
+    sums["metrics.jsonl"] = json.dumps(metrics(run)).encode()
+    manifest = verify(checkpoints(run / "checkpoints")[-1])
+    return {name: known["sha256"] for name, known in manifest.items()} | {
         name: hashlib.sha256(data).hexdigest() for name, data in sums.items()
     }
 
 
 def metrics(run: Path) -> list[dict]:
-    return resume_check.repeatable_metrics(run)
+    """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
+    lines = RunDirectory(run).metric_lines()
+    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]

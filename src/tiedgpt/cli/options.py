@@ -36,7 +36,7 @@ SHORT = {
 }  # fmt: skip
 """One letter for the common options; it means the same in every verb."""
 VALUES = {
-    "compare": "'OPTIONS'", "data": "DATA", "fork": "RUN", "grammar": "FILE",
+    "data": "DATA", "fork": "RUN", "grammar": "FILE",
     "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
     "size": "SIZE", "source": "MODEL", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
     "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",

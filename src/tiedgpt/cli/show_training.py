@@ -47,8 +47,6 @@ class Show:
     """Show the rate, the optimizer's groups, and how batches are computed."""
     format: str = "human"
     """human or json, of the results on stdout."""
-    results: bool = True
-    """Show them at the end."""
 
 
 class Display:
@@ -68,7 +66,7 @@ class Display:
     def plan(self, options: TrainOptions, plan: Plan, task: Trained, world: World) -> None:
         """Show what is trained, and how long that will take."""
         self.say(*task.notes)
-        self._unit, self._growth = task.unit, plan.growth(task.row_units)
+        self._unit, self._batch_units = task.unit, plan.batch_size * task.row_units
         described, config = task.describe(), task.config
         (kind, data), *_ = described.items()
         source = ", ".join(options.data) or "the documentation inside this Python"
@@ -108,13 +106,11 @@ class Display:
             where += f" in each of {world.size} processes"
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
         takes = "" if plan.minutes is None else f", about {counted(plan.minutes, 'minute')}"
-        epochs = self._growth.units_before(plan.steps) / task.epoch_rows / task.row_units
+        epochs = plan.steps * plan.batch_size / task.epoch_rows
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
             "activation checkpointing": plan.recompute == "blocks",
-            f"batches grow for {plan.batch_warmup:,} steps": plan.batch_warmup,
-            f"rows grow for {plan.length_warmup:,} steps": plan.length_warmup,
             f"untied after {plan.untie_at or 0:,} steps": plan.untie_at is not None,
         }
         return "; ".join(
@@ -183,8 +179,6 @@ class Display:
         self, directory: RunDirectory, options: TrainOptions, task: Trained, ended: events.Ended
     ) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
-        if not self.show.results:
-            return
         out, config = console(), task.config
         if self.show.format == "json":
             where = {"run": str(self.out), "model": str(directory.model), "steps": ended.step}
@@ -204,7 +198,7 @@ class Display:
             page = f"inspect --html page.html {here} --text={shlex.quote(words)}"
             verbs = first, page, f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
-            seen = self._growth.units_before(ended.step)
+            seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
         score = f"validation {_scored(ended.metrics, 4)}, on all held-out data"

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,12 +13,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from tiedgpt.cli.console import bar
-from tiedgpt.cli.options import Positional, Repeated, parse
+from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CheckFailedError, TiedGPTError, UserError
-from tiedgpt.train.options import TrainOptions, flag
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.runs import RUNS, make_longer, run_for, run_name, times_longer
+from tiedgpt.train.runs import make_longer, run_for, times_longer
 from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker
 
 if TYPE_CHECKING:
@@ -47,10 +46,9 @@ GROUPS = {
     "data": "task val text_field encoding tokenizer vocab_size",
     "model": "size start fork width context dropout window bias freeze untie_at",
     "time": "minutes steps epochs eval_every patience keep",
-    "optimization": "optimizer lr find_lr schedule warmup cooldown batch_size batch_warmup "
-    "length_warmup weight_decay grad_clip skip_limit seed",
+    "optimization": "optimizer lr schedule warmup cooldown batch_size weight_decay grad_clip seed",
     "memory and speed": "device memory micro_batch recompute dtype compile parallel",
-    "output": "out sample_prompt verbose format track compare verify_resume",
+    "output": "out sample_prompt verbose format track",
 }
 
 
@@ -62,9 +60,6 @@ class RunArguments:
     """The run's directory; default: runs/NAME-1, or -2 and so on for other options."""
     track: TrackerName | None = None
     """Also send the metrics to this tracker."""
-    verify_resume: bool = False
-    """Do not train; check in a few steps that a killed and resumed run equals an uninterrupted
-    one."""
     verbose: bool = False
     """Also show the schedule and the parameter groups."""
     format: Literal["human", "json"] = "human"
@@ -79,18 +74,13 @@ class RunArguments:
         """Raise `UserError` for what does not go with how many processes were started."""
         if PROCESSES not in os.environ and self.parallel is None:
             return
-        from tiedgpt.train.parallel import launched, require_launch
+        from tiedgpt.train.parallel import require_launch
 
         require_launch(self.parallel)
-        for name in ("verify_resume", "find_lr", "compare"):
-            if launched() and getattr(self, name, False):
-                raise UserError(f"{flag(name)} runs in one process", hint="leave out torchrun")
 
     def run(self, options: TrainOptions, command: str) -> int:
-        """Train, or prove that a run resumes; return the exit code."""
+        """Train; return the exit code."""
         out = Path(self.out) if self.out else None
-        if self.verify_resume:
-            return verify_resume(options, out or RUNS / run_name(options))
         from tiedgpt.cli.show_training import Show
 
         show = Show(verbose=self.verbose, format=self.format)
@@ -103,10 +93,6 @@ class Arguments(RunArguments, TrainOptions):
 
     data: Positional[tuple[str, ...]] = ()
     """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
-    compare: Repeated[tuple[str, ...]] = ()
-    """Train one run for each --compare, with these options added, and draw their curves."""
-    find_lr: bool = False
-    """Do not train; suggest a learning rate from a short sweep. No files are written."""
 
     def options(self) -> TrainOptions:
         """Return what decides the run, checked."""
@@ -117,42 +103,11 @@ class Arguments(RunArguments, TrainOptions):
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
     with once_for_all():
-        given = parse(Arguments, "train", with_recipes(arguments), ABOUT, groups=GROUPS)
+        given = parse(Arguments, "train", arguments, ABOUT, groups=GROUPS)
         options = given.options()
         given.require_processes()
     command = f"{program()} train {shlex.join(arguments)}".rstrip()
-    if given.find_lr:
-        from tiedgpt.cli.find_rate import find_rate
-
-        find_rate(options)
-        return EXIT_OK
-    if given.compare:
-        from tiedgpt.cli.compare import compare
-
-        return compare(given, command)
     return given.run(options, command)
-
-
-def verify_resume(options: TrainOptions, out: Path) -> int:
-    """Print what a killed and resumed run and an unbroken one left; `CheckFailedError` if unlike.
-
-    Nothing is left in `out` or beside it.
-    """
-    from tiedgpt.train.resume_check import check_resume
-
-    unbroken, resumed = check_resume(options, out, lambda line: print(line, file=sys.stderr))
-    unlike = [name for name, digest in unbroken.items() if resumed[name] != digest]
-    for name, digest in unbroken.items():
-        same = "!=" if name in unlike else "="
-        print(f"{name:<22} {digest[:16]} {same} {resumed[name][:16]}")
-    if unlike:
-        raise CheckFailedError(
-            f"a resumed run differs from an uninterrupted one in {', '.join(unlike)}: matmuls are "
-            "not repeatable here",
-            hint="try OMP_NUM_THREADS=1 or --dtype fp32",
-        )
-    print("a run that is killed and resumed equals an uninterrupted one, bit for bit")
-    return EXIT_OK
 
 
 def train_run(
@@ -163,12 +118,10 @@ def train_run(
     *,
     track: TrackerName | None = None,
     parallel: Parallel | None = None,
-    before_data: Callable[[RunDirectory], None] = lambda run: None,
 ) -> int:
     """Train in the directory `out`, or go on there; return the exit code.
 
-    `out` None is the run that these options mean, or a new one. `before_data` is called before a
-    fresh run's data are prepared, and may put them there.
+    `out` None is the run that these options mean, or a new one.
     """
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.parallel import joined
@@ -187,9 +140,7 @@ def train_run(
         start = open_tracker(track) if track is not None and world.leads else None
         if world.leads:
             stack.enter_context(directory.locked())
-        found = world.after_first(
-            lambda: prepared(options, directory, display, before_data, sources, digest)
-        )
+        found = world.after_first(lambda: prepared(options, directory, display, sources, digest))
         if found is None:
             display.say(
                 f"{directory.path} is finished: `{program()} generate {directory.path}` "
@@ -239,7 +190,6 @@ def prepared(
     options: TrainOptions,
     directory: RunDirectory,
     display: Display,
-    before_data: Callable[[RunDirectory], None],
     sources: Sources | None,
     digest: str | None,
 ) -> tuple[TrainOptions, Trained, Plan | None] | None:
@@ -264,8 +214,6 @@ def prepared(
     if tables and directory.finished():
         return None
     asked = fork_options(options, tables)
-    if not tables:
-        before_data(directory)
     sources = sources or open_sources(options)
     asked = adapt_options(asked, sources)
     with bar("reading text", to=display.err) as progress:
@@ -301,17 +249,6 @@ def once_for_all() -> Iterator[None]:
                 yield
             except TiedGPTError as error:
                 raise SystemExit(error.exit_code) from None
-
-
-def with_recipes(arguments: list[str]) -> list[str]:
-    """Return the arguments with what follows --compare tied to it: it begins with a dash itself."""
-    tied: list[str] = []
-    for argument in arguments:
-        if tied and tied[-1] == "--compare":
-            tied[-1] += f"={argument}"
-        else:
-            tied.append(argument)
-    return tied
 
 
 @contextlib.contextmanager

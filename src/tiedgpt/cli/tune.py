@@ -26,10 +26,9 @@ GROUPS = {
     "data": "val template too_long skip_bad packing text_field encoding",
     "model": "from_ lora lora_targets freeze context dropout",
     "time": "epochs steps minutes eval_every patience keep",
-    "optimization": "lr schedule warmup cooldown batch_size optimizer weight_decay grad_clip "
-    "skip_limit seed",
+    "optimization": "lr schedule warmup cooldown batch_size optimizer weight_decay grad_clip seed",
     "memory and speed": "device memory micro_batch recompute dtype compile parallel",
-    "output": "out sample_prompt verbose format track verify_resume",
+    "output": "out sample_prompt verbose format track",
 }
 
 
@@ -73,7 +72,7 @@ class Arguments(RunArguments, TuneOptions):
             "vocab_size",
             "fork",
         ),
-        *("window", "bias", "untie_at", "batch_warmup", "length_warmup"),
+        *("window", "bias", "untie_at"),
     )
 
     def options(self) -> TuneOptions:

@@ -32,7 +32,7 @@ PIPELINES = {
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
-SHARES = ("warmup", "cooldown", "batch_warmup", "length_warmup", "untie_at")
+SHARES = ("warmup", "cooldown", "untie_at")
 """Numbers of the plan that a command gives as shares of the steps."""
 EVALUATIONS_SHOWN = 12
 

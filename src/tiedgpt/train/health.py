@@ -21,8 +21,8 @@ from tiedgpt.train.parallel import World, own_part
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.step import train_step
 
-SKIPS_AMONG = 200
-"""The limit of skipped steps is counted among so many."""
+MOST_SKIPS, SKIPS_AMONG = 10, 200
+"""So many skipped steps of the last so many end the run."""
 RECENT = 100
 """Losses and gradient norms that are remembered."""
 SHOWN = 5
@@ -96,10 +96,10 @@ class Health:
             return self.stale >= plan.patience
         return self.stale >= TURNED and self.newest_loss > WORSE * self.best_loss
 
-    def require_sound(self, step: int, *, skip_limit: int) -> None:
+    def require_sound(self, step: int) -> None:
         """Raise `DivergedError` where too many steps were skipped or the loss has run away."""
         self.skipped = [skipped for skipped in self.skipped if skipped > step - SKIPS_AMONG]
-        if len(self.skipped) >= skip_limit:
+        if len(self.skipped) >= MOST_SKIPS:
             raise DivergedError(
                 f"{len(self.skipped)} of the last {SKIPS_AMONG} steps had no finite loss or "
                 "gradient"

@@ -67,7 +67,7 @@ def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) ->
     gc.collect()
     before, room = held_memory(device), free(device)
     memory, per_byte = TensorMemory(device), 1.0 if device.type == "cuda" else HEAP
-    plan = replace(plan, length_warmup=0, batch_warmup=0, compile="off", lr=1e-9)
+    plan = replace(plan, compile="off", lr=1e-9)
     with memory.counting():
         model = in_training(task.build().train(), plan).to(device)
         _, rules = groups_and_optimizers(task, model, plan, 0)

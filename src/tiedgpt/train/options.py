@@ -36,16 +36,16 @@ EVALUATIONS = 10
 """Of a run, before its end."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start or --fork from has its own."""
-TEXT_ONLY = ("text_field", "batch_warmup", "length_warmup", "untie_at", "sample_prompt")
+TEXT_ONLY = ("text_field", "untie_at", "sample_prompt")
 """Options of --task lm."""
 RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("minutes epochs lr grad_clip", math.ulp(0), 1e300, "a positive number"),
     (
-        "steps context batch_size micro_batch skip_limit patience eval_every window",
+        "steps context batch_size micro_batch patience eval_every window",
         *(1, math.inf, "at least 1"),
     ),
     ("vocab_size", 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
-    ("warmup cooldown batch_warmup length_warmup", 0, 1, "a share from 0 to 1"),
+    ("warmup cooldown", 0, 1, "a share from 0 to 1"),
     ("untie_at", math.ulp(0), math.nextafter(1, 0), "a share between 0 and 1"),
     ("dropout", 0, math.nextafter(1, 0), "a probability in [0, 1)"),
     ("weight_decay", 0, 1e300, "a number from 0"),
@@ -181,12 +181,6 @@ class TrainOptions:
     cosine decays to a tenth."""
     cooldown: float = DEFAULT_COOLDOWN
     """With --schedule wsd: share of the steps in which the learning rate decays."""
-    batch_warmup: float = 0.0
-    """Share of the steps in which the batch grows from an eighth to its full size; the learning
-    rate is not rescaled."""
-    length_warmup: float = 0.0
-    """Share of the steps in which rows grow from an eighth of the context to all of it; the rest of
-    each row is not trained."""
     untie_at: float | None = None
     """Untie after this share of the steps: a copy of W becomes the head, and W only reads."""
     freeze: str | None = None
@@ -201,9 +195,6 @@ class TrainOptions:
     """Steps between evaluations; default: a tenth of the steps."""
     sample_prompt: str | None = None
     """Prompt of the samples that are shown at evaluations."""
-    skip_limit: int = 10
-    """Stop when this many of the last 200 steps were skipped because of a gradient that is not
-    finite."""
     patience: int | None = None
     """Stop after this many evaluations without improvement; default: when the validation loss has
     risen again, but not with fewer than 50 held-out examples."""

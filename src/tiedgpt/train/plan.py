@@ -42,8 +42,6 @@ SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
 ENOUGH_HELD_OUT = 50
 """Examples; the score of fewer is too noisy to end a run by."""
-MANY = 1000
-"""Steps, of which shares are whole numbers."""
 
 
 def training_device(name: str = "auto") -> torch.device:
@@ -75,14 +73,10 @@ def make_plan(
         resize(task, options)
     draft = world.lead(lambda: drafted(options, task, world))
     world.lead(lambda: world.require_work(draft))
-    many = of_steps(draft, options, MANY)
-    share = many.growth(task.row_units).units_before(MANY) / (
-        MANY * draft.batch_size * task.row_units
-    )  # of the tokens of whole batches, as batches and rows grow
     unit, amount = options.duration
     minutes, steps = None, int(amount)
     if unit == "epochs":
-        steps = math.ceil(amount * task.epoch_rows / draft.batch_size / share)
+        steps = math.ceil(amount * task.epoch_rows / draft.batch_size)
         rows = draft.batch_size
         least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
         if steps < least:
@@ -93,7 +87,7 @@ def make_plan(
             )
     elif unit == "minutes":
         minutes = amount
-        steps = round(measured_steps(minutes, task, draft, world) / share)
+        steps = measured_steps(minutes, task, draft, world)
     return replace(of_steps(draft, options, steps), minutes=minutes, reason=reason)
 
 
@@ -102,8 +96,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     config, device = task.config, world.device
     if options.untie_at is not None and not config.tie_word_embeddings:
         raise UserError("--untie-at: the model to start from is untied already")
-    one_shape = task.unit == "tokens" and not options.length_warmup
-    compiles, _ = decide(options.compile, device, one_shape=one_shape)
+    compiles, _ = decide(options.compile, device, one_shape=task.unit == "tokens")
     draft = Plan(
         steps=1,
         batch_size=options.batch_rows(task.context, task.epoch_rows),
@@ -118,7 +111,6 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
         eval_every=1,
         eval_batches=1,
         save_every=1,
-        skip_limit=options.skip_limit,
         patience=options.limit_of_patience,
         can_end_early=_can_end_early(options, task),
         keep=options.keep,
@@ -189,8 +181,6 @@ def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
         steps=steps,
         warmup=warmup,
         cooldown=min(cooldown, steps - warmup),
-        batch_warmup=round(options.batch_warmup * steps),
-        length_warmup=round(options.length_warmup * steps),
         untie_at=None if untie_at is None else min(round(untie_at * steps), steps - 1),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
         **pauses,
@@ -210,17 +200,13 @@ def paused(
 def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
 
-    A pause is part of the pace. The rate goes on where the new number of steps has it; what has
-    begun to grow does so as before. None where the steps would change by less than `SAME_PACE`.
+    A pause is part of the pace. The rate goes on where the new number of steps has it. None where
+    the steps would change by less than `SAME_PACE`.
     """
     assert plan.minutes is not None
-    growth = plan.growth(task.row_units)
-    a_unit = seconds / growth.units_before(step)
-    last = a_unit / 3 * task.held_out_rows * task.row_units
-    units = for_steps(plan.minutes, last) / a_unit
-    grown = max(step, plan.batch_warmup, plan.length_warmup)
-    rest = (units - growth.units_before(grown)) / (plan.batch_size * task.row_units)
-    steps = max(step + 1, grown + int(rest))
+    pace = seconds / step
+    last = pace / 3 * task.held_out_rows / plan.batch_size
+    steps = max(step + 1, int(for_steps(plan.minutes, last) / pace))
     if abs(steps / plan.steps - 1) < SAME_PACE:
         return None
     scale, usual = steps / plan.steps, paused(plan.steps)["eval_every"]

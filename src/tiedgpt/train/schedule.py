@@ -1,14 +1,9 @@
-"""A run's plan, and what it says of each step: the rate, the rows of a batch, their length.
-
-The rate is not rescaled where a batch is small: neither AdamW's nor Muon's update grows with the
-gradient.
-"""
+"""A run's plan, and the learning rate of each of its steps."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from tiedgpt.errors import CorruptInputError
@@ -26,10 +21,6 @@ COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "sa
 """Numbers of a plan that are 1 at the least."""
 COSINE_FLOOR = 0.1
 """Of the peak, where cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
-FIRST_SHARE = 8
-"""A warm-up of batch or length begins with an eighth."""
-LENGTHS = 16
-"""Rows that are not whole yet are a multiple of so many tokens long."""
 WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
 
 
@@ -71,57 +62,6 @@ def transferred_rate(rate: float, *, width: int, to: int, rule: Rule) -> float:
     return rate * (width / to) ** WIDTH_EXPONENTS[rule]
 
 
-class Growth:
-    """The shape of each step's batch, and what was trained on before it."""
-
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        micro_batch: int,
-        row_units: int,
-        batch_warmup: int = 0,
-        length_warmup: int = 0,
-    ) -> None:
-        """Have rows grow to `batch_size` and to `row_units` in so many steps each.
-
-        The batch grows by whole micro-batches or, where one holds it all, by eighths; the rows by
-        16 tokens, from an eighth of the context (Li et al. 2022, "The Stability-Efficiency
-        Dilemma", arXiv 2108.06084).
-        """
-        self.whole = batch_size, row_units
-        unit = micro_batch if micro_batch < batch_size else -(-batch_size // FIRST_SHARE)
-        warmups = (batch_size, unit, batch_warmup), (row_units, LENGTHS, length_warmup)
-        steps = max(batch_warmup, length_warmup)
-        self._shapes = [
-            (_grown(step, *warmups[0]), _grown(step, *warmups[1])) for step in range(steps)
-        ]
-        self._rows_before = [0, *accumulate(rows for rows, _ in self._shapes)]
-        self._units_before = [0, *accumulate(rows * units for rows, units in self._shapes)]
-
-    def shape(self, step: int) -> tuple[int, int]:
-        """Return the rows of a step's batch, from 0, and their length."""
-        return self._shapes[step] if step < len(self._shapes) else self.whole
-
-    def rows_before(self, step: int) -> int:
-        """Return how many rows the steps before one were trained on."""
-        known = min(step, len(self._shapes))
-        return self._rows_before[known] + (step - known) * self.whole[0]
-
-    def units_before(self, step: int) -> int:
-        """Return how many tokens, or examples, the steps before one were trained on."""
-        known = min(step, len(self._shapes))
-        return self._units_before[known] + (step - known) * self.whole[0] * self.whole[1]
-
-
-def _grown(step: int, whole: int, unit: int, warmup: int) -> int:
-    """Return what a size has grown to: from an eighth, by whole units."""
-    if step >= warmup:
-        return whole
-    share = (1 + (FIRST_SHARE - 1) * step / warmup) / FIRST_SHARE
-    return min(whole, unit * math.ceil(share * whole / unit))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run's numbers; with the data and the seed they decide every weight."""
@@ -145,8 +85,6 @@ class Plan:
     eval_batches: int
     """Batches of that part; the last evaluation takes all, up to two million tokens."""
     save_every: int
-    skip_limit: int = 10
-    """Steps that are not finite, of the last 200, that end the run."""
     patience: int | None = None
     """Evaluations without improvement that end the run; None: it ends when validation has risen."""
     can_end_early: bool = True
@@ -156,10 +94,6 @@ class Plan:
     schedule: Schedule = "linear"
     cooldown: int = 0
     """Last steps, in which the rate of wsd falls."""
-    batch_warmup: int = 0
-    """First steps, in which the batch grows."""
-    length_warmup: int = 0
-    """First steps, in which the rows of a batch grow."""
     untie_at: int | None = None
     """Steps after which W only reads, and a head that begins as its copy predicts."""
     memory: int | None = None
@@ -199,16 +133,6 @@ class Plan:
             steps=plan.steps,
             schedule=plan.schedule,
             cooldown=plan.cooldown,
-        )
-
-    def growth(self, row_units: int) -> Growth:
-        """Return the shapes of the batches; `row_units` are the tokens of a whole row."""
-        return Growth(
-            batch_size=self.batch_size,
-            micro_batch=self.micro_batch,
-            row_units=row_units,
-            batch_warmup=self.batch_warmup,
-            length_warmup=self.length_warmup,
         )
 
     def untied(self, step: int) -> bool:

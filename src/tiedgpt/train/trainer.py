@@ -81,7 +81,7 @@ class Trainer:
         self.clock: float | None = None
         """When the first step was begun, as long as the steps are to be planned again."""
         self.notes: list[str] = []
-        self.growth = plan.growth(task.row_units)
+        self.batch_units = plan.batch_size * task.row_units
 
     def run(self) -> Iterator[Event]:
         """Train to the end of the plan from wherever the run's directory stands.
@@ -96,7 +96,7 @@ class Trainer:
                 yield from self._replan()
                 yield from self._untie()
                 yield self._next_step()
-                self.health.require_sound(self.step, skip_limit=self.plan.skip_limit)
+                self.health.require_sound(self.step)
                 yield from self._pause()
             self._save()
             yield self._finish() if self._enough() else self._stop()
@@ -131,8 +131,7 @@ class Trainer:
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.task, plan, world)
         if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
-            done = self.growth.units_before(self.step) / self.growth.units_before(plan.steps)
-            self.clock = time.perf_counter() - 60 * plan.minutes * done
+            self.clock = time.perf_counter() - 60 * plan.minutes * self.step / plan.steps
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
@@ -191,8 +190,7 @@ class Trainer:
 
     def _stepped(self, result: StepResult, seconds: float) -> Stepped:
         self.health.stepped(result.loss, result.grad_norm)
-        units = self.growth.units_before(self.step)
-        speed = (units - self.growth.units_before(self.step - 1)) / seconds
+        units, speed = self.step * self.batch_units, self.batch_units / seconds
         stepped = Stepped(
             step=self.step,
             loss=result.loss,
@@ -207,7 +205,7 @@ class Trainer:
 
     def _skipped(self, why: str) -> Skipped:
         self.health.skip(self.step)
-        units = {self.task.unit: self.growth.units_before(self.step)}
+        units = {self.task.unit: self.step * self.batch_units}
         rate = self.plan.rate(self.step - 1)
         self._write({"step": self.step, "skipped": why, "lr": rate, **units})
         return Skipped(self.step, why, self.health.skipped_in_all)

@@ -86,18 +86,9 @@ class LanguageModelling(Task):
         return model
 
     def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return (ids, targets) of each step, each (B, T) or as far as the plan's growth is."""
-        growth = plan.growth(self.context)
-        whole = Batches(
-            self._train, batch_size=plan.batch_size, n_positions=self.context, seed=plan.seed
-        )
-
-        def batch(step: int) -> Arrays:
-            rows, length = growth.shape(step)
-            ids, targets = whole.rows(growth.rows_before(step), rows)
-            return ids[:, -length:], targets[:, -length:]  # the end always has a target
-
-        return batch
+        """Return (ids, targets) of each step, each (B, T)."""
+        sizes = {"batch_size": plan.batch_size, "n_positions": self.context}
+        return Batches(self._train, **sizes, seed=plan.seed).batch
 
     def evaluate(self, model: GPT, plan: Plan, n_batches: int | None = None) -> Score:
         """Score validation text; all of it, up to two million tokens.
