@@ -24,7 +24,7 @@ def base(tmp_path_factory):
     text = "".join(f"{asked}\n{reply}\nuser\nassistant\n" for asked, reply in PAIRS)
     tokenizer = Tokenizer.train([text * 9], 350)
     torch.manual_seed(0)
-    shape = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    shape = {"n_positions": 48, "n_embd": 128, "n_layer": 2, "n_head": 4}
     GPT(GPTConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return str(place)
