@@ -1,4 +1,4 @@
-"""What the choice of `--size auto` is worth: the size chosen and its neighbours, trained as long.
+"""What the choice of `--size auto` is worth: the size chosen and its n_local, trained as long.
 
     python bench/auto_size.py [--texts docs licences] [--minutes 1 3] [--speeds tiny=25000 ...]
 
@@ -78,7 +78,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
 
 
 def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -> dict[str, Any]:
-    """Return the size that is chosen and what it and its neighbours end with."""
+    """Return the size that is chosen and what it and its n_local end with."""
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
     run.path.mkdir(exist_ok=True)

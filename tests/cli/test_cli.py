@@ -16,7 +16,7 @@ import torch
 
 from tiedgpt.cli.main import main
 from tiedgpt.cli.show_training import Display, Show
-from tiedgpt.train.events import Ended
+from tiedgpt.train.events import Ended, Replanned
 from tiedgpt.train.plan import Plan
 
 QUICK = ["--steps", "4", "--context", "16", "--batch-size", "2", "--size", "tiny"]
@@ -108,11 +108,11 @@ def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
 
 
 def test_a_stop_counts_by_the_plan_in_force(text, capfd, monkeypatch):
-    def planned_again(trainer, display, tracking):
-        trainer.plan = dataclasses.replace(trainer.plan, steps=7)
-        return Ended(3, finished=False, score=None)
+    def planned_again(trainer):
+        yield Replanned(3, dataclasses.replace(trainer.plan, steps=7), [])
+        yield Ended(3, finished=False, score=None)
 
-    monkeypatch.setattr("tiedgpt.cli.train.shown", planned_again)
+    monkeypatch.setattr("tiedgpt.train.trainer.Trainer.run", planned_again)
     assert main(["train", "cats.txt", *QUICK, "--tokenizer", "char"]) == 75
     assert "stopped and saved after step 3 of 7" in capfd.readouterr().err
 
@@ -123,7 +123,7 @@ def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
         weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
         eval_batches=2, save_every=2,
     )  # fmt: skip
-    display = Display(Path("run"), Show())
+    display = Display(Show())
     with display.training(plan):
         display.event(Ended(10, finished=True, score=None))
     assert re.search(r"\b10/10\b", capfd.readouterr().err)

@@ -185,13 +185,13 @@ def test_a_budget_below_the_program_itself_says_so(rows, known):
 
 def test_each_of_several_processes_needs_its_share_and_has_its_share(rows, free, known):
     ddp, fsdp = World(CPU), World(CPU)
-    ddp.size = ddp.neighbours = fsdp.size = fsdp.holders = 2
+    ddp.size = ddp.n_local = fsdp.size = fsdp.n_shards = 2
     peak, lasting = Peak(250 * MB, 450 * MB, 10 * MB), 16 * SMALL.parameter_count()
     for world, more in ((ONE, 0), (ddp, lasting // 4), (fsdp, -lasting // 2)):
         need = (200 + 8 * 10) * MB + more
-        free((need + MB) * world.neighbours)
+        free((need + MB) * world.n_local)
         require_memory(SMALL, rows(8 * world.size, 8), 256, peak, world)
-        free((need - MB) * world.neighbours)
+        free((need - MB) * world.n_local)
         with pytest.raises(NoRoomError):
             require_memory(SMALL, rows(8 * world.size, 8), 256, peak, world)
     free(2_000 * MB)

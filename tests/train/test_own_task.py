@@ -199,7 +199,7 @@ def test_of_several_processes_each_computes_as_many_parts_that_count():
     for rank in range(2):
         world = World(CPU)
         world.rank, world.size = rank, 2
-        parts = world.parts(Loss(), masked(0, 1, 2), 1)
+        parts = world.micro_batches(Loss(), masked(0, 1, 2), 1)
         assert len(parts) == 3 and [part.last for part in parts] == [False, False, True]
         assert all((part.rows[1] != -100).all() for part in parts), "no mean of nothing"
         shares += [part.shares[0] for part in parts]

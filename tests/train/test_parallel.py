@@ -22,7 +22,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train.events import Ended, Stepped
 from tiedgpt.train.objective import Loss
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.parallel import Shards, World, joined, launched
+from tiedgpt.train.parallel import Shards, World, join_world, launched
 from tiedgpt.train.plan import Plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
@@ -135,7 +135,7 @@ def skipped(world):
     world.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    task = Poisoned() if not world.leads else Loss()
+    task = Poisoned() if not world.is_main else Loss()
     try:
         train_step(model, rules, batch, PLAN, world, task=task)
     except DivergedError:
@@ -162,7 +162,7 @@ def muon(world):
 
 
 def do_steps(path):
-    with joined("ddp", CPU) as replicas:
+    with join_world("ddp", CPU) as replicas:
         found = {}
         for kind, world in (("ddp", replicas), ("fsdp", Shards(CPU))):
             found[f"{kind} lm"] = three_steps(world, language_model)
@@ -172,7 +172,7 @@ def do_steps(path):
                 found["exchanges"] = exchanges(world)
             else:
                 found["muon"] = muon(world)
-            world.let_go()
+            world.release()
         torch.save(found, f"{path}-{replicas.rank}")
     return 0
 
@@ -217,7 +217,7 @@ def test_muon_on_parts_updates_each_matrix_as_a_whole(stepped):
 def go_on(path, kind, stop_after):
     """Train the run at `path` up to a step, in however many processes there are."""
     run = RunDirectory(path)
-    with joined(kind, CPU) as world:
+    with join_world(kind, CPU) as world:
         config, plan = recorded(run.read_record())
         task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
         done = [0]

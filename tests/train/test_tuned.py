@@ -19,7 +19,7 @@ from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped
-from tiedgpt.train.parallel import joined
+from tiedgpt.train.parallel import join_world
 from tiedgpt.train.plan import make_plan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import Pretrained, open_sources, prepare
@@ -157,8 +157,8 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
 def tune_in_parallel(path, kind, asked, plan):
     """Be one of several processes that tune."""
     run = RunDirectory(path)
-    with joined(kind, CPU) as world:
-        task = world.after_first(lambda: prepare(run, asked, open_sources(asked)))
+    with join_world(kind, CPU) as world:
+        task = world.main_first(lambda: prepare(run, asked, open_sources(asked)))
         *_, ended = train(run, task, plan, CPU, world=world)
     return 0 if ended.finished else 1
 

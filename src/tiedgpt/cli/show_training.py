@@ -52,8 +52,13 @@ class Show:
 class Display:
     """Progress on stderr, results on stdout."""
 
-    def __init__(self, out: Path, show: Show, *, silent: bool = False) -> None:
-        self.out, self.show = out, show
+    planned: events.Planned
+    """What is trained, once that is decided."""
+    steps = 0
+    """Of the plan that is in force."""
+
+    def __init__(self, show: Show, *, silent: bool = False) -> None:
+        self.show = show
         self.err = console(stderr=True, silent=silent)
         self._loss = self._speed = 0.0
         self._seen = 0
@@ -63,8 +68,10 @@ class Display:
         """Show notes."""
         note(*texts, to=self.err)
 
-    def plan(self, options: TrainOptions, plan: Plan, task: Trained, world: World) -> None:
+    def _planned(self, event: events.Planned) -> None:
         """Show what is trained, and how long that will take."""
+        self.planned, self.steps = event, event.plan.steps
+        options, plan, task, world = event.options, event.plan, event.task, event.world
         self.say(*task.notes)
         self._unit, self._batch_units = task.unit, plan.batch_size * task.row_units
         described, config = task.describe(), task.config
@@ -78,7 +85,7 @@ class Display:
             + ("" if task.trained is None else f"; {task.trained:,} are trained"),
             "chosen": plan.reason,
             "training": self._training(plan, task, world),
-            "run": f"{self.out}; Ctrl-C saves and stops, the same command resumes",
+            "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else memory_line(plan),
         }
         if self.show.verbose:
@@ -137,6 +144,15 @@ class Display:
         """Show something that happened in training."""
         self.say(*getattr(event, "notes", ()))
         match event:
+            case events.Note():
+                self.say(event.text)
+            case events.AlreadyFinished():
+                self.say(
+                    f"{event.path} is finished: `{program()} generate {event.path}` generates "
+                    "text; more --minutes, --steps or --epochs continue the training"
+                )
+            case events.Planned():
+                self._planned(event)
             case events.Started():
                 for group in event.groups if self.show.verbose else ():
                     fact("optimizer", str(group), to=self.err)
@@ -144,7 +160,8 @@ class Display:
                     self.say(f"resuming after step {event.step:,}")
                 self._progress.reset(self._task, completed=event.step)
             case events.Replanned():
-                self._progress.update(self._task, total=event.plan.steps)
+                self.steps = event.plan.steps
+                self._progress.update(self._task, total=self.steps)
             case events.Ended() if event.finished:
                 self._progress.update(self._task, completed=event.step, total=event.step)
             case events.Stepped():
@@ -175,18 +192,26 @@ class Display:
         status = f"loss {self._loss:.3f}  {self._skipped}{self._speed:,.0f} {self._unit}/s  "
         self._progress.update(self._task, completed=event.step, description=status)
 
-    def finished(
-        self, directory: RunDirectory, options: TrainOptions, task: Trained, ended: events.Ended
-    ) -> None:
+    def stopped(self, event: events.Ended, command: str) -> None:
+        """Show that the run was saved, and the command that resumes it."""
+        self.say(f"stopped and saved after step {event.step:,} of {self.steps:,}; to resume:")
+        self.err.print(f"  {command}")
+
+    def finished(self, ended: events.Ended | events.AlreadyFinished) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
+        if isinstance(ended, events.AlreadyFinished) or not self.planned.world.is_main:
+            return
+        directory, options, task = (
+            self.planned.directory, self.planned.options, self.planned.task,
+        )  # fmt: skip
         out, config = console(), task.config
         if self.show.format == "json":
-            where = {"run": str(self.out), "model": str(directory.model), "steps": ended.step}
+            where = {"run": str(directory.path), "model": str(directory.model), "steps": ended.step}
             counts = {"parameters": config.parameter_count()}
             counts["trained"] = task.trained or config.parameter_count()
             print(json.dumps(where | counts | ended.metrics))
             return
-        here = shlex.quote(str(self.out))
+        here = shlex.quote(str(directory.path))
         if isinstance(task, Labelled):
             theirs = task.head_class.class_in_transformers(config) is not None
             steps = _next_in_python(task, directory.model)

@@ -6,28 +6,17 @@ import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.runs import make_longer, run_for, times_longer
 from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker
-
-if TYPE_CHECKING:
-    from tiedgpt.cli.show_training import Display, Show
-    from tiedgpt.train.events import Ended
-    from tiedgpt.train.parallel import Parallel
-    from tiedgpt.train.schedule import Plan
-    from tiedgpt.train.sources import Sources, Trained
-    from tiedgpt.train.trainer import Trainer
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -79,12 +68,46 @@ class RunArguments:
         require_launch(self.parallel)
 
     def run(self, options: TrainOptions, command: str) -> int:
-        """Train; return the exit code."""
-        out = Path(self.out) if self.out else None
-        from tiedgpt.cli.show_training import Show
+        """Train, and show it; return the exit code. `command` is what resumes the run."""
+        from tiedgpt.cli.show_training import Display, Show
+        from tiedgpt.train.events import AlreadyFinished, Ended, Planned
+        from tiedgpt.train.run import train
 
-        show = Show(verbose=self.verbose, format=self.format)
-        return train_run(options, out, command, show, track=self.track, parallel=self.parallel)
+        display = Display(Show(verbose=self.verbose, format=self.format), silent=not is_main())
+        tracker = open_tracker(self.track) if self.track is not None and is_main() else None
+        signals, trackings = StopSignals(), list[Tracking]()
+
+        def track(line: Mapping[str, Any]) -> None:
+            for tracking in trackings:
+                tracking.log(line)
+
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(bar("reading text", to=display.err))
+            for event in train(
+                options,
+                self.out,
+                parallel=self.parallel,
+                stop_requested=signals.have_come,
+                track=track,
+                progress=progress,
+            ):
+                if isinstance(event, Planned):
+                    stack.pop_all().close()
+                    stack.enter_context(signals)
+                    if tracker is not None:
+                        run = event.directory
+                        tracking = Tracking(
+                            self.track or "", tracker, run.path, run.read_record(), warn=display.say
+                        )
+                        trackings.append(stack.enter_context(tracking))
+                    stack.enter_context(display.training(event.plan))
+                display.event(event)
+        assert isinstance(event, Ended | AlreadyFinished)
+        if isinstance(event, Ended) and not event.finished:
+            display.stopped(event, command)
+            return EXIT_INTERRUPTED
+        display.finished(event)
+        return EXIT_OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +125,7 @@ class Arguments(RunArguments, TrainOptions):
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    with once_for_all():
+    with report_once():
         given = parse(Arguments, "train", arguments, ABOUT, groups=GROUPS)
         options = given.options()
         given.require_processes()
@@ -110,137 +133,15 @@ def run(arguments: list[str]) -> int:
     return given.run(options, command)
 
 
-def train_run(
-    options: TrainOptions,
-    out: Path | None,
-    command: str,
-    show: Show,
-    *,
-    track: TrackerName | None = None,
-    parallel: Parallel | None = None,
-) -> int:
-    """Train in the directory `out`, or go on there; return the exit code.
-
-    `out` None is the run that these options mean, or a new one.
-    """
-    from tiedgpt.cli.show_training import Display
-    from tiedgpt.train.parallel import joined
-    from tiedgpt.train.plan import make_plan, record, training_device
-    from tiedgpt.train.sources import open_sources
-    from tiedgpt.train.trainer import Trainer
-
-    with contextlib.ExitStack() as stack:
-        world = stack.enter_context(joined(parallel, training_device(options.device)))
-        if out is not None:
-            world.lead(lambda: require_same(options, RunDirectory(out)))
-        sources = world.after_first(lambda: open_sources(options) if options.data else None)
-        digest = world.lead(lambda: sources.digest() if sources is not None else None)
-        directory = RunDirectory(out or world.lead(lambda: run_for(options, digest)))
-        display = Display(directory.path, show, silent=not world.leads)
-        start = open_tracker(track) if track is not None and world.leads else None
-        if world.leads:
-            stack.enter_context(directory.locked())
-        found = world.after_first(lambda: prepared(options, directory, display, sources, digest))
-        if found is None:
-            display.say(
-                f"{directory.path} is finished: `{program()} generate {directory.path}` "
-                "generates text; more --minutes, --steps or --epochs continue the training"
-            )
-            return EXIT_OK
-        asked, task, plan = found
-        if plan is None:
-            display.say("measuring this machine")
-            plan = make_plan(asked, task, world.device, world=world)
-            tables = record(options, task.config, plan, task.counted, digest, world)
-            world.lead(lambda: directory.write_record(tables))
-        display.plan(options, plan, task, world)
-        tracking = None
-        if track is not None and start is not None:
-            tracking = Tracking(
-                track, start, directory.path, directory.read_record(), warn=display.say
-            )
-        fork = Path(options.fork) / "checkpoints" if options.fork is not None else None
-        trainer = Trainer(directory, task, plan, world.device, fork=fork, world=world)
-        ended = shown(trainer, display, tracking)
-        if not ended.finished:
-            steps = trainer.plan.steps
-            display.say(f"stopped and saved after step {ended.step:,} of {steps:,}; to resume:")
-            display.err.print(f"  {command}")
-            return EXIT_INTERRUPTED
-        if world.leads:
-            display.finished(directory, options, task, ended)
-    return EXIT_OK
-
-
-def shown(trainer: Trainer, display: Display, tracking: Tracking | None) -> Ended:
-    """Train, show and track what happens; return how it ended."""
-    from tiedgpt.train.events import Ended
-
-    with contextlib.ExitStack() as training:
-        trainer.stop_requested = training.enter_context(stop_on_signals())
-        training.enter_context(display.training(trainer.plan))
-        trainer.track = training.enter_context(tracking).log if tracking is not None else None
-        for event in trainer.run():
-            display.event(event)
-    assert isinstance(event, Ended)
-    return event
-
-
-def prepared(
-    options: TrainOptions,
-    directory: RunDirectory,
-    display: Display,
-    sources: Sources | None,
-    digest: str | None,
-) -> tuple[TrainOptions, Trained, Plan | None] | None:
-    """Return the options, a fork's with what it has from its run, the task and the plan.
-
-    The plan is None for a fresh run. Returns None for a run that is finished.
-    """
-    from tiedgpt.train.plan import recorded
-    from tiedgpt.train.sources import adapt_options, fork_options, open_sources, prepare
-
-    for source in (options.tokenizer, options.start):
-        if source not in (None, "bpe", "char") and not Path(source).exists():
-            display.say(f"{source}: not a path, looking on the Hugging Face hub")
-    out, tables = directory.path, directory.read_record()
-    if tables and digest != tables.get("text", {}).get("sha256"):
-        raise UserError(
-            f"the text has changed since {out} began", hint="give another --out, or the same text"
-        )
-    if (times := require_same(options, directory)) is not None:
-        tables = make_longer(directory, options, times)
-    config, plan = recorded(tables) if tables else (None, None)
-    if tables and directory.finished():
-        return None
-    asked = fork_options(options, tables)
-    sources = sources or open_sources(options)
-    asked = adapt_options(asked, sources)
-    with bar("reading text", to=display.err) as progress:
-        task = prepare(directory, asked, sources, config, progress)
-    return asked, task, plan
-
-
-def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
-    """Raise `UserError` where a run has other options; return how many times as long it goes on."""
-    out, tables = directory.path, directory.read_record()
-    differences = options.differences(tables.get("options", {})) if tables else []
-    times = times_longer(options, tables) if differences and directory.finished() else None
-    if differences and times is None:
-        raise UserError(
-            f"{out} holds a run with other options ({'; '.join(differences)})",
-            hint=(
-                f"give the same options to resume, or another --out, with --fork {out} to begin "
-                "from its weights"
-            ),
-        )
-    return times
+def is_main() -> bool:
+    """Whether this is the first of the processes that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0" or PROCESSES not in os.environ
 
 
 @contextlib.contextmanager
-def once_for_all() -> Iterator[None]:
+def report_once() -> Iterator[None]:
     """Let the first of several processes alone say what is wrong with a command."""
-    if os.environ.get("RANK", "0") == "0" or PROCESSES not in os.environ:
+    if is_main():
         yield
         return
     with open(os.devnull, "w") as nowhere:
@@ -251,22 +152,27 @@ def once_for_all() -> Iterator[None]:
                 raise SystemExit(error.exit_code) from None
 
 
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Have SIGINT and SIGTERM ask to stop after the step; a second one ends the process at once.
+class StopSignals:
+    """SIGINT and SIGTERM, inside a `with` block, ask to stop; a second one ends the process."""
 
-    Yields whether one has come.
-    """
-    came: list[int] = []
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._before: dict[int, Any] = {}
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+    def have_come(self) -> bool:
+        """Return whether one has come."""
+        return bool(self._numbers)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(came)
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._numbers.append(number)
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)

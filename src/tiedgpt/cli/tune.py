@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from tiedgpt.cli.options import Positional, parse
 from tiedgpt.cli.source import program, source_or_newest
-from tiedgpt.cli.train import RunArguments, once_for_all
+from tiedgpt.cli.train import RunArguments, report_once
 from tiedgpt.errors import UserError
 from tiedgpt.train.runs import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
@@ -90,7 +90,7 @@ class Arguments(RunArguments, TuneOptions):
 
 def run(arguments: list[str]) -> int:
     """Fine-tune; return the exit code."""
-    with once_for_all():
+    with report_once():
         given = parse(Arguments, "tune", arguments, ABOUT, groups=GROUPS)
         options = given.options()
         given.require_processes()

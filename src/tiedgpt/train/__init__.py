@@ -1,4 +1,4 @@
-"""Training: the plan, the trainer, and a state that survives.
+"""Training: `train` for a whole run, `Trainer` for its loop, and a state that survives.
 
 The public names are imported when they are first used.
 """
@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiedgpt.train.fast import fast_training
+    from tiedgpt.train.options import TrainOptions
+    from tiedgpt.train.run import train
     from tiedgpt.train.trainer import Trainer
+    from tiedgpt.train.tune_options import TuneOptions
 
-__all__ = ["Trainer", "fast_training"]
-_PLACES = {"Trainer": "tiedgpt.train.trainer", "fast_training": "tiedgpt.train.fast"}
+__all__ = ["TrainOptions", "Trainer", "TuneOptions", "fast_training", "train"]
+_PLACES = {
+    "TrainOptions": "tiedgpt.train.options",
+    "Trainer": "tiedgpt.train.trainer",
+    "TuneOptions": "tiedgpt.train.tune_options",
+    "fast_training": "tiedgpt.train.fast",
+    "train": "tiedgpt.train.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
-from tiedgpt.train.parallel import World, laid_out_like
+from tiedgpt.train.parallel import World, distribute_like
 from tiedgpt.train.task import Task
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
@@ -72,7 +72,7 @@ def save_checkpoint(
             if spared is None or old != checkpoint_path(directory, spared):
                 remove(old)
 
-    world.lead(write)
+    world.on_main(write)
 
 
 def set_aside(path: Path) -> Path:
@@ -159,7 +159,7 @@ def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.
             found = moments.get(names[parameter], {})
             if found and ("momentum_buffer" in found) == by_momentum:
                 optimizer.state[parameter] = {
-                    key: laid_out_like(value, parameter) for key, value in found.items()
+                    key: distribute_like(value, parameter) for key, value in found.items()
                 }
                 given += 1
     return given
@@ -174,7 +174,7 @@ def load_weights(path: Path, task: Task, model: nn.Module) -> None:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
     with torch.no_grad():
         for name, tensor in saved.items():
-            tensor.copy_(laid_out_like(weights.read(name), tensor))
+            tensor.copy_(distribute_like(weights.read(name), tensor))
 
 
 def _random_state(model: nn.Module) -> dict[str, Tensor]:

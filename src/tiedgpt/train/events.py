@@ -1,14 +1,48 @@
-"""What happens in a training run, as `Trainer.run` yields it."""
+"""What happens in a training run, as `train` and `Trainer.run` yield it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Group
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.task import Score
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiedgpt.train.options import TrainOptions
+    from tiedgpt.train.parallel import World
+    from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.sources import Trained
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a person should know before the first step."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class AlreadyFinished:
+    """The run at `path` was finished by an earlier call; nothing is left to do."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything is decided: what is trained, where, and by which plan."""
+
+    directory: RunDirectory
+    options: TrainOptions
+    task: Trained
+    plan: Plan
+    world: World
 
 
 @dataclass(frozen=True)
@@ -94,4 +128,15 @@ class Ended:
     notes: list[str] = field(default_factory=list)
 
 
-Event = Started | Stepped | Skipped | Untied | Replanned | Evaluated | Ended
+Event = (
+    Note
+    | AlreadyFinished
+    | Planned
+    | Started
+    | Stepped
+    | Skipped
+    | Untied
+    | Replanned
+    | Evaluated
+    | Ended
+)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.train.objective import Arrays, Loss, Model
-from tiedgpt.train.parallel import World, own_part
+from tiedgpt.train.parallel import World, local_shard
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.step import train_step
 
@@ -122,7 +122,7 @@ class Health:
 
 def require_finite(model: Model, world: World) -> None:
     """Raise `DivergedError` in all processes where weights are not finite in any."""
-    parts = ((name, own_part(p)) for name, p in model.named_parameters())
+    parts = ((name, local_shard(p)) for name, p in model.named_parameters())
     name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
     if world.any(name is not None):
         raise DivergedError(f"{name or 'a matrix'} is no longer finite")

@@ -110,7 +110,7 @@ def require_lasting(
 ) -> None:
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
     room, has = _room(plan, world, held_memory(world.device))
-    lasting = _lasting(config, plan, trained) // world.holders
+    lasting = _lasting(config, plan, trained) // world.n_shards
     if lasting > room:
         raise NoRoomError(
             f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
@@ -137,13 +137,13 @@ def require_memory(
 ) -> None:
     """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
 
-    The peak is that of one process. Of several each has one part in `world.holders` of what lasts,
+    The peak is that of one process. Of several each has one part in `world.n_shards` of what lasts,
     or, as DDP, all of it and the gradients twice.
     """
     room, has = _room(plan, world, peak.before)
     lasting, need = _lasting(config, plan, trained), peak.of(plan.micro_batch) - peak.before
-    need -= lasting - lasting // world.holders
-    if world.size > world.holders:
+    need -= lasting - lasting // world.n_shards
+    if world.size > world.n_shards:
         need += 4 * (config.parameter_count() if trained is None else trained)
     if plan.micro_batch < world.share(plan.batch_size):
         need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
@@ -154,7 +154,7 @@ def require_memory(
     ways += ["more --memory"] if plan.memory is not None else []
     raise NoRoomError(
         f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
-        f"at a time, needs about {said(need)}, {said(lasting // world.holders)} of them for "
+        f"at a time, needs about {said(need)}, {said(lasting // world.n_shards)} of them for "
         f"weights, gradients and moments, and {world.device} has {said(room)} {has}",
         hint=f"use {', or '.join(ways)}",
     )
@@ -164,8 +164,8 @@ def _room(plan: Plan, world: World, before: int) -> tuple[float, str]:
     """Return the bytes that training may take beside the `before` of the program, and of what."""
     device = world.device
     room, has = free(device) + held_memory(device) - before, "free"
-    if device.type == "cpu" and world.neighbours > 1:
-        room, has = room / world.neighbours, "free for each process"
+    if device.type == "cpu" and world.n_local > 1:
+        room, has = room / world.n_local, "free for each process"
     if plan.memory is None or room <= plan.memory - before:
         return room, has
     if plan.memory <= before:

@@ -34,7 +34,7 @@ PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """Rows that a process computes at a time."""
 
     rows: tuple[Tensor, ...]
@@ -47,32 +47,32 @@ class Part:
 class World:
     """The processes of a run: one, or several that have the whole model each (DDP)."""
 
-    holders = 1
+    n_shards = 1
     """Processes that a matrix is shared out among."""
 
     def __init__(self, device: torch.device, *, parallel: bool = False) -> None:
         self.device = device
-        self.rank, self.size, self.neighbours = 0, 1, 1  # neighbours share a machine's memory
+        self.rank, self.size, self.n_local = 0, 1, 1  # n_local share a machine's memory
         if parallel:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._objective: Any = None
         self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that evaluates and writes."""
         return self.rank == 0
 
     def place(self, model: Model) -> Model:
         """Bring a model to where it is trained, before optimizers are made of its parameters."""
-        self.let_go()
+        self.release()
         return model.to(self.device)
 
     def objective(self, model: Model) -> nn.Module:
         """Return the `Objective` of a model that was placed here, as it is to be called.
 
-        DDP's is made once: `let_go` of it where the model gets other parameters.
+        DDP's is made once: `release` of it where the model gets other parameters.
         """
         if self.size == 1:
             return Objective(model)
@@ -89,10 +89,10 @@ class World:
 
         It goes by (seed, rank, step), so that a run that resumes drops what it would have.
         """
-        if not self.leads:
+        if not self.is_main:
             torch.manual_seed(hash((seed, self.rank, step)))
 
-    def parts(self, task: Loss, batch: Arrays, micro_batch: int) -> list[Part]:
+    def micro_batches(self, task: Loss, batch: Arrays, micro_batch: int) -> list[MicroBatch]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
 
         Rows without a target are left out. All processes have equally many parts, as their
@@ -115,7 +115,7 @@ class World:
             own += [(again, [0.0] * len(whole))] * (n_parts - len(own))
         tensors = on_device(batch, self.device)
         return [
-            Part(tuple(tensor[rows] for tensor in tensors), shares, number == len(own))
+            MicroBatch(tuple(tensor[rows] for tensor in tensors), shares, number == len(own))
             for number, (rows, shares) in enumerate(own, start=1)
         ]
 
@@ -130,12 +130,12 @@ class World:
                 f"a batch of {plan.batch_size} rows for {self.size} processes: start fewer, or "
                 "train with a larger --batch-size"
             )
-        if plan.untie_at is not None and self.holders > 1:
+        if plan.untie_at is not None and self.n_shards > 1:
             raise UserError(
                 "--untie-at gives the model a matrix in mid-run", hint="use --parallel ddp"
             )
 
-    def summing(self, part: Part) -> AbstractContextManager[Any]:
+    def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""
         return nullcontext() if self.size == 1 or part.last else self._objective.no_sync()
 
@@ -153,7 +153,7 @@ class World:
         """Return whether the flag is set in any process."""
         return bool(self.sum(torch.tensor(int(flag))))
 
-    def lead(self, act: Callable[[], T]) -> T:
+    def on_main(self, act: Callable[[], T]) -> T:
         """Return what `act` returned in the first process, which alone runs it.
 
         Where it raises, the others end, without a word and with the exit code of the error.
@@ -162,7 +162,7 @@ class World:
             return act()
         sent: list[Any] = [None, None]
         try:
-            if self.leads:
+            if self.is_main:
                 sent[0] = act()
         except Exception as error:
             sent[1] = getattr(error, "exit_code", 1)
@@ -171,19 +171,19 @@ class World:
             dist.broadcast_object_list(sent, device=torch.device("cpu"))
         found, exit_code = sent
         if exit_code is not None:
-            self.part()
+            self.barrier()
             raise SystemExit(exit_code)
         return found
 
-    def after_first(self, make: Callable[[], T]) -> T:
+    def main_first(self, make: Callable[[], T]) -> T:
         """Make something in each process, in the others when the first is done with it."""
         made: list[T] = []
-        self.lead(lambda: made.append(make()))
-        return made[0] if self.leads else make()
+        self.on_main(lambda: made.append(make()))
+        return made[0] if self.is_main else make()
 
-    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+    def with_full_model(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
         """Return what `act` returned of the model with all its weights, in the first process."""
-        return self.lead(lambda: act(model))
+        return self.on_main(lambda: act(model))
 
     def state(
         self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
@@ -199,18 +199,18 @@ class World:
             if parameter in optimizer.state
             for key, value in optimizer.state[parameter].items()
         }
-        return self.whole(task.state_to_save(model)), self.whole(moments)
+        return self.full_state_dict(task.state_to_save(model)), self.full_state_dict(moments)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors of which each process may hold a part, whole in the first."""
         return tensors
 
-    def part(self) -> None:
+    def barrier(self) -> None:
         """Let the first process have the last word: torchrun ends all when one has ended."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             dist.broadcast(self._word, 0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free what holds on to the connections: freed last, they would wait for their threads.
 
         Those may be waiting for Python, which that wait would block.
@@ -225,14 +225,14 @@ class Shards(World):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, parallel=True)
-        self.holders = self.size
+        self.n_shards = self.size
 
     def place(self, model: Model) -> Model:
         """Keep this process's parts: a block's matrices are whole only while it computes."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self.let_go()
+        self.release()
         mesh = init_device_mesh(self.device.type, (self.size,))
         objective = Objective(model)
         for block in body_of(model).h:
@@ -252,14 +252,14 @@ class Shards(World):
             for rule in rules
         ]
 
-    def summing(self, part: Part) -> AbstractContextManager[Any]:
+    def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Exchange gradients in the last part only."""
         self._objective.set_requires_gradient_sync(part.last)
         return nullcontext()
 
-    def with_whole(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+    def with_full_model(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
         """Give it a copy with all weights."""
-        weights = self.whole(model.state_dict())
+        weights = self.full_state_dict(model.state_dict())
 
         def act_on_copy() -> T:
             with torch.device("meta"):
@@ -267,12 +267,12 @@ class Shards(World):
             copy.load_state_dict(weights, assign=True)
             return act(copy.to(self.device))
 
-        return self.lead(act_on_copy)
+        return self.on_main(act_on_copy)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gather them on the CPU of the first process, one after the other."""
         gathered = ((name, _full(tensor.detach())) for name, tensor in tensors.items())
-        return {name: tensor.cpu() for name, tensor in gathered if self.leads}
+        return {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
 
 class WholeMuon(torch.optim.Muon):
@@ -291,12 +291,12 @@ class WholeMuon(torch.optim.Muon):
                 rule = torch.optim.Muon([group | {"params": [matrix]}])
                 rule.state[matrix] = {k: _full(v) for k, v in self.state[part].items()}
                 rule.step()
-                part.copy_(laid_out_like(matrix.detach(), part))
+                part.copy_(distribute_like(matrix.detach(), part))
                 held = rule.state[matrix].items()
-                self.state[part] = {key: laid_out_like(value, part) for key, value in held}
+                self.state[part] = {key: distribute_like(value, part) for key, value in held}
 
 
-def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Bring a whole tensor to where a parameter lies; of one that lies in parts, this part."""
     placed = tensor.to(parameter.device)
     mesh = getattr(parameter, "device_mesh", None)
@@ -308,7 +308,7 @@ def laid_out_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return what lies in this process of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -338,7 +338,7 @@ def require_launch(parallel: Parallel | None) -> None:
 
 
 @contextlib.contextmanager
-def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
+def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
     """Meet the other processes that torchrun has started, if it has, and leave with them.
 
     Where the run fails in all of them, the first says so and the others end without a word.
@@ -353,34 +353,34 @@ def joined(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
     world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
     try:
-        with _said_once(world):
+        with _report_once(world):
             yield world
-        world.part()
-        world.let_go()
+        world.barrier()
+        world.release()
         dist.destroy_process_group()
     except BaseException as error:
         found: BaseException | None = error
         while found is not None:
             traceback.clear_frames(found.__traceback__)
             found = found.__context__
-        world.let_go()
+        world.release()
         raise
 
 
 @contextlib.contextmanager
-def _said_once(world: World) -> Iterator[None]:
+def _report_once(world: World) -> Iterator[None]:
     """Where a run fails in all processes, let the first say so and the others end with it."""
     try:
         yield
     except DivergedError as error:  # which all have found
-        if world.leads:
+        if world.is_main:
             raise
-        world.part()
+        world.barrier()
         raise SystemExit(error.exit_code) from None
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        if not world.leads:
+        if not world.is_main:
             raise SystemExit(TiedGPTError.exit_code) from None
         raise TiedGPTError(
             "another process of this run has ended; the same command resumes from the last "

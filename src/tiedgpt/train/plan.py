@@ -71,8 +71,8 @@ def make_plan(
         )
         task.notes += [warning] if warning else []
         resize(task, options)
-    draft = world.lead(lambda: drafted(options, task, world))
-    world.lead(lambda: world.require_work(draft))
+    draft = world.on_main(lambda: drafted(options, task, world))
+    world.on_main(lambda: world.require_work(draft))
     unit, amount = options.duration
     minutes, steps = None, int(amount)
     if unit == "epochs":
@@ -140,7 +140,7 @@ def resize(task: Task, options: TrainOptions) -> None:
 def speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
     """Return the tokens a second at which a size of a fresh model is trained."""
     resize(task, options)
-    plan = world.lead(lambda: drafted(options, task, world))
+    plan = world.on_main(lambda: drafted(options, task, world))
     step = step_seconds(task, plan, world, seconds=seconds)
     return plan.batch_size * task.row_units / step
 
@@ -156,7 +156,7 @@ def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan
     ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":
         ways = [options.recompute]
-    shared_out = world.holders > 1  # no device has room for all of it
+    shared_out = world.n_shards > 1  # no device has room for all of it
     place = torch.device("cpu") if shared_out else world.device
     for recompute in ways:
         peak = measured_peak(task, replace(draft, recompute=recompute), sizes[0], place)
@@ -254,7 +254,7 @@ def record(
     """Return the tables of run.toml; `counted` are those that tell what the data holds."""
     processes = {}
     if world is not None and world.size > 1:
-        parallel = "fsdp" if world.holders > 1 else "ddp"
+        parallel = "fsdp" if world.n_shards > 1 else "ddp"
         processes = {"processes": {"number": world.size, "parallel": parallel}}
     return {
         "options": asdict(options),

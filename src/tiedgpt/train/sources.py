@@ -45,6 +45,8 @@ from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune.freezing import moving
 
+HELD_CHARACTERS = 100_000_000
+"""Text of more characters is read again wherever it is needed."""
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
 
@@ -133,12 +135,36 @@ def begin_fork(
     return [*damaged.values(), f"begins with {path}: its weights, and {state}"]
 
 
+class HeldCorpus:
+    """A corpus that is read once: its documents are kept, where they are few enough for that."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self._held: list[Document] | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yield the documents."""
+        if self._held is not None:
+            yield from self._held
+            return
+        held: list[Document] = []
+        room = HELD_CHARACTERS
+        for document in self.corpus:
+            room -= len(document.text)
+            if room >= 0:
+                held.append(document)
+            else:
+                held.clear()
+            yield document
+        self._held = held if room >= 0 else None
+
+
 @dataclass(frozen=True)
 class Texts:
     """What a run is to be trained on, and validated on where that was named."""
 
-    corpus: Corpus
-    validation: Corpus | None
+    corpus: HeldCorpus
+    validation: HeldCorpus | None
 
     def digest(self) -> str:
         """Return a sha256 of everything that is read, to know a changed text by."""
@@ -149,8 +175,8 @@ class Texts:
 
     def notes(self) -> list[str]:
         """Return what is worth telling of the files: left out, or in another encoding."""
-        parts = (part for part in (self.corpus, self.validation) if isinstance(part, FileCorpus))
-        return [note for part in parts for note in part.notes()]
+        held = (each.corpus for each in (self.corpus, self.validation) if each is not None)
+        return [note for part in held if isinstance(part, FileCorpus) for note in part.notes()]
 
 
 Sources = Texts | Examples | ExampleSet
@@ -167,8 +193,8 @@ def open_sources(options: TrainOptions) -> Sources:
         return read_examples(LABELLED[options.task], options.data, options.val)
     how = {"text_field": options.text_field, "encoding": options.encoding}
     return Texts(
-        documents(options.data, **how) if options.data else python_documentation(),
-        None if options.val is None else documents([options.val], **how),
+        HeldCorpus(documents(options.data, **how) if options.data else python_documentation()),
+        None if options.val is None else HeldCorpus(documents([options.val], **how)),
     )
 
 

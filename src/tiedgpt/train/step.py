@@ -50,8 +50,8 @@ def train_step(
     if not any(task.n_targets(batch)):
         raise DivergedError("the batch has no targets")
     with fast_training(model):
-        for part in world.parts(task, batch, plan.micro_batch):
-            with world.summing(part):
+        for part in world.micro_batches(task, batch, plan.micro_batch):
+            with world.gradient_sync(part):
                 with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
                     part_loss = objective(*part.rows, task=task, shares=part.shares)
                 part_loss.backward()

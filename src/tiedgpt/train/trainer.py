@@ -106,25 +106,25 @@ class Trainer:
     def _begin(self) -> Started:
         """Build the model and bring back the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
-        world.lead(lambda: world.require_work(plan))
+        world.on_main(lambda: world.require_work(plan))
         torch.manual_seed(plan.seed)
         model = self.task.build().train()
         if not checkpoints(run.checkpoints):
             self.task.begin(model)
         self.model: Model = world.place(in_training(model, plan))
         self._arrange(0)
-        state, notes = world.after_first(
+        state, notes = world.main_first(
             lambda: load_newest(run.checkpoints, self.task, self.model, self._arrange)
         )
         self.health = Health.of(state or {})
         if state is not None:
             self.step = self.saved_at = state["step"]
-            if (last_loss := world.lead(lambda: run.reopened(self.step))) is not None:
+            if (last_loss := world.on_main(lambda: run.reopened(self.step))) is not None:
                 self.health.reopened(self.step, last_loss)
         elif self.fork is not None:
             notes += begin_fork(self.fork, self.task, self.model, self.optimizers)
             self._write_checkpoint()
-        world.lead(lambda: run.cut_metrics(self.step))
+        world.on_main(lambda: run.cut_metrics(self.step))
         self.batch_of = self.task.batches(plan)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.task, self.model, self.batch_of(self.step), plan)
@@ -145,14 +145,14 @@ class Trainer:
         began, before, minutes = self.clock, self.plan, self.plan.minutes
         if began is None or minutes is None:
             return
-        seconds = self.world.lead(lambda: time.perf_counter() - began)
+        seconds = self.world.on_main(lambda: time.perf_counter() - began)
         if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
             return
         self.clock = None
         if (plan := replanned(before, self.task, self.step, seconds)) is None:
             return
         self.plan = plan
-        if self.world.leads and (tables := self.directory.read_record()):
+        if self.world.is_main and (tables := self.directory.read_record()):
             self.directory.write_record(tables | plan_tables(plan))
         note = (
             f"planned again after {seconds:,.0f} s of {60 * minutes:,.0f}: {plan.steps:,} steps "
@@ -164,7 +164,7 @@ class Trainer:
         """Give the model a head of its own before the step that the plan says."""
         if self.step != self.plan.untie_at:
             return
-        self.world.let_go()
+        self.world.release()
         self.groups, self.optimizers = untie_in_training(
             self.task, self.model, self.optimizers, self.plan
         )
@@ -291,7 +291,7 @@ class Trainer:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
             require_finite(self.model, self.world)
-            self.world.lead(self.directory.sync_metrics)
+            self.world.on_main(self.directory.sync_metrics)
             self._write_checkpoint()
             self.saved_at = self.step
 
@@ -310,17 +310,17 @@ class Trainer:
     def _publish(self, last: Mapping[str, Any] | None) -> None:
         """Write the model and its card; `last` is the line that is about to close the metrics."""
         self._whole(lambda model: self.task.publish(model, self.directory.model))
-        self.world.lead(lambda: write_card(self.directory, self.task, self.model, last))
+        self.world.on_main(lambda: write_card(self.directory, self.task, self.model, last))
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self.world.leads:
+        if self.world.is_main:
             self.directory.write_metrics(line)
             if self.track is not None:
                 self.track(line)
 
     def _whole(self, act: Callable[[Model], T]) -> T:
         """Return what `act` returned of the whole model, in the first process."""
-        return self.world.with_whole(self.model, self.task, act)
+        return self.world.with_full_model(self.model, self.task, act)
 
     def _diagnosed(self, error: DivergedError) -> DivergedError:
         """Say with the error where it began, what was before it, and what to do."""

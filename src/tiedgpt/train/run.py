@@ -1,0 +1,140 @@
+"""A training, from what was asked for to the published model.
+
+    from tiedgpt.train import TrainOptions, train
+
+    for event in train(TrainOptions(data=("my.txt",), minutes=1), out="runs/mine"):
+        print(event)
+
+`tiedgpt train` and `tiedgpt tune` iterate the same function and draw what it yields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import UserError
+from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.parallel import Parallel, World, join_world
+from tiedgpt.train.plan import make_plan, record, recorded, training_device
+from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.runs import make_longer, run_for, times_longer
+from tiedgpt.train.sources import (
+    Sources,
+    Trained,
+    adapt_options,
+    fork_options,
+    open_sources,
+    prepare,
+)
+from tiedgpt.train.trainer import Trainer
+
+Progress = Callable[[int, int], None]
+
+
+def train(
+    options: TrainOptions,
+    out: str | Path | None = None,
+    *,
+    parallel: Parallel | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    track: Callable[[Mapping[str, Any]], None] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Event]:
+    """Train in the directory `out`, or go on there; yield what happens as it happens.
+
+    Without `out` it is the newest run in runs/ that these options mean, or a new one. Where
+    `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
+    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded.
+
+    Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
+    does not fit in memory or on the disk, `DivergedError` where training leaves the finite numbers.
+    """
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(join_world(parallel, training_device(options.device)))
+        if out is not None:
+            world.on_main(lambda: require_same(options, RunDirectory(Path(out))))
+        sources = world.main_first(lambda: open_sources(options))
+        digest = world.on_main(sources.digest) if options.data else None
+        directory = RunDirectory(Path(out or world.on_main(lambda: run_for(options, digest))))
+        if world.is_main:
+            stack.enter_context(directory.locked())
+        tables = world.main_first(lambda: _open_record(options, directory, digest))
+        is_finished = bool(tables) and world.main_first(directory.finished)
+        if is_finished:
+            yield AlreadyFinished(directory.path)
+            return
+        yield from _hub_notes(options)
+        settled = adapt_options(fork_options(options, tables), sources)
+        task = _prepare(directory, settled, sources, tables, progress, world)
+        del sources  # the text, which may be held in memory
+        if tables:
+            _, plan = recorded(tables)
+        else:
+            yield Note("measuring this machine")
+            plan = make_plan(settled, task, world.device, world=world)
+            tables = record(options, task.config, plan, task.counted, digest, world)
+            world.on_main(lambda: directory.write_record(tables))
+        yield Planned(directory, options, task, plan, world)
+        fork = None if options.fork is None else Path(options.fork) / "checkpoints"
+        yield from Trainer(
+            directory, task, plan, world.device,
+            fork=fork, stop_requested=stop_requested, track=track, world=world,
+        ).run()  # fmt: skip
+
+
+def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
+    """Raise `UserError` where a run has other options; return how many times as long it goes on."""
+    out, tables = directory.path, directory.read_record()
+    differences = options.differences(tables.get("options", {})) if tables else []
+    times = times_longer(options, tables) if differences and directory.finished() else None
+    if differences and times is None:
+        raise UserError(
+            f"{out} holds a run with other options ({'; '.join(differences)})",
+            hint=f"give the same options to resume, or another --out, with --fork {out} to begin "
+            "from its weights",
+        )
+    return times
+
+
+def _open_record(
+    options: TrainOptions, directory: RunDirectory, digest: str | None
+) -> dict[str, Any]:
+    """Return run.toml's tables, {} for a fresh run; a finished run is made longer where asked.
+
+    Raises `UserError` where the run has other options, or other data.
+    """
+    tables = directory.read_record()
+    if tables and digest != tables.get("text", {}).get("sha256"):
+        raise UserError(
+            f"the text has changed since {directory.path} began",
+            hint="give another --out, or the same text",
+        )
+    if (times := require_same(options, directory)) is not None:
+        return make_longer(directory, options, times)
+    if tables:
+        recorded(tables)  # raises where the record is of another edition
+    return tables
+
+
+def _hub_notes(options: TrainOptions) -> Iterator[Note]:
+    """Yield a note for each model or tokenizer that is not on this machine by its name."""
+    for source in (options.tokenizer, options.start):
+        if source not in (None, "bpe", "char") and not Path(source).exists():
+            yield Note(f"{source}: not a path, looking on the Hugging Face hub")
+
+
+def _prepare(
+    directory: RunDirectory,
+    options: TrainOptions,
+    sources: Sources,
+    tables: Mapping[str, Any],
+    progress: Progress | None,
+    world: World,
+) -> Trained:
+    """Return the task of the run, on data that are encoded now or were by an earlier call."""
+    config = recorded(dict(tables))[0] if tables else None
+    return world.main_first(lambda: prepare(directory, options, sources, config, progress))

@@ -1,0 +1,90 @@
+"""A training is one function: what it yields, leaves and reads."""
+
+import builtins
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.train.trials import metrics
+from tiedgpt.errors import UserError
+from tiedgpt.infer import Engine
+from tiedgpt.train import TrainOptions, train
+from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Started, Stepped
+from tiedgpt.train.run_directory import RunDirectory
+
+
+@pytest.fixture
+def options(text_file):
+    return TrainOptions(
+        data=(str(text_file),), size="nano", tokenizer="char", context=16, batch_size=2, steps=8,
+        dtype="fp32",
+    )  # fmt: skip
+
+
+def kinds(events):
+    return [type(event) for event in events if not isinstance(event, Stepped)]
+
+
+def test_a_training_yields_its_plan_its_steps_and_its_end_and_leaves_a_model(tmp_path, options):
+    events = list(train(options, tmp_path / "run"))
+    planned = next(event for event in events if isinstance(event, Planned))
+    assert planned.plan.steps == 8 == sum(isinstance(event, Stepped) for event in events)
+    assert isinstance(events[-1], Ended) and events[-1].finished
+    assert kinds(events).index(Planned) + 1 == kinds(events).index(Started)
+    assert Engine(tmp_path / "run/model").generate("line", max_new_tokens=3).text
+    assert kinds(train(options, tmp_path / "run")) == [AlreadyFinished]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(tmp_path, options, dtype):
+
+    options = replace(options, dtype=dtype)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for _ in train(options, whole):
+        pass
+    steps = []
+    for event in train(options, parts, stop_requested=lambda done=steps: len(done) == 5):
+        steps.extend([event] if isinstance(event, Stepped) else [])
+    assert isinstance(event, Ended) and not event.finished and event.step == 5
+    torch.manual_seed(99)
+    started = next(e for e in train(options, parts) if isinstance(e, Started))
+    assert started.step == 5
+    for _ in train(options, parts):
+        pass
+    assert metrics(whole) == metrics(parts)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_one_that_is_abandoned_leaves_its_directory_to_others(tmp_path, options):
+    events = train(options, tmp_path / "run")
+    while not isinstance(next(events), Stepped):
+        assert (tmp_path / "run").exists()
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(UserError, match="in use"):
+        next(train(options, tmp_path / "run"))
+    events.close()
+    assert not run.in_use()
+
+
+def test_a_file_is_read_once_by_a_fresh_run_and_once_by_one_that_resumes(
+    tmp_path, options, monkeypatch
+):
+    opened, read = [], io.open
+
+    def counted(path, *rest, **more):
+        opened.append(str(path))
+        return read(path, *rest, **more)
+
+    monkeypatch.setattr(builtins, "open", counted)
+    events = train(options, tmp_path / "run")
+    next(event for event in events if isinstance(event, Stepped))
+    events.close()
+    assert opened.count(options.data[0]) == 1
+    for _ in train(options, tmp_path / "run"):
+        pass
+    assert opened.count(options.data[0]) == 2
