@@ -30,7 +30,7 @@ MODULES = {
     "tiedgpt.tie": "ledger audit fix tie untie replace_head resize_vocab add_tokens prune guard",
     "tiedgpt.inspect": " ".join(INSPECTIONS),
     "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
-    "tiedgpt.train": "train TrainOptions TuneOptions Trainer fast_training",
+    "tiedgpt.train": "train Trainer fast_training",
     "tiedgpt.train.task": "Task",
     "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
     "FeatureExtractor pad",
