@@ -43,12 +43,13 @@ def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
     assert main(["tie", "audit", "broken", "--format", "json"]) == 6
     assert json.loads(capfd.readouterr().out)["verdict"] == "broken"
     assert main(["tie", "fix", "broken", "mended"]) == 1
+    assert "--keep input or --keep output or --keep both" in capfd.readouterr().err
     assert main(["tie", "fix", "broken", "mended", "--keep", "input"]) == 0
     assert main(["tie", "audit", "mended"]) == 0
 
 
 @pytest.mark.parametrize("head", ["own", "tied"])
-def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path, capfd, head):
+def test_what_is_packed_is_audited_and_written_as_a_model_directory(tiny, tmp_path, capfd, head):
     from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
     if head == "own":
@@ -56,11 +57,12 @@ def test_what_is_packed_is_audited_and_mended_where_it_came_from(tiny, tmp_path,
     save_packed(pack_gpt(tiny, "int8"), tmp_path / "packed")
     assert main(["tie", "audit", str(tmp_path / "packed")]) == 0
     capfd.readouterr()
-    for keep in ([], ["--keep", "input"]):
-        assert main(["tie", "fix", str(tmp_path / "packed"), str(tmp_path / "new"), *keep]) == 1
-        err = capfd.readouterr().err
-        assert "is packed, which is audited but not written here\nhint: fix the checkpoint" in err
-    assert not (tmp_path / "new").exists()
+    command = ["tie", "fix", str(tmp_path / "packed"), str(tmp_path / "new")]
+    assert main(command) == 1
+    assert "nothing to mend" in capfd.readouterr().err and not (tmp_path / "new").exists()
+    if head == "own":
+        assert main([*command, "--keep", "input"]) == 0
+        assert main(["tie", "audit", str(tmp_path / "new")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from tests.tie.checkpoints import (
     rewrite,
     save,
     their_gpt2,
-    write_gguf,
     write_onnx,
 )
+from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
 from tiedgpt.errors import CheckFailedError, NoRoomError, UserError
 from tiedgpt.tie import audit, fix, fixes
@@ -77,7 +77,7 @@ def test_equal_copies_become_one(tmp_path):
 
 def test_drifted_matrices_need_a_choice(tmp_path):
     source = with_head(tmp_path, lambda w: w + 1)
-    with pytest.raises(UserError, match=r'97 of 97 rows \(largest difference 1.*keep="both"'):
+    with pytest.raises(UserError, match=r"97 of 97 rows \(largest difference 1.*--keep both"):
         fix(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     original = load_file(source / "model.safetensors")
@@ -157,6 +157,34 @@ def test_torch_files_become_a_directory(tmp_path, dtype):
     assert not (tmp_path / "new" / "pytorch_model.bin").exists()
 
 
+def test_square_matrices_of_llmc_are_transposed_for_transformers(tmp_path):
+    """They lie as (out, in), and shapes do not tell: D x D in attn.c_proj."""
+    source = tmp_path / "m"
+    source.mkdir()
+    sizes = {"T": 24, "V": V, "L": 2, "H": 4, "C": D, "Vp": 128}
+    numbers = write_checkpoint(source / "model.bin", 3, **sizes)
+    says = {"model_type": "gpt2", "n_head": 4, "tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps(says))
+    report, state = mended(source, tmp_path / "new")
+    assert "its weights are the source's" in report.explain
+    c_proj = state["transformer.h.1.attn.c_proj.weight"]
+    assert torch.equal(c_proj.T, torch.from_numpy(numbers["h.1.attn.c_proj.weight"]))
+
+
+def test_a_copy_with_other_weights_never_appears(tmp_path, monkeypatch):
+    source = with_head(tmp_path, torch.clone)
+    whole = fixes.write_safetensors
+
+    def transposed(path, copies, metadata):
+        name = "transformer.h.0.attn.c_proj.weight"
+        whole(path, {**copies, name: copies[name].transpose()}, metadata)
+
+    monkeypatch.setattr(fixes, "write_safetensors", transposed)
+    with pytest.raises(CheckFailedError, match=r"not written.*c_proj\.weight would differ"):
+        fix(source, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
 def test_shards_become_one_file(tmp_path):
     model = their_gpt2()
     model.lm_head = fresh_head()
@@ -190,11 +218,11 @@ def test_what_needs_no_mending_is_refused(tmp_path):
 
 def test_heads_that_cannot_be_mended(tmp_path):
     source = with_head(tmp_path, lambda w: torch.randn(V, D + 1))
-    with pytest.raises(UserError, match=r'keep="input" drops lm_head'):
+    with pytest.raises(UserError, match=r"--keep input drops lm_head"):
         fix(source, tmp_path / "new", keep="output")
     mended(source, tmp_path / "in", keep="input")
     source = with_head(tmp_path, lambda w: torch.cat([w + 1, w[:3]]))
-    with pytest.raises(UserError, match="different rows"):
+    with pytest.raises(UserError, match=r"both need a row for each token"):
         fix(source, tmp_path / "new", keep="both")
 
 
@@ -235,10 +263,7 @@ def test_a_copy_that_would_not_be_sound_never_appears(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
-def test_gguf_and_onnx_say_what_to_do_instead(tmp_path):
-    write_gguf(tmp_path / "a.gguf", {"token_embd.weight": matrix()})
-    with pytest.raises(UserError, match="converted from"):
-        fix(tmp_path / "a.gguf", tmp_path / "new")
+def test_a_graph_of_another_program_says_what_to_do_instead(tmp_path):
     write_onnx(tmp_path / "a.onnx", "copy")
     with pytest.raises(UserError, match="exported from"):
         fix(tmp_path / "a.onnx", tmp_path / "new")
@@ -271,7 +296,7 @@ def test_the_longer_side_is_cut_to_the_vocabulary(tmp_path):
 def test_more_rows_without_a_vocabulary_are_asked_about(tmp_path):
     w = torch.randn(V, D)
     file = alone(tmp_path, **{"wte.weight": w, HEAD: torch.cat([w, torch.ones(3, D)])})
-    with pytest.raises(UserError, match=r"equal in all 97 rows: choose whose numbers"):
+    with pytest.raises(UserError, match=r"a row for each token.*--keep input or --keep output"):
         fix(file, tmp_path / "new")
     fix(file, tmp_path / "new", keep="output")
     assert load_file(tmp_path / "new" / "model.safetensors")["wte.weight"].shape == (V + 3, D)

@@ -2,32 +2,40 @@
 
     fix("broken-model", "fixed-model", keep="input")
 
-The source is only read. The copy is a model directory. It is audited before it appears, and it
-appears whole or not at all.
+The source is only read. The copy is a model directory. It is audited, loaded and compared with its
+source before it appears, and it appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
-from tiedgpt.errors import CheckFailedError, UserError
+import torch
+from torch import Tensor
+
+from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
+from tiedgpt.text import Tokenizer
 from tiedgpt.tie.audits import Audit, checkpoint_of, examine
 from tiedgpt.tie.findings import size
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
-from tiedgpt.weights.comparison import Comparison, nonzero_rows
-from tiedgpt.weights.decision import decide_tie
+from tiedgpt.tie.vocabulary import resize_vocab
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
+from tiedgpt.weights.comparison import nonzero_rows
+from tiedgpt.weights.convert import convert
+from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
+from tiedgpt.weights.load import load
 from tiedgpt.weights.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 
-Keep = Literal["input", "output", "both"]
-GO_ALONG = (
+NOT_RUN = "its matrices were audited, its weights not compared, for it is no GPT that runs here"
+MODEL_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor*", "chat_template*", "*.md",
     "LICENSE*",
@@ -42,6 +50,8 @@ class Repair:
     source: str
     dest: str
     actions: tuple[str, ...]
+    check: str
+    """How the copy was compared with its source."""
     before: Audit
     after: Audit
 
@@ -50,7 +60,7 @@ class Repair:
         """What was done, in plain words."""
         return (
             f"{self.source} was {self.before.verdict}; {'; '.join(self.actions)}. "
-            f"{self.dest} is {self.after.verdict}. The source is untouched."
+            f"{self.dest} is {self.after.verdict}; {self.check}. The source is untouched."
         )
 
     def __str__(self) -> str:
@@ -62,14 +72,23 @@ class Repair:
         return vars(self) | audits | {"actions": list(self.actions), "explain": self.explain}
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """What the copy holds for the matrices over the vocabulary."""
 
-    tensors: dict[str, StoredTensor]
-    """The matrices by their names in the copy."""
-    config: dict[str, Any]
-    """What config.json must say."""
-    actions: list[str]
+    resolve: str
+    """How the source is loaded to be so."""
+    matrices: dict[str, StoredTensor]
+    """By their names in the copy: the one that reads, then the one that predicts, if it is two."""
+    actions: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """What config.json must say, where it says something else."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.json must say."""
+        claim: dict[str, Any] = {TIE_KEY: len(self.matrices) == 1}
+        return claim if self.vocab_size is None else claim | {"vocab_size": self.vocab_size}
 
 
 def fix(
@@ -80,12 +99,14 @@ def fix(
     input_name: str | None = None,
     output_name: str | None = None,
 ) -> Repair:
-    """Write a corrected copy of a safetensors or torch checkpoint as a new model directory.
+    """Write a corrected copy of a checkpoint as a new model directory.
 
-    Equal copies become one matrix, a transposed matrix is turned, padding on one side is cut, and
+    Equal copies become one matrix, a transposed matrix is put right, padding on one side is cut, and
     config.json's claim becomes what is there. If the two matrices differ, `keep` says whose
-    numbers both sides get, or "both": they stay two and the config says so. Raises `UserError` if
-    a choice is missing, there is nothing to fix, `dest` exists, or the format is only read here.
+    numbers both sides get, or "both": they stay two and the config says so. A safetensors or torch
+    file keeps its names; every other format is written as transformers' GPT-2. Raises `UserError`
+    if a choice is missing, there is nothing to fix, or `dest` exists, and `CheckFailedError` if
+    the copy does not load with the source's weights: then nothing is written.
     """
     if keep is not None and keep not in get_args(Keep):
         raise UserError(
@@ -93,51 +114,75 @@ def fix(
         )
     dest = Path(dest)
     checkpoint = checkpoint_of(source)
-    if checkpoint.format is not None and not checkpoint.format.can_fix:
-        raise UserError(
-            f"{checkpoint.source} is {checkpoint.container}, which is audited but not written here",
-            hint=(
-                "fix the checkpoint that it was converted from or exported from, and convert "
-                "that again"
-            ),
-        )
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     decision = decide_tie(checkpoint, roles)
     before = examine(checkpoint, decision)
-    plan = _plan(checkpoint, roles, before, keep)
-    matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
-    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices}
-    copies |= plan.tensors
-    require_room(dest.parent, sum(copy.n_bytes for copy in copies.values()))
+    plan = _plan(checkpoint, decision, keep)
     with replacing(dest) as temporary:
-        temporary.mkdir()
-        write_safetensors(temporary / "model.safetensors", copies, {"format": "pt"})
-        write_json(temporary / "config.json", {**checkpoint.config, **plan.config})
-        for file in _beside(checkpoint):
-            shutil.copyfile(file, temporary / file.name)
+        if checkpoint.format is not None and checkpoint.format.is_copied_by_fix:
+            _write_copy(checkpoint, roles, plan, temporary)
+        else:
+            _write_gpt(checkpoint, plan, temporary)
         after = _audit_copy(temporary, dest, plan, input_name, output_name)
-    return Repair(str(checkpoint.source), str(dest), tuple(plan.actions), before, after)
+        check = _check_weights(checkpoint, plan, temporary, dest)
+    return Repair(str(checkpoint.source), str(dest), plan.actions, check, before, after)
 
 
 # Decide what to write
 
 
-def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) -> Plan:
+def _plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> Plan:
     """Return what to write; `UserError` if there is nothing to fix or a choice is missing."""
-    source, untied = checkpoint.source, checkpoint.claim.is_tied is False
+    source, roles = checkpoint.source, decision.roles
+    _require_fixable(checkpoint, decision)
+    if keep is None and decision.choices:
+        options = " or ".join(f"--keep {choice}" for choice in decision.choices)
+        raise UserError(
+            f"{source}: {decision.reason}",
+            hint=f"choose whose numbers stay, with {options} (keep= in Python)",
+        )
+    is_untied = decision.claim.is_tied is False
+    if roles.pair is None or roles.shared:
+        plan = _keep_one(checkpoint, roles, keep)
+    elif keep == "both" or (keep is None and is_untied):
+        if roles.extra_rows or not roles.fits:
+            raise UserError(f"{source}: {decision.reason}", hint="keep one of the two")
+        plan = Plan("untie", {matrix.name: matrix for matrix in roles.pair})
+    else:
+        plan = _make_one(checkpoint, roles, keep)
+    actions = [*plan.actions]
+    straight = (matrix for matrix in plan.matrices.values() if matrix.name in roles.transposed)
+    actions += [f"{matrix.name} is transposed to {size(matrix.shape)}" for matrix in straight]
+    claim = plan.config[TIE_KEY]
+    if claim is is_untied:  # the old claim is the opposite
+        actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
+    if not actions or _needs_nothing(decision, keep):
+        choice = "--keep input or --keep output makes one matrix of the two" if roles.pair else None
+        raise UserError(f"{source} is {decision.kind}: nothing to mend", hint=choice)
+    return replace(plan, actions=tuple(actions))
+
+
+def _needs_nothing(decision: TieDecision, keep: Keep | None) -> bool:
+    """Whether it is sound, holds no second copy, and has the name that loaders look for."""
+    is_wasteful = decision.kind == "tied twice" or decision.roles.input is None
+    return decision.is_sound and keep is None and not is_wasteful
+
+
+def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
+    source, roles = checkpoint.source, decision.roles
     if roles.unreadable:
         raise UserError(
             f"{source}: {roles.unreadable[0].name} predicts and is not read here (quantized, or "
             "in parts)",
             hint="fix the checkpoint it was made from",
         )
-    if audit.verdict == "no head":
+    if decision.kind == "no head":
         raise UserError(
             f"{source} does not predict tokens (no head)", hint="there is no tie to fix"
         )
     if roles.output is not None and roles.output.name in roles.transposed:
-        if lies_transposed(checkpoint, roles.matrix) is None:
+        if not checkpoint.any_layout and lies_transposed(checkpoint, roles.matrix) is None:
             raise UserError(
                 f"{source}: {roles.matrix.name} or {roles.output.name} is transposed, and nothing "
                 "tells which is (V, D)",
@@ -146,25 +191,9 @@ def _plan(checkpoint: Checkpoint, roles: Roles, audit: Audit, keep: str | None) 
                     "config.json beside it"
                 ),
             )
-    two = roles.fits and (keep == "both" or (untied and keep is None))
-    if roles.pair is None or roles.shared:
-        plan = _plan_one(checkpoint, roles, keep)
-    elif two and not roles.extra_rows:
-        plan = Plan({matrix.name: matrix for matrix in roles.pair}, {TIE_KEY: False}, [])
-    else:
-        plan = _plan_tie(checkpoint, roles, *roles.pair, audit.comparison, keep)
-    kept = [copy for copy in plan.tensors.values() if copy.name in roles.transposed]
-    plan.actions.extend(f"{copy.name} is transposed to {size(copy.shape)}" for copy in kept)
-    claim = plan.config[TIE_KEY]
-    if claim is untied:  # the old claim is the opposite
-        plan.actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
-    if not plan.actions:
-        choice = '; keep="input" or keep="output" makes one matrix of the two' if untied else ""
-        raise UserError(f"{source} is {audit.verdict}: nothing to mend{choice}")
-    return plan
 
 
-def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
+def _keep_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     """Keep the one matrix, under the name of the embedding that the family's loaders look for."""
     matrix, source = roles.matrix, checkpoint.source
     if keep == "both":
@@ -173,13 +202,13 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
             hint="there is no head to keep beside it, and none is made up",
         )
     if roles.input is not None:
-        return Plan({matrix.name: matrix}, {TIE_KEY: True}, [])
+        return Plan("tie", {matrix.name: matrix})
     for name in checkpoint.tensors:
         for position, token in (("wpe", "wte"), ("positions_embed", "tokens_embed")):
             if name.endswith(f"{position}.weight"):
                 name = name.replace(position, token)
                 action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
-                return Plan({name: matrix}, {TIE_KEY: True}, [action])
+                return Plan("tie", {name: matrix}, (action,))
     raise UserError(
         f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
         "here",
@@ -187,44 +216,28 @@ def _plan_one(checkpoint: Checkpoint, roles: Roles, keep: str | None) -> Plan:
     )
 
 
-def _plan_tie(
-    checkpoint: Checkpoint,
-    roles: Roles,
-    reads: StoredTensor,
-    head: StoredTensor,
-    comparison: Comparison | None,
-    keep: str | None,
-) -> Plan:
+def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     """Make one of two matrices (V, D), (V', D): equal ones, or with the numbers `keep` names."""
-    source, vocabulary, extra = checkpoint.source, checkpoint.vocabulary, roles.extra_rows
-    shapes = f"{reads.name} {size(reads.shape)} and {head.name} {size(head.shape)}"
-    if keep == "both" or (keep != "input" and not roles.fits):
+    assert roles.pair is not None
+    (reads, head), vocabulary = roles.pair, checkpoint.vocabulary
+    if keep == "output" and not roles.fits:
         raise UserError(
-            f"{source}: {shapes} have different rows or widths and cannot be of one vocabulary: "
-            f'keep="input" drops {head.name}'
+            f"{checkpoint.source}: {head.name} {size(head.shape)} has another width than "
+            f"{reads.name}",
+            hint=f"--keep input drops {head.name}",
         )
-    is_untied = checkpoint.claim.is_tied is False
-    equal = comparison is not None and comparison.equal and not is_untied
-    sure = equal and not (extra and vocabulary is None)
-    if keep is None and not sure:
-        raise UserError(
-            f"{source}: {shapes} {comparison or 'could not be compared'}",
-            hint=(
-                'choose whose numbers stay, keep="input" or keep="output", or keep="both" to '
-                "declare them untied"
-            ),
-        )
-    missing = vocabulary is not None and reads.shape[0] < min(vocabulary, head.shape[0])
-    use_head = keep == "output" or (keep is None and missing)
+    is_short = vocabulary is not None and reads.shape[0] < min(vocabulary, head.shape[0])
+    use_head = keep == "output" or (keep is None and is_short)
     kept = head if use_head else reads
     rows = kept.shape[0]
-    if extra and vocabulary is not None:
+    if roles.extra_rows and vocabulary is not None:
         rows = min(rows, vocabulary)
     if use_head and vocabulary is not None and rows < vocabulary:
         raise UserError(
-            f"{source}: {head.name} has {rows:,} rows for a vocabulary of {vocabulary:,}: it "
-            "scores something other than tokens, and tying to it would lose them; "
-            'keep="input" drops it'
+            f"{checkpoint.source}: {head.name} has {rows:,} rows for a vocabulary of "
+            f"{vocabulary:,}: it scores something other than tokens, and tying to it would lose "
+            "them",
+            hint="--keep input drops it",
         )
     _require_nothing_else(checkpoint, roles, head, rows)
     does = "has its numbers and predicts" if use_head else "predicts as well"
@@ -234,11 +247,11 @@ def _plan_tie(
             nonzero = nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
             lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
             actions.append(f"{lost}, go ({nonzero} of them not zero)")
-    config: dict[str, Any] = {TIE_KEY: True}
-    if extra and vocabulary not in (None, rows):
-        config["vocab_size"] = rows
+    new_size = rows if roles.extra_rows and vocabulary not in (None, rows) else None
+    if new_size is not None:
         actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
-    return Plan({reads.name: kept.row_range(0, rows)}, config, actions)
+    resolve = "keep-output" if use_head else "keep-input"
+    return Plan(resolve, {reads.name: kept.row_range(0, rows)}, tuple(actions), new_size)
 
 
 def _require_nothing_else(
@@ -270,6 +283,18 @@ def _check_dest(dest: Path, source: Path) -> None:
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
+def _write_copy(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: Path) -> None:
+    """Write the source's tensors by their names, with the plan's matrices, and what is beside."""
+    matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
+    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | plan.matrices
+    require_room(directory.parent, sum(copy.n_bytes for copy in copies.values()))
+    directory.mkdir()
+    write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
+    write_json(directory / "config.json", {**checkpoint.config, **plan.config})
+    for file in _beside(checkpoint):
+        shutil.copyfile(file, directory / file.name)
+
+
 def _beside(checkpoint: Checkpoint) -> list[Path]:
     """Return the files that go along with the weights: tokenizer, card."""
     path = Path(checkpoint.source)
@@ -278,7 +303,23 @@ def _beside(checkpoint: Checkpoint) -> list[Path]:
         return []  # a lone file
     weights = [file.name for file in checkpoint.files]
     files = [file for file in home.iterdir() if file.is_file() and file.name not in weights]
-    return [file for file in files if any(fnmatchcase(file.name, name) for name in GO_ALONG)]
+    return [file for file in files if any(fnmatchcase(file.name, name) for name in MODEL_FILES)]
+
+
+def _write_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
+    """Write another format's GPT as transformers' names and layout have it."""
+    loaded = load(checkpoint.source, resolve=plan.resolve)
+    rows = next(iter(plan.matrices.values())).shape[0]
+    if loaded.model.config.vocab_size > rows:
+        resize_vocab(loaded.model, rows)
+    try:
+        tokenizer = Tokenizer.from_pretrained(checkpoint.source)
+    except TiedGPTError:  # there is none
+        tokenizer = None
+    convert(loaded, directory, "transformers", tokenizer=tokenizer)
+
+
+# Check it
 
 
 def _audit_copy(
@@ -295,3 +336,46 @@ def _audit_copy(
             f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
         )
     return replace(after, source=str(dest))
+
+
+def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Path) -> str:
+    """Load the copy and compare every weight with the source; return what was found, in words.
+
+    What tiedgpt does not run, before or after, is not compared.
+    """
+    try:
+        gpt = to_gpt(checkpoint)
+    except TiedGPTError:
+        return NOT_RUN
+    # A file that does not say its heads is loaded with one: weights do not depend on it.
+    says_heads = "n_head" in {**gpt.assumed, **gpt.fields}
+    options: dict[str, Any] = {} if says_heads else {"n_head": 1}
+    try:
+        model = load(directory, **options).model
+    except TiedGPTError as error:
+        try:
+            load(checkpoint.source, resolve=plan.resolve, **options)
+        except TiedGPTError:
+            return NOT_RUN
+        raise CheckFailedError(f"{dest} was not written: it would not load: {error}") from None
+    both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
+    expected = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)} | both
+    if name := _first_difference(dict(model.named_parameters()), expected):
+        raise CheckFailedError(f"{dest} was not written: its {name} would differ from the source's")
+    return "it was loaded, and its weights are the source's"
+
+
+def _first_difference(
+    parameters: Mapping[str, Tensor], expected: Mapping[str, StoredTensor]
+) -> str:
+    """Return the name of a weight that differs; one that is not there stands for zeros."""
+    for name in {**parameters, **expected}:
+        ours, theirs = parameters.get(name), expected.get(name)
+        if ours is None or theirs is None:
+            values = ours if theirs is None else theirs.tensor()
+            is_same = values is None or not values.any()
+        else:
+            is_same = torch.equal(ours, theirs.tensor().to(ours.dtype))
+        if not is_same:
+            return name
+    return ""

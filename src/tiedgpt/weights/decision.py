@@ -56,9 +56,10 @@ class TieDecision:
         return self.roles.comparison
 
     @property
-    def does_one_matrix_both(self) -> bool:
-        """Whether one stored matrix, and nothing else, reads and predicts."""
-        return self.kind == "tied" or (self.model == "tied" and self.roles.shared)
+    def command(self) -> str:
+        """The command that mends a file, with the option that it asks for."""
+        keep = f" --keep {' | '.join(self.choices)}" if self.choices else ""
+        return f"`tiedgpt tie fix MODEL DEST{keep}`"
 
 
 def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecision:
@@ -148,7 +149,8 @@ def _judge_two(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
 
 def _has_one_vocabulary(checkpoint: Checkpoint) -> bool:
     """Whether the embedding must have the head's rows: in a GPT; some models read more tokens."""
-    return bool(checkpoint.config) and checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
+    is_any_module = checkpoint.in_memory and not checkpoint.config
+    return not is_any_module and checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
 
 
 def _choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
@@ -159,6 +161,9 @@ def _choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
         return ("input",)
     untied = checkpoint.claim.is_tied is False
     if roles.extra_rows:
-        is_clear = roles.equal and not untied and checkpoint.vocabulary is not None
-        return () if is_clear else ("input", "output")
+        vocabulary = checkpoint.vocabulary
+        if roles.equal and not untied and vocabulary is not None:
+            return ()
+        is_short = vocabulary is not None and roles.pair[1].shape[0] < vocabulary
+        return ("input",) if is_short else ("input", "output")
     return () if roles.equal or untied else ("input", "output", "both")

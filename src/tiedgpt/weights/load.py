@@ -190,8 +190,7 @@ def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
     """Return what can be done about a checkpoint that is not loaded as it is."""
     if decision.roles.pair is None or decision.roles.shared:
         return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
-    keep = f" --keep {' | '.join(decision.choices)}" if decision.choices else ""
-    command = f"`tiedgpt tie fix MODEL DEST{keep}` writes a copy that loads"
+    command = f"{decision.command} writes a copy that loads"
     if checkpoint.in_memory:
         command = "tiedgpt.tie.tie(model) makes them one"
     if not decision.choices:

@@ -128,8 +128,8 @@ class Format:
     """Whether each file in a repository is a model of its own, of which the user names one."""
     any_layout: bool = False
     """Whether its files tell which matrices are stored as (D, V); else that is a fault."""
-    can_fix: bool = True
-    """Whether `tie fix` may copy its tensors, as they are, into a model directory."""
+    is_copied_by_fix: bool = False
+    """Whether a copy in safetensors keeps names and layout; else `tie fix` writes it as our GPT."""
     tokenizer: TokenizerFile | None = None
     writer: Writer | None = None
     packages: tuple[str, ...] = ()

@@ -136,7 +136,7 @@ def find_roles(
 def roles_of(
     checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
 ) -> Roles:
-    """Return the roles of known matrices, those that are stored as (D, V) turned to (V, D)."""
+    """Return the roles of known matrices, those that are stored as (D, V) transposed to (V, D)."""
     transposed: list[str] = []
     if reads and not checkpoint.any_layout and lies_transposed(checkpoint, reads):
         transposed.append(reads.name)
@@ -148,9 +148,14 @@ def roles_of(
 
 
 def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
-    """Whether an embedding is (D, V) by the config's V and D; None if they do not tell."""
+    """Whether an embedding is (D, V) by the config's V and D; None if they do not tell.
+
+    Where the config does not say D, a table of positions (N, D) does.
+    """
     rows, columns = matrix.shape
-    vocabulary, width = checkpoint.vocabulary, checkpoint.width
+    named = (t for t in checkpoint.tensors.values() if POSITIONS.search(t.name))
+    tables = [t.shape[1] for t in named if len(t.shape) == 2]
+    vocabulary, width = checkpoint.vocabulary, checkpoint.width or next(iter(tables), None)
     straight = rows == vocabulary or columns == width
     across = columns == vocabulary or rows == width
     return None if straight == across else across

@@ -99,6 +99,7 @@ FORMAT = Format(
     detect=detect,
     open=open_container,
     to_gpt=to_gpt,
+    is_copied_by_fix=True,
     recognizes=recognizes,
     claim=claim,
 )

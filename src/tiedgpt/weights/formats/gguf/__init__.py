@@ -301,7 +301,6 @@ FORMAT = Format(
     suffixes=(".gguf",),
     hub_patterns=(("*.gguf",),),
     is_whole_in_one_file=True,
-    can_fix=False,
     tokenizer=TokenizerFile(
         read=_read_tokenizer, detect=detect, pattern="*.gguf", is_in_weights=True
     ),

@@ -201,6 +201,7 @@ FORMAT = Format(
     detect=detect,
     open=open_container,
     to_gpt=to_gpt,
+    is_copied_by_fix=True,
     recognizes=recognizes,
     tokenizer=TokenizerFile(
         read=read_tokenizer, detect=_is_tokenizer, pattern="meta.pkl", hub_name="meta.pkl"

@@ -213,7 +213,6 @@ FORMAT = Format(
     to_gpt=to_gpt,
     suffixes=(".onnx",),
     any_layout=True,
-    can_fix=False,
     file_names=("model.onnx", "onnx/model.onnx"),
     hub_patterns=(("*.onnx", "*.onnx_data", "*.onnx.data"),),
     writer=WRITER,

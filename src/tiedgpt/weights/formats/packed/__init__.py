@@ -256,7 +256,6 @@ FORMAT = Format(
     open=open_checkpoint,
     to_gpt=to_gpt,
     file_names=(FILE,),
-    can_fix=False,
     writer=Writer(
         write=_write,
         program="a packed model",

@@ -275,6 +275,7 @@ FORMAT = Format(
     detect=detect,
     open=open_container,
     to_gpt=to_gpt,
+    is_copied_by_fix=True,
     recognizes=recognizes,
     suffixes=SUFFIXES,
     file_names=(

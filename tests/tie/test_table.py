@@ -1,0 +1,247 @@
+"""Loading, `tie audit`, `tie show` and `tie fix` agree on every file: a table of formats, claims
+and contents, through public functions alone.
+
+A cell is a format, a claim in the file, a claim in the config.json beside it, and what the file
+holds: one matrix, two equal ones, two that differ, two views of one storage, one transposed, or
+rows that only one side has.
+"""
+
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.tie.checkpoints import SHAPE, D, V, matrix
+from tests.weights.llmc_files import write_checkpoint
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
+from tiedgpt.errors import TiedGPTError
+from tiedgpt.tie import audit, fix, ledger
+
+SOUND = {"tied": "tied", "tied twice": "tied", "untied as claimed": "untied"}
+"""Verdict -> what is loaded; a file of any other verdict is not loaded without a choice."""
+CONTENTS = ("one", "equal", "different", "views", "transposed", "longer head", "longer embedding")
+CONFIG = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": V, "n_embd": D,
+    "n_positions": SHAPE["n_positions"], "n_layer": SHAPE["n_layer"], "n_head": SHAPE["n_head"],
+}  # fmt: skip
+GGUF_NAMES = {
+    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "head": "output",
+    "h.": "blk.", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+N_HEAD = {"n_head": SHAPE["n_head"], "activation_function": "gelu_new"}
+"""What nanoGPT's, minGPT's and bare files do not say."""
+
+
+def state_of(content: str) -> dict[str, Tensor]:
+    """Every weight of a GPT by our names, as (out, in), with what `content` says for W."""
+    torch.manual_seed(0)
+    state = {
+        name: t + torch.randn_like(t) / 9
+        for name, t in GPT(GPTConfig(**SHAPE)).state_dict().items()
+    }
+    longer = torch.from_numpy(matrix(7, V + 4))
+    w = longer[:V].clone()
+    both = {
+        "one": (w, None),
+        "equal": (w, w.clone()),
+        "different": (w, torch.from_numpy(matrix(8))),
+        "views": (w, w),
+        "transposed": (w, w.T.contiguous()),
+        "longer head": (w, longer),
+        "longer embedding": (longer, w),
+    }[content]
+    state["wte.weight"] = both[0]
+    return state if both[1] is None else state | {"head.weight": both[1]}
+
+
+def theirs(state: dict[str, Tensor], *, turn: bool) -> dict[str, Tensor]:
+    """The names of transformers and nanoGPT; transformers' matrices in blocks lie as (in, out)."""
+    named = {
+        "lm_head.weight" if n == "head.weight" else f"transformer.{n}": t for n, t in state.items()
+    }
+    turned = re.compile(r".*\.c_\w+\.weight")
+    return {n: t.T.contiguous() if turn and turned.fullmatch(n) else t for n, t in named.items()}
+
+
+def write_gguf(path: Path, state: dict[str, Tensor], claim: bool | None) -> None:
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(SHAPE["n_positions"])
+    writer.add_embedding_length(D)
+    writer.add_block_count(SHAPE["n_layer"])
+    writer.add_head_count(SHAPE["n_head"])
+    if claim is not None:
+        writer.add_bool("tiedgpt.tie_word_embeddings", claim)
+    for name, tensor in state.items():
+        for ours, their in GGUF_NAMES.items():
+            name = re.sub(rf"(^|(?<=\.)){re.escape(ours)}", their, name)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write(home: Path, form: str, inside, beside, content: str) -> Path:
+    """Write a cell's file, and the config.json beside it; return what a user would name."""
+    state = state_of(content)
+    config = {} if beside in (None, "none") else {"tie_word_embeddings": beside}
+    path = home
+    match form:
+        case "safetensors":
+            save_file(theirs(state, turn=True), home / "model.safetensors", {"format": "pt"})
+            config |= CONFIG
+        case "torch":
+            torch.save(theirs(state, turn=True), home / "pytorch_model.bin")
+            config |= CONFIG
+        case "nanoGPT":
+            args = {k: SHAPE[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+            args |= {"block_size": SHAPE["n_positions"], "bias": True, "dropout": 0.0}
+            path = home / "ckpt.pt"
+            torch.save({"model": theirs(state, turn=False), "model_args": args}, path)
+        case "minGPT":
+            n = SHAPE["n_positions"]
+            mask = {f"h.{i}.attn.bias": torch.ones(n, n).tril()[None, None] for i in range(2)}
+            path = home / "model.pt"
+            torch.save(theirs(state | mask, turn=False), path)
+        case "tiedgpt":
+            path = home / "state.pt"
+            torch.save(state, path)
+        case "GGUF":
+            path = home / "model.gguf"
+            write_gguf(path, state, inside)
+        case "llm.c":
+            sizes = {"T": SHAPE["n_positions"], "V": V, "L": 2, "H": 4, "C": D, "Vp": 128}
+            path = home / "model.bin"
+            write_checkpoint(path, 3, state, **sizes)
+            config |= CONFIG
+        case "ONNX":
+            plain = home / "plain"
+            plain.mkdir()
+            untied = {"tie_word_embeddings": inside}
+            (plain / "config.json").write_text(json.dumps(CONFIG | untied))
+            save_file(theirs(state, turn=True), plain / "model.safetensors", {"format": "pt"})
+            path = home / "model.onnx"
+            assert main(["convert", str(plain), str(path)]) == 0
+    if beside != "none":
+        (home / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def cells() -> list[tuple]:
+    """format, claim in the file, claim beside it ("none": no config.json), content."""
+    two = [content for content in CONTENTS if content != "views"]
+    table = [("safetensors", None, claim, c) for claim in (None, True, False) for c in two]
+    table += [("torch", None, claim, c) for claim in (None, True, False) for c in CONTENTS]
+    for form in ("nanoGPT", "minGPT", "tiedgpt"):
+        table += [(form, None, claim, c) for claim in ("none", True, False) for c in CONTENTS]
+    claims = itertools.product((None, True, False), ("none", True, False))
+    table += [("GGUF", *pair, content) for pair in claims for content in two]
+    table += [("llm.c", None, claim, "one") for claim in ("none", None, True, False)]
+    written = ((True, "one"), (False, "equal"), (False, "different"))
+    table += [
+        ("ONNX", c, beside, content) for c, content in written for beside in ("none", True, False)
+    ]
+    return table
+
+
+def attempt(function, *arguments, **options):
+    """What a function returns, or the error of ours that it raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return function(*arguments, **options)
+        except TiedGPTError as error:
+            return error
+
+
+def kind(loaded) -> str:
+    """What loading did: "tied", "untied" or "error"."""
+    if isinstance(loaded, TiedGPTError):
+        return "error"
+    return "tied" if loaded.head is None else "untied"
+
+
+def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
+    """Yield on what the commands disagree about a cell's file."""
+    form, _, _, content = cell
+    (home / "in").mkdir()
+    path = write(home / "in", *cell)
+    fill_in = N_HEAD if form in ("minGPT", "tiedgpt") else {}
+    found, counted, loaded = (
+        audit(path),
+        ledger(path),
+        attempt(GPT.from_pretrained, path, **fill_in),
+    )
+    if kind(loaded) != SOUND.get(found.verdict, "error"):
+        yield f"load: {kind(loaded)}, audit: {found.verdict}"
+    does_both = found.verdict == "tied" and content == "one"
+    if (counted.reads_and_predicts is not None) != does_both:
+        yield f"ledger: {counted.reads_and_predicts}, audit: {found.verdict}"
+    if kind(loaded) != "error" and found.verdict != "tied twice":
+        once_in_the_file = V * D if (content, kind(loaded)) == ("views", "untied") else 0
+        if counted.total + once_in_the_file != sum(p.numel() for p in loaded.parameters()):
+            yield f"ledger: {counted.total} parameters, not those that are loaded"
+    capsys.readouterr()
+    main(["tie", "show", str(path), "--format", "json"])
+    if json.loads(capsys.readouterr().out) != json.loads(json.dumps(counted.as_dict())):
+        yield "tie show prints something other than the ledger"
+    if found.exit_code == 0 and found.verdict != "tied twice":
+        if "nothing to mend" not in str(attempt(fix, path, home / "no")):
+            yield "fix does not refuse what is sound"
+        return
+    for keep in choices(found, loaded):
+        yield from wrongs(home, path, keep, fill_in, content)
+    if None not in choices(found, loaded) and "keep" not in str(attempt(fix, path, home / "no")):
+        yield "fix chose by itself"
+
+
+def choices(found, loaded) -> list[str | None]:
+    """The values of --keep that the audit names; the error of loading names the same."""
+    named = re.search(r"`tiedgpt tie fix MODEL DEST(?: --keep ([\w |]+))?`", found.explain)
+    keeps = named[1].split(" | ") if named and named[1] else [None]
+    if found.exit_code:
+        assert named is not None and (named[0] in str(loaded) or 'resolve="tie"' in str(loaded))
+    return keeps
+
+
+def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str) -> Iterator[str]:
+    """Yield what is wrong with the copy that `fix` writes: it loads with the weights as written."""
+    copy, repair = home / f"fixed {keep}", attempt(fix, path, home / f"fixed {keep}", keep=keep)
+    if isinstance(repair, TiedGPTError):
+        yield f"fix --keep {keep}: {repair}"
+        return
+    mended = attempt(GPT.from_pretrained, copy, **fill_in)
+    verdict = audit(copy).verdict
+    if verdict != repair.after.verdict or kind(mended) != SOUND.get(verdict):
+        yield f"fix --keep {keep}: {repair.after.verdict}, {verdict}, loads as {kind(mended)}"
+        return
+    state = state_of(content)
+    reads, head = state["wte.weight"], state.pop("head.weight", state["wte.weight"])
+    head = head.T if content == "transposed" else head
+    state["wte.weight"] = head if keep == "output" else reads
+    if kind(mended) == "untied":
+        state["head.weight"] = head
+    rows = len(mended.wte.weight)
+    if rows < V or not all(
+        torch.equal(t, state[n][: len(t)]) for n, t in mended.state_dict().items()
+    ):
+        yield f"fix --keep {keep}: other weights"
+
+
+@pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))
+def test_all_commands_agree_on_a_file(tmp_path, cell, capsys):
+    assert list(disagreements(tmp_path, cell, capsys)) == []
+
+
+def test_the_table_has_its_size():
+    assert len(cells()) >= 120
