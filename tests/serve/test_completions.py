@@ -141,7 +141,10 @@ def test_a_stream_adds_up_to_the_completion(client, echo, max_tokens):
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         for column in ("token_ids", "token_logprobs", "text_offset", "top_token_ids"):
             streamed = [x for p in mine if p["logprobs"] for x in p["logprobs"][column]]
-            assert streamed == choice["logprobs"][column]
+            expected = choice["logprobs"][column]
+            if column == "token_logprobs":  # torch rounds otherwise in a batch of another size
+                expected = pytest.approx(expected, abs=1e-5)
+            assert streamed == expected
 
 
 def test_an_echo_is_streamed_first(client):

@@ -1,4 +1,4 @@
-"""Logits of a few positions at a time, and what is kept of them."""
+"""Logits of a few positions at a time, and the numbers that results keep of them."""
 
 from __future__ import annotations
 

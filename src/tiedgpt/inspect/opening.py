@@ -1,4 +1,4 @@
-"""What is looked into: a model, its tokenizer and a text, in any form that people have them in."""
+"""Open a model, its tokenizer and a text, in any form that people have them in."""
 
 from __future__ import annotations
 

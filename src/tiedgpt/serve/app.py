@@ -234,7 +234,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
 
 def _fingerprint(engine: Engine) -> str:
-    """Return what changes with the model's shape, precision and this version: for `seed`."""
+    """Return a hash of the model's shape, precision and this version, for users of `seed`."""
     return "fp_" + hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()[:12]
 
 

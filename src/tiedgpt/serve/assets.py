@@ -18,7 +18,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-"""How the names of files end that are served, and their media types."""
+"""The media type of each suffix; files of other suffixes are not served."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -37,27 +37,27 @@ SCRIPT = re.compile(r'<script type="module" src="([^"]+)"></script>')
 @cache
 def page_files() -> dict[str, bytes]:
     """Return the page's files by the path that each is served at; "/" is index.html."""
-    found = dict(_walk(files("tiedgpt.serve") / "page", "/page"))
-    return {"/": found.pop("/page/index.html")} | found
+    by_path = dict(_walk(files("tiedgpt.serve") / "page", "/page"))
+    return {"/": by_path.pop("/page/index.html")} | by_path
 
 
 def _walk(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
-    found = []
+    pages = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _walk(entry, f"{path}/{entry.name}")
+            pages += _walk(entry, f"{path}/{entry.name}")
         elif entry.name.rpartition(".")[2] in TYPES:
-            found.append((f"{path}/{entry.name}", entry.read_bytes()))
-    return found
+            pages.append((f"{path}/{entry.name}", entry.read_bytes()))
+    return pages
 
 
 def media_type(path: str) -> str:
-    """Return the media type of what is served at a path."""
+    """Return the media type of the file that is served at a path."""
     return TYPES[path.rpartition(".")[2] if path != "/" else "html"]
 
 
 def etag(data: bytes) -> str:
-    """Return what changes with the data, for `ETag` and `If-None-Match`."""
+    """Return a hash of the data, for `ETag` and `If-None-Match`."""
     return f'"{hashlib.sha256(data).hexdigest()[:32]}"'
 
 

@@ -1,7 +1,7 @@
-"""The page with the answers for one text inside: what its views ask for, and what is found.
+"""The page as one file, with the answers for one text inside.
 
-A file holds at most `MAX_BYTES` of answers: the first views' first, other positions last. A view
-whose answer is not there says so.
+A file holds at most `MAX_BYTES` of answers: first those of the first views, last those for other
+positions. A view whose answer is missing says so.
 """
 
 from __future__ import annotations
