@@ -45,10 +45,6 @@ def shown(capsys, directory, *flags):
         (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1}),
         (["--seed", "1", "--stop", "t", "--stop", "e"], {"seed": 1, "stop": ["t", "e"]}),
         (["--seed", "1", "--bad-words", "dog"], {"seed": 1, "bad_words": ["dog"]}),
-        (
-            ["--guidance-scale", "2", "--negative-prompt", "dog", "--temperature", "0"],
-            {"guidance_scale": 2.0, "negative_prompt": "dog", "temperature": 0},
-        ),
     ],
     ids=str,
 )
@@ -108,7 +104,6 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--n", "2", "--num-beams", "2"], "--num-beams and --n exclude each other"),
         (["--n", "3", "--best-of", "2"], "--best-of must be at least the number of texts, 3"),
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
-        (["--negative-prompt", "a"], "--negative-prompt needs guidance"),
         (["--length-penalty", "2"], "--length-penalty is for beam search\nhint: use two beams"),
         (["--threads", "0"], "--threads must be an integer from 1"),
         (["--prompt", "the " * 99], "let the context slide"),
@@ -127,7 +122,6 @@ def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
     [
         (["--temperature", "0"], "; --context-end slide continues"),
         (["--num-beams", "2"], ""),
-        (["--guidance-scale", "2", "--temperature", "0"], ""),
     ],
     ids=str,
 )

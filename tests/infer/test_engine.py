@@ -205,7 +205,6 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ("x", {"stop": [""]}, "stop must be"),
         ("x", {"context_end": "wrap"}, "wrap"),
         ("x", {"num_beams": 9}, r"takes 9 slots and the engine has 8: .*slots=9"),
-        ("x", {"num_beams": 5, "guidance_scale": 2}, "takes 10 slots"),
         (b"x", {}, "neither a text nor ids"),
         ([b"x"], {}, "must be text or ids"),
         ([None], {}, "must be text or ids"),
@@ -301,7 +300,7 @@ def test_a_config_holds_options_and_words_change_it(engine):
 def test_what_a_slot_holds_is_not_read_again_and_the_text_is_the_same(make, backend):
     prompt = [n % 50 for n in range(30)]
     options = {"max_new_tokens": 10, "seed": 1, "top_logprobs": 2}
-    for search in ({}, {"num_beams": 3, "seed": None, "top_logprobs": 0}, {"guidance_scale": 1.5}):
+    for search in ({}, {"num_beams": 3, "seed": None, "top_logprobs": 0}):
         cold = make().generate([*prompt, 7], **options | search)
         warm, exact = make(), backend.backend == "kernels"
         quiet = {warm.tokenizer.eos_token_id: -math.inf}

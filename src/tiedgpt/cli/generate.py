@@ -25,7 +25,7 @@ GROUPS = {
     "presence_penalty frequency_penalty bad_words seed",
     "the end": "stop context_end timeout",
     "several texts": "n best_of num_beams length_penalty early_stopping",
-    "guidance and form": "guidance_scale negative_prompt regex json_schema grammar",
+    "form": "regex json_schema grammar",
     "model": "tokenizer n_head activation_function resolve",
     "speed": "precision backend threads speculate draft_tokens",
 }
@@ -56,8 +56,6 @@ class Arguments(EngineOptions, GenerationConfig):
     early_stopping: Literal["no", "yes", "never"] = "no"  # type: ignore[assignment]
     """Beam search: stop when there are enough texts (yes), when a better one is unlikely (no), or
     when a better one is impossible (never)."""
-    negative_prompt: str | None = None
-    """The prompt to guide away from; default: the prompt's last token alone."""
     json_schema: str | None = None
     """The text is JSON that this schema allows: a file, or the schema itself in braces."""
     grammar: Path | None = None  # type: ignore[assignment]
@@ -116,8 +114,7 @@ def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> No
     if "timeout" in reasons:
         note("cut off by --timeout")
     if "context" in reasons:
-        may_slide = config.num_beams == 1 and not config.guided
-        advice = "; --context-end slide continues" if may_slide else ""
+        advice = "; --context-end slide continues" if config.num_beams == 1 else ""
         note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
         note(f"the context slid: the first {dropped} tokens were dropped")

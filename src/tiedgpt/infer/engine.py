@@ -20,7 +20,6 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.constraints import Matcher, matcher_for
 from tiedgpt.infer.decoding import decode, search
-from tiedgpt.infer.guidance import Guidance, GuidedSlots
 from tiedgpt.infer.opening import How, require_engine_options, runner_for
 from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
@@ -257,26 +256,19 @@ class Engine:
                 f"this takes {config.n_slots} slots and the engine has {self.slots}",
                 hint=f"open Engine(..., slots={config.n_slots}), or use fewer beams",
             )
-        guidance = None
-        if config.guided:
-            negative = config.negative_prompt
-            negative = ids[-1:] if negative is None else self._ids(negative)
-            guidance = Guidance(len(ids), negative, config.guidance_scale)
-            guidance.require_room(model)
-        _require_context(len(ids), config, model, guidance.longer if guidance else 0)
+        _require_context(len(ids), config, model)
         processors = () if matcher is None else (matcher.fresh(),)
         sequence = SequenceState(
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
             processors=processors, copies=copies,
         )  # fmt: skip
-        begin = partial(_begin, sequence=sequence, guidance=guidance, tokenizer=self.tokenizer)
+        begin = partial(_begin, sequence=sequence, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         deadline = time.monotonic() + timeout
-        longer = guidance.longer if guidance else 0
         return Request(
             begin, n_slots=config.n_slots, prompt=() if whole else ids, sequence=sequence,
-            length=min(len(ids) + longer + config.max_new_tokens, model.n_positions),
+            length=min(len(ids) + config.max_new_tokens, model.n_positions),
             deadline=deadline,
         )  # fmt: skip
 
@@ -301,11 +293,7 @@ class Engine:
             raise
 
 
-def _begin(
-    slots: Slots, sequence: SequenceState, guidance: Guidance | None, tokenizer: Tokenizer | None
-) -> Steps[Completion]:
-    if guidance is not None:
-        slots = GuidedSlots(slots, guidance)
+def _begin(slots: Slots, sequence: SequenceState, tokenizer: Tokenizer | None) -> Steps[Completion]:
     return (
         search(slots, sequence, tokenizer)
         if sequence.config.num_beams > 1
@@ -313,11 +301,11 @@ def _begin(
     )
 
 
-def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig, taken: int) -> None:
+def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig) -> None:
     """Raise `UserError` for a prompt that does not fit into the context."""
-    room = model.n_positions - taken
+    room = model.n_positions
     if n_ids > room and config.context_end == "stop":
-        slide = "" if taken or config.num_beams > 1 else (
+        slide = "" if config.num_beams > 1 else (
             ", or let the context slide: context_end='slide' (--context-end slide)"
         )  # fmt: skip
         raise UserError(

@@ -91,10 +91,6 @@ class GenerationConfig:
     early_stopping: EarlyStopping = False
     """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
     or when a better one is impossible ("never")."""
-    guidance_scale: float = 1.0
-    """Classifier-free guidance: above 1, away from the negative prompt; twice the computation."""
-    negative_prompt: Prompt | None = None
-    """The prompt to guide away from; None: the prompt's last token alone."""
     regex: str | None = None
     """The whole text matches this regular expression (Rust's syntax)."""
     json_schema: str | Mapping[str, Any] | None = None
@@ -150,17 +146,11 @@ class GenerationConfig:
                     option=name,
                     hint="use two beams or more (num_beams, --num-beams)",
                 )
-        if self.negative_prompt is not None and not self.guided:
-            raise UserError(
-                "needs guidance by a scale other than 1, such as 1.5", option="negative_prompt"
-            )
         if len(self.form) > 1:
             raise UserError("exclude each other", option=tuple(self.form), hint="choose one")
-        for name, excluded in _EXCLUDED.items():
-            for other in excluded if self._given(name) else ():
-                value = getattr(self, other)
-                if self._given(other) and not (other == "temperature" and value == 0):
-                    raise UserError("exclude each other", option=(name, other), hint="omit one")
+        for name in _EXCLUDED_BY_BEAMS if self.num_beams > 1 else ():
+            if self._given(name) and not (name == "temperature" and self.temperature == 0):
+                raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
 
     def _given(self, name: str) -> bool:
         """Whether an option has another value than its default."""
@@ -190,11 +180,6 @@ class GenerationConfig:
         return self.numbers[-3:] != (1.0, 0.0, 0.0)
 
     @property
-    def guided(self) -> bool:
-        """Whether a negative prompt takes part."""
-        return self.guidance_scale != 1
-
-    @property
     def n_samples(self) -> int:
         """How many texts are drawn for each prompt."""
         return self.n if self.best_of is None else self.best_of
@@ -208,7 +193,7 @@ class GenerationConfig:
     @property
     def n_slots(self) -> int:
         """How many slots of an engine one text takes."""
-        return self.num_beams * (2 if self.guided else 1)
+        return self.num_beams
 
 
 _INTEGERS = {
@@ -226,7 +211,6 @@ _NUMBERS = {
     "frequency_penalty": (-math.inf, math.inf),
     "timeout": (0, math.inf),
     "length_penalty": (-50, 50),  # a power of the length, which must stay finite
-    "guidance_scale": (-math.inf, math.inf),
 }
 """Options that are finite numbers, and their bounds."""
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -234,14 +218,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "speculate": (None, "ngram"),
     "early_stopping": (True, False, "never"),
 }
-_EXCLUDED = {
-    "num_beams": (
-        *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
-        *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
-    ),
-    "guidance_scale": ("context_end",),
-}
-"""Beam search draws nothing; under guidance a window that slides would have to be read twice."""
+_EXCLUDED_BY_BEAMS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
+    *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
+)
+"""Beam search draws nothing."""
 _FIELDS = {option.name: option for option in fields(GenerationConfig)}
 
 
