@@ -1,6 +1,7 @@
 """/v1/completions says what the engine says."""
 
 import json
+import threading
 
 import pytest
 from starlette.testclient import TestClient
@@ -236,8 +237,16 @@ def test_another_models_name_is_not_found(client):
 
 def test_too_many_texts_are_refused_and_the_server_goes_on(client, engine):
     assert refused(client, prompt=["a"] * 12, n=2)["param"] == "prompt"
-    waiting = [engine.submit("a", max_new_tokens=40, temperature=0) for _ in range(12)]
+    go_on = threading.Event()
+
+    def wait(ids, n_prompt, logits):
+        assert go_on.wait(60)
+        return logits
+
+    options = {"max_new_tokens": 40, "temperature": 0, "processors": [wait]}
+    waiting = [engine.submit("a", **options) for _ in range(12)]
     response = client.post("/v1/completions", json={"prompt": "a"})
+    go_on.set()
     for generation in waiting:
         generation.cancel()
         generation.result()
