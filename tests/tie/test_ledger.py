@@ -49,13 +49,13 @@ def test_124439808_and_163037184_and_why():
     after = ledger(model)
     assert after.total == 163_037_184
     moved = before.difference(after)
-    assert [(row.names, row.parameters) for row in moved.came_in] == [((HEAD,), 38_597_376)]
+    assert [(row.names, row.parameters) for row in moved.added_rows] == [((HEAD,), 38_597_376)]
     assert (moved.before, moved.after) == (124_439_808, 163_037_184)
-    assert (moved.went_out, moved.multiply_adds) == ((), 0)
+    assert (moved.removed_rows, moved.multiply_adds) == ((), 0)
     assert moved.explain.startswith("+38,597,376 parameters. lm_head.weight (50,257 x 768) came in")
     assert f"same storage as {WTE}" in moved.explain
     back = after.difference(before)
-    assert back.after == 124_439_808 and [row.names for row in back.went_out] == [(HEAD,)]
+    assert back.after == 124_439_808 and [row.names for row in back.removed_rows] == [(HEAD,)]
     assert f"now the same storage as {WTE}" in back.explain
 
 
@@ -102,7 +102,7 @@ def test_a_file_with_two_copies_says_what_came_in(tmp_path):
 def test_the_same_model_under_other_names_moves_nothing(tmp_path):
     theirs = save(their_gpt2(), tmp_path / "m")
     moved = ledger(theirs).difference(ledger(GPT.from_pretrained(theirs)))
-    assert (moved.came_in, moved.went_out, moved.reasons) == ((), (), ())
+    assert (moved.added_rows, moved.removed_rows, moved.reasons) == ((), (), ())
     assert moved.explain.startswith("Nothing came in")
 
 
@@ -111,7 +111,7 @@ def test_a_resize_is_told():
     before = ledger(model)
     model.resize_token_embeddings(V + 7, mean_resizing=False)
     moved = before.difference(ledger(model))
-    assert moved.after - moved.before == 7 * D and moved.came_in == ()
+    assert moved.after - moved.before == 7 * D and moved.added_rows == ()
     assert f"went from {V} x {D} to {V + 7} x {D}: +{7 * D}" in moved.explain
 
 

@@ -50,7 +50,7 @@ def test_an_untied_head_is_a_copy_with_the_same_logits_and_v_d_more_parameters(t
     assert not tiny.config.tie_word_embeddings
     assert total(tiny) == tiny.config.parameter_count() == report.change.after
     assert report.change.after - report.change.before == MATRIX
-    assert [row.names for row in report.change.came_in] == [("head.weight",)]
+    assert [row.names for row in report.change.added_rows] == [("head.weight",)]
     assert not report.tied and "NOT tied" in str(report) and "tie(model)" in str(report)
     with pytest.raises(UserError, match="untied already"):
         untie(tiny)
@@ -71,7 +71,7 @@ def test_tying_keeps_the_values_asked_for_and_reports_how_far_apart_they_were(ti
     assert report.apart.differing_rows == 2 and report.apart.largest == pytest.approx(2.0)
     cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
     assert report.apart.cosine == pytest.approx(cosine, rel=1e-5)
-    assert [row.names for row in report.change.went_out] == [("head.weight",)]
+    assert [row.names for row in report.change.removed_rows] == [("head.weight",)]
     assert total(tiny) == tiny.config.parameter_count()
     assert "2 of 97 rows" in str(report)
     if keep == "output":
@@ -165,8 +165,8 @@ def test_whether_w_trains_goes_with_the_values(tiny, keep, trains):
 def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
     report = replace_head(tiny, wrapped())
     assert not report.tied and not tiny.config.tie_word_embeddings
-    came_in = [(row.names, row.shape) for row in report.change.came_in]
-    assert came_in == [(("head.1.weight",), (97, 32)), (("head.1.bias",), (97,))]
+    added_rows = [(row.names, row.shape) for row in report.change.added_rows]
+    assert added_rows == [(("head.1.weight",), (97, 32)), (("head.1.bias",), (97,))]
     assert report.change.after == total(tiny)
     assert "Linear(in_features=32, out_features=97, bias=True)" in str(report)
     assert "tie(model) lets wte.weight take the place of head.1.weight" in str(report)
@@ -200,7 +200,7 @@ def test_a_head_that_holds_w_itself_is_recognised_as_tied(tiny, ids):
         layer = head if isinstance(head, nn.Linear) else head[1]
         layer.weight = tiny.wte.weight
         report = replace_head(tiny, head)
-        assert report.tied and tiny.config.tie_word_embeddings and not report.change.came_in
+        assert report.tied and tiny.config.tie_word_embeddings and not report.change.added_rows
         assert torch.equal(tiny(ids), before)
         assert [n for n in tiny.state_dict() if "head" in n] == []
     assert replace_head(tiny, None).tied and tiny.head is None
@@ -418,7 +418,7 @@ def test_old_rows_keep_their_bits_and_old_logits_their_values(n_new, untied, see
     assert model(ids).shape[-1] == 97 + n_new == model.config.vocab_size
     assert report.change.after == total(model) == model.config.parameter_count()
     assert report.matrices == (("wte.weight", "head.weight") if untied else ("wte.weight",))
-    assert report.mass.largest <= 2 * report.mass.share
+    assert report.new_tokens.largest <= 2 * report.new_tokens.share
 
 
 def test_new_tokens_do_not_win_where_rows_drawn_at_random_would(tiny):
@@ -432,9 +432,11 @@ def test_new_tokens_do_not_win_where_rows_drawn_at_random_would(tiny):
     report = add_tokens(tiny, 4, sample=sample)
     taken = tiny.logits(states).softmax(-1)[:, 97:].sum(-1)
     assert taken.max() <= 2 * 4 / 101
-    assert report.mass.largest == pytest.approx(taken.max().item(), rel=1e-5)
-    assert report.mass.mean == pytest.approx(taken.mean().item(), rel=1e-5)
-    assert report.mass.share == pytest.approx(4 / 101) and report.mass.n_states == 16 * 24
+    assert report.new_tokens.largest == pytest.approx(taken.max().item(), rel=1e-5)
+    assert report.new_tokens.mean == pytest.approx(taken.mean().item(), rel=1e-5)
+    assert (
+        report.new_tokens.share == pytest.approx(4 / 101) and report.new_tokens.n_states == 16 * 24
+    )
     assert "probability of the new tokens at 384 states" in str(report)
 
 
@@ -455,7 +457,7 @@ def test_an_outlier_among_the_old_rows_does_not_let_new_rows_win(tiny):
     with torch.no_grad():
         tiny.wte.weight[5] *= 500
     report = add_tokens(tiny, 30)
-    assert report.mass.largest <= 2 * 30 / 127
+    assert report.new_tokens.largest <= 2 * 30 / 127
 
 
 def test_the_seed_alone_decides_the_draw(tiny_config):
@@ -484,14 +486,14 @@ def test_on_the_meta_device_only_shapes_change():
     with torch.device("meta"):
         model = GPT(GPTConfig.preset("gpt2"))
     report = resize_vocab(model, 50304)
-    assert model.wte.weight.is_meta and report.mass is None
+    assert model.wte.weight.is_meta and report.new_tokens is None
     assert total(model) == 124_439_808 + 47 * 768 == model.config.parameter_count()
 
 
 def test_shrinking_keeps_the_first_rows(tiny, ids):
     old, before = tiny.wte.weight.detach().clone(), tiny(ids % 40)[..., :40]
     report = resize_vocab(tiny, 40)
-    assert torch.equal(tiny.wte.weight, old[:40]) and report.mass is None
+    assert torch.equal(tiny.wte.weight, old[:40]) and report.new_tokens is None
     torch.testing.assert_close(tiny(ids % 40), before)
     assert tiny.config.parameter_count() == total(tiny)
 
@@ -636,11 +638,11 @@ def test_rows_that_are_not_finite_are_refused_and_can_be_pruned(tiny, value, say
         add_tokens(tiny, 3)
     assert tiny.wte.weight is matrix
     prune(tiny, range(40))
-    assert add_tokens(tiny, 3).mass.largest < 1
+    assert add_tokens(tiny, 3).new_tokens.largest < 1
 
 
 def test_a_sample_may_be_lists_of_ids(tiny):
-    assert add_tokens(copy.deepcopy(tiny), 3, sample=[[1, 2], [3, 4]]).mass.n_states == 4
+    assert add_tokens(copy.deepcopy(tiny), 3, sample=[[1, 2], [3, 4]]).new_tokens.n_states == 4
     for wrong in ([[1, 2], [3]], [[1.5]], [1, 2], [[100]], [[-1]], [[]], "text", [[10**30]]):
         with pytest.raises(UserError, match=r"\bids\b"):
             add_tokens(tiny, 3, sample=wrong)

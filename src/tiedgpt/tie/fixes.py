@@ -101,8 +101,8 @@ def fix(
 ) -> Repair:
     """Write a corrected copy of a checkpoint as a new model directory.
 
-    Equal copies become one matrix, a transposed matrix is put right, padding on one side is cut, and
-    config.json's claim becomes what is there. If the two matrices differ, `keep` says whose
+    Equal copies become one matrix, a transposed matrix is put right, padding on one side is cut,
+    and config.json's claim becomes what is there. If the two matrices differ, `keep` says whose
     numbers both sides get, or "both": they stay two and the config says so. A safetensors or torch
     file keeps its names; every other format is written as transformers' GPT-2. Raises `UserError`
     if a choice is missing, there is nothing to fix, or `dest` exists, and `CheckFailedError` if

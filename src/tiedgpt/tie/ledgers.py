@@ -102,21 +102,23 @@ class Ledger:
     def __str__(self) -> str:
         return f"{self.source}: {self.explain}"
 
-    def difference(self, after: Ledger) -> Movement:
+    def difference(self, after: Ledger) -> LedgerDifference:
         """Say which storages came in and went out between this ledger and a later one, and why."""
         pairs = _match(self.rows, after.rows)
-        came_in = tuple(row for row in after.rows if row not in pairs)
+        added_rows = tuple(row for row in after.rows if row not in pairs)
         kept = set(pairs.values())
-        went_out = tuple(row for row in self.rows if row not in kept)
-        reasons = [_why_in(row, self.rows, after.rows) for row in came_in]
-        reasons += [_why_out(row, after.rows) for row in went_out]
+        removed_rows = tuple(row for row in self.rows if row not in kept)
+        reasons = [_why_in(row, self.rows, after.rows) for row in added_rows]
+        reasons += [_why_out(row, after.rows) for row in removed_rows]
         for new, old in pairs.items():
             if old.shape not in (new.shape, new.shape[::-1]):  # a transpose is only layout
                 sizes = f"from {size(old.shape)} to {size(new.shape)}"
                 more = new.parameters - old.parameters
                 reasons.append(f"{new.names[0]} went {sizes}: {more:+,} parameters.")
         added = after.multiply_adds - self.multiply_adds
-        return Movement(self.total, after.total, added, came_in, went_out, tuple(reasons))
+        return LedgerDifference(
+            self.total, after.total, added, added_rows, removed_rows, tuple(reasons)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -125,7 +127,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Movement:
+class LedgerDifference:
     """The difference between two ledgers."""
 
     before: int
@@ -134,9 +136,9 @@ class Movement:
     """Parameters of the later ledger."""
     multiply_adds: int
     """Multiply-adds per token after, minus those before."""
-    came_in: tuple[Row, ...]
+    added_rows: tuple[Row, ...]
     """Storages of the later ledger that the earlier one does not have."""
-    went_out: tuple[Row, ...]
+    removed_rows: tuple[Row, ...]
     """Storages of the earlier ledger that the later one does not have."""
     reasons: tuple[str, ...]
     """Why, a sentence or two for each storage that changed."""
@@ -257,9 +259,9 @@ def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
             "second matrix beside it. From here on the two are trained apart. To share one again: "
             "tiedgpt.tie.tie(model)."
         )
-    twins = [other.names[0] for other in after if other is not row and other.shape == row.shape]
-    if twins and len(row.shape) == 2:
-        brings += f", in the shape of {twins[0]} (if it predicts, the head is not tied)"
+    alike = [other.names[0] for other in after if other is not row and other.shape == row.shape]
+    if alike and len(row.shape) == 2:
+        brings += f", in the shape of {alike[0]} (if it predicts, the head is not tied)"
     return f"{brings}; nothing had that name before."
 
 

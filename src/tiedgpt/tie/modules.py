@@ -19,6 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, Usage
 from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, name_rank
+from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -26,14 +27,38 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 def module_checkpoint(module: nn.Module) -> Checkpoint:
     """Return the parameters of any module under all their names; nothing is copied."""
+    holder = unwrapped(module)
+    has_config = any(hasattr(part, "config") for part in module.modules())
+    config, is_tied = _config(holder)
+    says = "nothing in the module says whether the head is tied"
+    if is_tied is not None:
+        says = f"the module's config says {TIE_KEY}={is_tied}"
+    tensors = _tensors(module)
+    return Checkpoint(
+        source=type(module).__name__,
+        container="module",
+        tensors=tensors,
+        config=config if has_config else {},
+        claim=Claim(is_tied, says, different_is_untied=not has_config),
+        usage=_usage(module, holder, list(tensors)),
+        in_memory=True,
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, StoredTensor]:
     tensors = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             raise UserError(f"{name} has no shape yet (a lazy module): run the model once first")
         tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
-    with_weight = [name for name in tensors if f".{name}".endswith(".weight")]
+    return tensors
+
+
+def _usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
+    """Return what is looked up, what multiplies, and whether anything predicts."""
+    with_weight = [name for name in names if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
-    parts, holder = list(module.modules()), unwrapped(module)
+    parts = list(module.modules())
     # A classifier of tiedgpt.heads does not let its GPT predict.
     classifiers = [part for part in parts if getattr(part, "predicts_tokens", None) is False]
     bodies = [getattr(part, "gpt", None) for part in classifiers]
@@ -41,37 +66,24 @@ def module_checkpoint(module: nn.Module) -> Checkpoint:
     tied = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
     multiplying = [wte for wte in tied if hasattr(wte, "unembed")]
     head_name, head = _output_module(module, holder)
-    derived = "" if head is None else _why_derived(head)
-    if head is not None and not derived and not isinstance(holder, GPT):
-        if not any(parameter.ndim == 2 for parameter in head.parameters()):
-            derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
+    derived = ""
     if len(multiplying) < len(tied):
         derived = "is missing (in the place of wte is a module without unembed)"
-    has_config = any(hasattr(part, "config") for part in parts)
-    config, is_tied = _config(holder)
-    says = "nothing in the module says whether the head is tied"
-    if is_tied is not None:
-        says = f"the module's config says {TIE_KEY}={is_tied}"
-    usage = Usage(
+    elif head is not None:
+        derived = next(filter(None, (rule(head) for rule in DERIVED_RULES)), "")
+        has_matrix = any(parameter.ndim == 2 for parameter in head.parameters())
+        if not (derived or has_matrix or isinstance(holder, GPT)):
+            derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
+    can_be_asked = callable(getattr(holder, "get_output_embeddings", None))
+    return Usage(
         reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
         predicts=tuple(
-            name
-            for name, part in weights.items()
+            name for name, part in weights.items()
             if isinstance(part, nn.Linear) or part in multiplying
         ),
         derived=derived,
-        headless=head is None
-        and bool(classifiers or callable(getattr(holder, "get_output_embeddings", None))),
-    )
-    return Checkpoint(
-        source=type(module).__name__,
-        container="module",
-        tensors=tensors,
-        config=config if has_config else {},
-        claim=Claim(is_tied, says, different_is_untied=not has_config),
-        usage=usage,
-        in_memory=True,
-    )
+        headless=head is None and bool(classifiers or can_be_asked),
+    )  # fmt: skip
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -85,37 +97,53 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _output_module(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module | None]:
-    """Return the module that predicts and its name: by asking the model, else by its name."""
-    ask = getattr(holder, "get_output_embeddings", None)
+    """Return the module that predicts and its name, by the first rule that knows one."""
+    return _asked(module, holder) or _by_name(module) or ("", None)
+
+
+def _asked(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module] | None:
+    """Ask a model of transformers for its output embeddings."""
     try:
-        asked = ask() if callable(ask) else None
-    except (AttributeError, NotImplementedError):
-        asked = None
-    if isinstance(asked, nn.Module):
-        return next((name for name, part in module.named_modules() if part is asked), "head"), asked
+        head = holder.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    names = (name for name, part in module.named_modules() if part is head)
+    return (next(names, "head"), head) if isinstance(head, nn.Module) else None
+
+
+def _by_name(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the first part with a head's name; where the name may be another's, a single layer."""
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
-        single = all(child == "parametrizations" for child, _ in part.named_children())
+        is_single = all(child == "parametrizations" for child, _ in part.named_children())
         possible = name_rank(name, "output") and last in MAY_PREDICT
-        if last in PREDICTS or (possible and (single or _is_adapted(part))):
+        if last in PREDICTS or (possible and (is_single or _is_adapted(part))):
             return name, part
-    return "", None
+    return None
 
 
 def _is_adapted(part: nn.Module) -> bool:
     return hasattr(part, "lora_A") or hasattr(part, "base_layer")
 
 
-def _why_derived(head: nn.Module) -> str:
-    """Say why a head does not multiply with a parameter as it is; empty if it does."""
+def _computes_its_weight(head: nn.Module) -> str:
+    """Say so of a quantized, parametrized or normalized layer, or one with buffers."""
     for part in head.modules():
         has_buffers = any(True for _ in part.buffers(recurse=False))
         is_packed = not isinstance(getattr(part, "weight", None), (Tensor, nn.Module, type(None)))
         if is_packed or has_buffers or is_parametrized(part) or hasattr(part, "weight_g"):
             return f"({type(part).__name__}) computes its weight, or has more than a weight"
-        if _is_adapted(part):
-            return f"({type(part).__name__}) adds an adapter to it"
     return ""
+
+
+def _adds_an_adapter(head: nn.Module) -> str:
+    """Say so of LoRA and the like."""
+    adapted = (type(part).__name__ for part in head.modules() if _is_adapted(part))
+    return next((f"({name}) adds an adapter to it" for name in adapted), "")
+
+
+DERIVED_RULES = (_computes_its_weight, _adds_an_adapter)
+"""Each says why a head does not multiply with a parameter as it is, or nothing."""
 
 
 def _config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:

@@ -30,7 +30,7 @@ from tiedgpt.tie.heads import (
     second_names,
     unembeds,
 )
-from tiedgpt.tie.ledgers import Ledger, Movement, ledger
+from tiedgpt.tie.ledgers import Ledger, LedgerDifference, ledger
 from tiedgpt.tie.modules import module_checkpoint, unwrapped
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.parameters import head_matrix
@@ -48,7 +48,7 @@ class Report:
 
     tied: bool
     """Whether W predicts."""
-    change: Movement
+    change: LedgerDifference
     """The parameters before and after."""
     text: str
     """All of it in words, with the call that ties an untied head."""

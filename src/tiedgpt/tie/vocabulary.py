@@ -30,7 +30,7 @@ from tiedgpt.tie.heads import (
     second_names,
     unembeds,
 )
-from tiedgpt.tie.ledgers import Movement, ledger
+from tiedgpt.tie.ledgers import LedgerDifference, ledger
 from tiedgpt.tie.surgery import NEW_OPTIMIZER
 
 SPREAD = 0.01
@@ -42,7 +42,7 @@ Sample = Tensor | Sequence[Sequence[int]] | None
 
 
 @dataclass(frozen=True)
-class Mass:
+class NewTokenProbability:
     """The probability that new tokens take, at hidden states of this model."""
 
     mean: float
@@ -68,8 +68,8 @@ class VocabularyReport:
     rows_after: int
     matrices: tuple[str, ...]
     """Names of the parameters that were resized."""
-    change: Movement
-    mass: Mass | None = None
+    change: LedgerDifference
+    new_tokens: NewTokenProbability | None = None
     """None if no row was added, or the weights are on the meta device."""
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class VocabularyReport:
             return f"vocabulary: {self.rows_before:,} tokens, as before"
         sizes = f"{self.rows_before:,} -> {self.rows_after:,} tokens"
         lines = [f"vocabulary: {sizes}, in {', '.join(self.matrices)}", str(self.change)]
-        lines += [] if self.mass is None else [str(self.mass)]
+        lines += [] if self.new_tokens is None else [str(self.new_tokens)]
         return "\n".join([*lines, NEW_OPTIMIZER])
 
 
@@ -240,7 +240,7 @@ def _set(model: GPT, name: str, parameter: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> Mass | None:
+def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> NewTokenProbability | None:
     """Measure the probability of all rows from n_old on, after each id of a sample (B, T)."""
     if model.wte.weight.is_meta:
         return None
@@ -258,4 +258,4 @@ def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> Mass | None:
         parts = model.body(ids).flatten(0, 1).split(N_STATES)  # (N, D)
         masses = [model.logits(h).float().softmax(-1)[:, n_old:].sum(-1) for h in parts]
     mass, share = torch.cat(masses), 1 - n_old / model.config.vocab_size
-    return Mass(float(mass.mean()), float(mass.max()), share, len(mass))
+    return NewTokenProbability(float(mass.mean()), float(mass.max()), share, len(mass))

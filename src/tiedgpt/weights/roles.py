@@ -189,11 +189,62 @@ def _named(
     raise _ask(checkpoint, role, f"has no matrix {name!r}; the likeliest", matrices)
 
 
+@dataclass(frozen=True)
+class _Search:
+    """A search for the matrix that predicts beside one that reads."""
+
+    checkpoint: Checkpoint
+    matrices: list[StoredTensor]
+    reads: StoredTensor
+
+    @property
+    def products(self) -> list[StoredTensor]:
+        """The matrices that are known to multiply."""
+        return [t for t in self.matrices if t.name in self.checkpoint.usage.predicts]
+
+    @property
+    def alike(self) -> list[StoredTensor]:
+        """The other matrices with the embedding's shape, straight or transposed."""
+        rows = self.reads.shape[0]
+        others = (t for t in self.matrices if t is not self.reads)
+        return [t for t in others if _n_rows(t, self.reads) == rows]
+
+
+def _last_product(search: _Search) -> list[StoredTensor]:
+    """The last product of a graph that covers the vocabulary: a graph knows better than names."""
+    if not search.checkpoint.usage.is_of_graph:
+        return []
+    rows = search.reads.shape[0]
+    return [t for t in search.products if _n_rows(t, search.reads) >= rows][-1:]
+
+
+def _certain_name(search: _Search) -> list[StoredTensor]:
+    """A name that only an output head has."""
+    return _ranked(search.matrices, "output", 2)
+
+
+def _possible_name(search: _Search) -> list[StoredTensor]:
+    """A name that a head may have, of a matrix about as large as the embedding."""
+    possible = _ranked(search.matrices, "output", 1)
+    return [t for t in possible if _is_similar(t, search.reads)]
+
+
+def _linear_layer(search: _Search) -> list[StoredTensor]:
+    """In memory: a linear layer of the embedding's shape, unless the embedding itself predicts."""
+    products = search.products
+    if not search.checkpoint.in_memory or search.reads in products:
+        return []
+    return [t for t in search.alike if t in products]
+
+
+OUTPUT_RULES = (_last_product, _certain_name, _possible_name, _linear_layer)
+"""Asked in this order; the first with a candidate decides."""
+
+
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     """By a certain name, else by what is looked up, else by a possible name."""
-    looked_up = [
-        t for t in matrices if t.name in checkpoint.usage.reads and not POSITIONS.search(t.name)
-    ]
+    read = checkpoint.usage.reads
+    looked_up = [t for t in matrices if t.name in read and not POSITIONS.search(t.name)]
     products = [sorted(t.shape) for t in matrices if t.name in checkpoint.usage.predicts]
     fitting = [t for t in looked_up if sorted(t.shape) in products]
     certain, possible = (_ranked(matrices, "input", rank) for rank in (2, 1))
@@ -203,24 +254,25 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
-    """By the graph, else by a certain name, else by a possible name, else by the module's kind."""
-    candidates, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
+    """By the first of OUTPUT_RULES that has a candidate; in doubt an error that asks."""
     if reads is None:
-        return _only(checkpoint, "output", candidates or possible)
-    products = [t for t in matrices if t.name in checkpoint.usage.predicts]
-    if checkpoint.usage.is_of_graph:  # the graph knows better than names
-        covering = [t for t in products if _n_rows(t, reads) >= reads.shape[0]]
-        if covering:
-            return covering[-1]
-    twins = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
-    candidates = candidates or [t for t in possible if _is_similar(t, reads)]
-    if not candidates and checkpoint.in_memory and reads not in products:
-        candidates = [t for t in twins if t in products]
-    if candidates or checkpoint.usage.derived:
-        same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
-        return _only(checkpoint, "output", same or candidates)
+        certain, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
+        return _only(checkpoint, "output", certain or possible)
+    search = _Search(checkpoint, matrices, reads)
+    for rule in OUTPUT_RULES:
+        if candidates := rule(search):
+            same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
+            return _only(checkpoint, "output", same or candidates)
+    if not checkpoint.usage.derived:
+        _require_no_doubt(search)
+    return None
+
+
+def _require_no_doubt(search: _Search) -> None:
+    """Raise `UserError` where something may predict that no rule knows of."""
+    checkpoint, reads, usage = search.checkpoint, search.reads, search.checkpoint.usage
     doubtful = [
-        t for t in twins
+        t for t in search.alike
         if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(reads))
         and not _may_hide_a_head(t, reads) and name_rank(t.name, "input") < 2
     ]  # fmt: skip
@@ -228,14 +280,9 @@ def _find_output(
         does = "does not tell whether it predicts"
         why = f"has a matrix with the shape of {reads.name}, and its name {does}"
         raise _ask(checkpoint, "output", why, doubtful)
-    if (
-        checkpoint.usage.products
-        and checkpoint.usage.predicts
-        and reads.name not in checkpoint.usage.products
-    ):
+    if usage.products and usage.predicts and reads.name not in usage.products:
         why = f"multiplies nowhere with {reads.name}; its last product (quantized, or no head)"
-        raise _ask(checkpoint, "output", why, [checkpoint.tensors[checkpoint.usage.predicts[-1]]])
-    return None
+        raise _ask(checkpoint, "output", why, [checkpoint.tensors[usage.predicts[-1]]])
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
