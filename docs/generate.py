@@ -138,14 +138,19 @@ def _described(found: Found) -> Iterator[str]:
 
 
 def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """Yield a line for each documented attribute of a class."""
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                default = "" if field.value is None else f" = {ast.unparse(field.value)}"
-                about = " ".join(text.value.value.split())
-                shown = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}{default}"
-                yield f"- `{shown}`: {about}"
+    """Yield a line for each documented attribute of a class, in a docstring or as an option."""
+    for field, text in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        default, about = field.value, None
+        if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
+            default, about = default.args[0], ast.literal_eval(default.args[1])
+        elif isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            about = str(text.value.value)
+        if about is not None:
+            shown = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}"
+            shown += "" if default is None else f" = {ast.unparse(default)}"
+            yield f"- `{shown}`: {' '.join(about.split())}"
 
 
 def _signature(node: ast.FunctionDef, name: str) -> str:

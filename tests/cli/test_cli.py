@@ -151,8 +151,8 @@ def test_doctor_tells_of_this_machine(capfd):
     [
         (["fly"], 2, "no verb 'fly'"),
         (["train", "--fly"], 2, "fly"),
-        (["inspect", "vocab"], 2, "NAME must be one of positions, .*ablate, page, got 'vocab'"),
-        (["generate", "--speculate", "yes"], 2, "--speculate must be ngram, got 'yes'"),
+        (["inspect", "vocab"], 2, "'vocab'\nhint: the name is first: positions, .*ablate"),
+        (["generate", "--speculate", "yes"], 2, "--speculate: must be ngram, got 'yes'"),
         (["eval", "letters"], 2, "needs DATA or --tasks"),
         (["train", "missing.txt"], 1, "missing.txt"),
         (["train", "empty.txt"], 1, "empty.txt"),

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.conftest import PAGES, ROOT
 from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
-from tiedgpt.cli.options import describe
+from tiedgpt.cli.options import flag, option_fields
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.inspect.registry import INSPECTIONS
 
@@ -91,7 +91,7 @@ def found(name: str) -> bool:
 def test_names_and_options_in_the_text_exist():
     verbs = [import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS]
     verbs += [arguments_of(inspection) for inspection in INSPECTIONS.values()]
-    options = {flag for verb in verbs for option in describe(verb) for flag in option.flags}
+    options = {flag(field) for verb in verbs for field in option_fields(verb)}
     options |= {"--help", "--nproc-per-node", "--grep"}
     for page in ALL:
         text = page.read_text()

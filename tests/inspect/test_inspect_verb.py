@@ -124,7 +124,7 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
             "`tiedgpt inspect vocabulary` has no option --poke",
         ),
         (["dot", "model", "--html", "x.html"], "`tiedgpt inspect dot` has no option --html"),
-        (["neighbours", "model"], "`tiedgpt inspect neighbours` needs TOKEN"),
+        (["neighbours", "model"], "the following arguments are required: --token"),
         (["everything", "model"], "the name is first: positions, lens"),
     ],
 )

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from tiedgpt import infer
 from tiedgpt.cli.console import note
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import UserError
+from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
@@ -26,16 +27,19 @@ Message = dict[str, str]
 class Arguments(EngineOptions):
     """Options of `chat`."""
 
-    source: Positional[str | None] = None
-    """A run, a model's directory or a hub name; default: the newest run in runs/."""
-    system: str | None = None
-    """The system message, sent before the conversation."""
-    max_new_tokens: int | None = None
-    """Maximum number of tokens in a reply; default: half of the model's context."""
-    temperature: float = 0.7
-    """Sampling temperature; 0: greedy decoding."""
-    seed: int = 0
-    """Seed of the sampling."""
+    source: str | None = argument(
+        "A run, a model's directory or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    system: str | None = option(None, "The system message, sent before the conversation.")
+    max_new_tokens: int | None = option(
+        None,
+        "Maximum number of tokens in a reply; default: half of the model's context.",
+        short="n",
+    )
+    temperature: float = option(0.7, "Sampling temperature; 0: greedy decoding.", short="t")
+    seed: int = option(0, "Seed of the sampling.")
 
 
 @dataclass

@@ -6,13 +6,14 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from tiedgpt.cli.console import bar, fact, note
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import ModelOptions, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading
+from tiedgpt.options import argument, option
 from tiedgpt.weights.registry import writer_named, writers
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
@@ -38,33 +39,47 @@ def written_precisions() -> tuple[str, ...]:
 class Arguments(ModelOptions):
     """Write a GPT in another format."""
 
-    source: Positional[str]
-    """A directory, a file in any supported format, or a hub name."""
-    dest: Positional[str]
-    """The file to write; a directory for transformers and packed, and for ONNX if the name does not
-    end in .onnx (with config and tokenizer)."""
-    to: Annotated[str, written_formats] = "auto"
-    """The format, one of those in docs/formats.md: a Hugging Face directory (transformers), a
-    directory packed for tiedgpt's CPU kernels (packed), or a file. auto: by DEST's suffix; without
-    one, transformers."""
-    precision: Annotated[str, written_precisions] = "auto"
-    """auto: the model's own if the format has it, otherwise fp32; int8 for packed."""
-    calibrate: str | None = None
-    """For --to packed --precision int4: a UTF-8 text like the model's future input, some 150 kB, or
-    samples: text that the model generates. Weights are rounded for the smallest error on it. This
-    takes minutes and about halves the loss of quality."""
-    adapter: str | None = None
-    """Directory of a LoRA adapter in PEFT's format, merged into the model first. If it adapts only
-    one side of W, --resolve is needed."""
-    duplicate_head: bool = False
-    """GGUF: write W twice, for readers that do not support a tied GPT-2."""
-    approximate_gelu: bool = False
-    """nanoGPT computes the exact GELU; GGUF and llm.c compute GPT-2's tanh form. Write a model with
-    the other form anyway; its outputs will differ slightly."""
-    overwrite: bool = False
-    """Replace DEST if it is an existing file."""
-    format: Literal["human", "json"] = "human"
-    """json: one object."""
+    source: str = argument(
+        "A directory, a file in any supported format, or a hub name.", metavar="MODEL"
+    )
+    dest: str = argument(
+        "The file to write; a directory for transformers and packed, and for ONNX if the name "
+        "does not end in .onnx (with config and tokenizer)."
+    )
+    to: str = option(
+        "auto",
+        "The format, one of those in docs/formats.md: a Hugging Face directory (transformers), "
+        "a directory packed for tiedgpt's CPU kernels (packed), or a file. auto: by DEST's "
+        "suffix; without one, transformers.",
+        choices=written_formats,
+    )
+    precision: str = option(
+        "auto",
+        "auto: the model's own if the format has it, otherwise fp32; int8 for packed.",
+        choices=written_precisions,
+    )
+    calibrate: str | None = option(
+        None,
+        "For --to packed --precision int4: a UTF-8 text like the model's future input, some "
+        "150 kB, or samples: text that the model generates. Weights are rounded for the "
+        "smallest error on it. This takes minutes and about halves the loss of quality.",
+    )
+    adapter: str | None = option(
+        None,
+        "Directory of a LoRA adapter in PEFT's format, merged into the model first. If it "
+        "adapts only one side of W, --resolve is needed.",
+        metavar="FOLDER",
+    )
+    duplicate_head: bool = option(
+        False, "GGUF: write W twice, for readers that do not support a tied GPT-2."
+    )
+    approximate_gelu: bool = option(
+        False,
+        "nanoGPT computes the exact GELU; GGUF and llm.c compute GPT-2's tanh form. Write a "
+        "model with the other form anyway; its outputs will differ slightly.",
+    )
+    overwrite: bool = option(False, "Replace DEST if it is an existing file.")
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
 
 def run(arguments: list[str]) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.text import Text
 
 from tiedgpt.cli.console import console, fact, note
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
+from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.data import Example, ExampleReader
@@ -33,24 +34,23 @@ EDGE = 150
 class Arguments:
     """Options of `data`."""
 
-    verb: Positional[Literal["show"]]
-    """What to do."""
-    data: Positional[tuple[str, ...]]
-    """Files of examples: .jsonl, or text files."""
-    tokenizer: str | None = None
-    """The tokenizer's path or hub name; default: that of the newest run in runs/."""
-    template: Literal["chatml", "plain"] | None = None
-    """Chat template; default: the one in the tokenizer's directory, or chatml."""
-    context: int | None = None
-    """Maximum number of tokens in an example; default: no limit."""
-    too_long: Literal["drop", "cut", "error"] = "drop"
-    """What to do with longer examples."""
-    skip_bad: bool = False
-    """Skip and count lines that are not valid examples."""
-    examples: int = 3
-    """Number of examples to print; the middle of long ones is left out. All are counted."""
-    format: Literal["human", "json"] = "human"
-    """json: one object."""
+    verb: Literal["show"] = argument("What to do.")
+    data: tuple[str, ...] = argument("Files of examples: .jsonl, or text files.")
+    tokenizer: str | None = option(
+        None,
+        "The tokenizer's path or hub name; default: that of the newest run in runs/.",
+        metavar="TOKENIZER",
+    )
+    template: Literal["chatml", "plain"] | None = option(
+        None, "Chat template; default: the one in the tokenizer's directory, or chatml."
+    )
+    context: int | None = option(None, "Maximum number of tokens in an example; default: no limit.")
+    too_long: Literal["drop", "cut", "error"] = option("drop", "What to do with longer examples.")
+    skip_bad: bool = option(False, "Skip and count lines that are not valid examples.")
+    examples: int = option(
+        3, "Number of examples to print; the middle of long ones is left out. All are counted."
+    )
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
 
 def run(arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tiedgpt import __version__
 from tiedgpt.cli.console import table, waiting
 from tiedgpt.cli.options import parse
+from tiedgpt.options import option
 from tiedgpt.weights.registry import Format, formats
 
 NEEDED = (
@@ -35,8 +36,7 @@ FEATURES = {
 class Arguments:
     """Show versions, devices, threads and optional features."""
 
-    format: Literal["human", "json"] = "human"
-    """json: one object."""
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
 
 def run(arguments: list[str]) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import console, note
-from tiedgpt.cli.options import Positional, UsageError, parse
+from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.evaluate.saved import keep, read_saved
+from tiedgpt.options import argument, option
 from tiedgpt.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,27 +39,32 @@ With --tasks, tasks of lm-evaluation-harness are run instead (pip install 'tiedg
 class Arguments(EngineOptions):
     """Measure how well a model predicts."""
 
-    source: Positional[str]
-    """A run, a model's directory or file, or a hub name."""
-    data: Positional[str | None] = None
-    """Text: a file, a folder, a glob, - for standard input; or a .jsonl file."""
-    encoding: str = "auto"
-    """Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note."""
-    tasks: tuple[str, ...] = ()
-    """Run these tasks of lm-evaluation-harness."""
-    context: int | None = None
-    """Tokens per window of a text; default: the model's context."""
-    stride: int | None = None
-    """Tokens from the start of one window to the start of the next; default: half a context. Each
-    token is scored once, in its first window."""
-    bos: bool = False
-    """Put the beginning-of-text token before each text, so that the first token is scored, too."""
-    limit: int | None = None
-    """Use only this many lines of a .jsonl file, or of each task."""
-    save: Path | None = None
-    """Save each result in this file; after an interruption, the same command resumes."""
-    format: Literal["human", "json"] = "human"
-    """json: one object with all numbers."""
+    source: str = argument("A run, a model's directory or file, or a hub name.", metavar="MODEL")
+    data: str | None = argument(
+        "Text: a file, a folder, a glob, - for standard input; or a .jsonl file.", default=None
+    )
+    encoding: str = option(
+        "auto",
+        "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
+    )
+    tasks: tuple[str, ...] = option((), "Run these tasks of lm-evaluation-harness.")
+    context: int | None = option(None, "Tokens per window of a text; default: the model's context.")
+    stride: int | None = option(
+        None,
+        "Tokens from the start of one window to the start of the next; default: half a "
+        "context. Each token is scored once, in its first window.",
+    )
+    bos: bool = option(
+        False,
+        "Put the beginning-of-text token before each text, so that the first token is scored, too.",
+    )
+    limit: int | None = option(None, "Use only this many lines of a .jsonl file, or of each task.")
+    save: Path | None = option(
+        None, "Save each result in this file; after an interruption, the same command resumes."
+    )
+    format: Literal["human", "json"] = option(
+        "human", "json: one object with all numbers.", short="f"
+    )
 
 
 S = TypeVar("S")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from tiedgpt.cli.console import note, show_text, waiting
-from tiedgpt.cli.options import Positional, UsageError, parse
+from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
+from tiedgpt.options import argument, option
 
 ABOUT = """Answer a question about GPTs with numbers from a model.
 
@@ -24,19 +25,28 @@ change. Without a topic, the questions are listed."""
 class Arguments:
     """Options of `explain`."""
 
-    topic: Positional[str | None] = None
-    """tie, head, parameters, positions, norms, body, tuning or loss; default: list the
-    questions."""
-    source: Positional[str | None] = None
-    """A run, a model's directory or file, or a hub name; default: the newest run in runs/, or a
-    tiny GPT, trained in seconds."""
-    text: str | None = None
-    """The text to read, of which the first 32 tokens are used; default: a typical part of a run's
-    validation text, otherwise a fixed text."""
-    tokenizer: str | None = None
-    """The tokenizer's path or hub name, if it is not with the model."""
-    format: Literal["human", "json"] = "human"
-    """json: one object with all numbers by name."""
+    topic: str | None = argument(
+        "tie, head, parameters, positions, norms, body, tuning or loss; default: list the "
+        "questions.",
+        default=None,
+    )
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/, "
+        "or a tiny GPT, trained in seconds.",
+        default=None,
+        metavar="MODEL",
+    )
+    text: str | None = option(
+        None,
+        "The text to read, of which the first 32 tokens are used; default: a typical part of a "
+        "run's validation text, otherwise a fixed text.",
+    )
+    tokenizer: str | None = option(
+        None, "The tokenizer's path or hub name, if it is not with the model.", metavar="TOKENIZER"
+    )
+    format: Literal["human", "json"] = option(
+        "human", "json: one object with all numbers by name.", short="f"
+    )
 
 
 def run(arguments: list[str]) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tiedgpt.cli.console import note
-from tiedgpt.cli.options import Positional, Repeated, UsageError, parse, prompt_hint
+from tiedgpt.cli.options import UsageError, parse, prompt_hint
 from tiedgpt.cli.source import EngineOptions, read_text, source_or_newest
 from tiedgpt.infer.options import GenerationConfig
+from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
@@ -19,16 +20,6 @@ ABOUT = """Continue a text, shown as it grows.
 
   tiedgpt generate runs/my-1 --prompt "Once upon a time"
 """
-GROUPS = {
-    "input and output": "prompt format",
-    "sampling": "max_new_tokens temperature top_k top_p min_p typical_p repetition_penalty "
-    "presence_penalty frequency_penalty bad_words seed",
-    "the end": "stop context_end timeout",
-    "several texts": "n best_of num_beams length_penalty early_stopping",
-    "form": "regex json_schema grammar",
-    "model": "tokenizer n_head activation_function resolve",
-    "speed": "precision backend threads speculate draft_tokens",
-}
 EARLY_STOPPING: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
 RULE = "-" * 40
 """Between several texts."""
@@ -40,26 +31,50 @@ MOST_SLOTS = 8
 class Arguments(EngineOptions, GenerationConfig):
     """Continue a text."""
 
-    source: Positional[str | None] = None
-    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
-    prompt: str = ""
-    """The text to continue; - reads standard input; empty: begin a new text."""
-    format: Literal["human", "json"] = "human"
-    """json: one object with ids, text, finish_reason and logprobs; with --n, a list of them."""
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    prompt: str = option(
+        "",
+        "The text to continue; - reads standard input; empty: begin a new text.",
+        "input and output",
+        short="p",
+    )
+    format: Literal["human", "json"] = option(
+        "human",
+        "json: one object with ids, text, finish_reason and logprobs; with --n, a list of them.",
+        "input and output",
+        short="f",
+    )
 
-    bad_words: Repeated[tuple[str, ...]] = ()
-    """Never generate this word; may be given several times."""
-    stop: Repeated[tuple[str, ...]] = ()
-    """End before this string; may be given several times."""
-    best_of: int | None = None
-    """Sample this many texts and show the --n with the highest mean logprob."""
-    early_stopping: Literal["no", "yes", "never"] = "no"  # type: ignore[assignment]
-    """Beam search: stop when there are enough texts (yes), when a better one is unlikely (no), or
-    when a better one is impossible (never)."""
-    json_schema: str | None = None
-    """The text is JSON that this schema allows: a file, or the schema itself in braces."""
-    grammar: Path | None = None  # type: ignore[assignment]
-    """The text follows the grammar in this file, written in Lark's syntax."""
+    bad_words: tuple[str, ...] = option(
+        (), "Never generate this word; may be given several times.", "sampling", repeated=True
+    )
+    stop: tuple[str, ...] = option(
+        (), "End before this string; may be given several times.", "the end", repeated=True
+    )
+    best_of: int | None = option(
+        None,
+        "Sample this many texts and show the --n with the highest mean logprob.",
+        "several texts",
+    )
+    early_stopping: Literal["no", "yes", "never"] = option(
+        "no",
+        "Beam search: stop when there are enough texts (yes), when a better one is unlikely "
+        "(no), or when a better one is impossible (never).",
+        "several texts",
+    )  # type: ignore[assignment]
+    json_schema: str | None = option(
+        None,
+        "The text is JSON that this schema allows: a file, or the schema itself in braces.",
+        "form",
+        metavar="FILE",
+    )
+    grammar: Path | None = option(
+        None, "The text follows the grammar in this file, written in Lark's syntax.", "form"
+    )  # type: ignore[assignment]
 
     HIDDEN: ClassVar = "logit_bias", "processors", "stop_ids", "top_logprobs", "prompt_logprobs"
 
@@ -71,7 +86,7 @@ class Arguments(EngineOptions, GenerationConfig):
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(schema, "--json-schema")
-        values = {option.name: getattr(self, option.name) for option in fields(GenerationConfig)}
+        values = {each.name: getattr(self, each.name) for each in fields(GenerationConfig)}
         values["early_stopping"] = EARLY_STOPPING[self.early_stopping]
         values["json_schema"] = schema
         if self.grammar is not None:
@@ -81,7 +96,7 @@ class Arguments(EngineOptions, GenerationConfig):
 
 def run(arguments: list[str]) -> None:
     """Generate."""
-    given = parse(Arguments, "generate", arguments, ABOUT, groups=GROUPS)
+    given = parse(Arguments, "generate", arguments, ABOUT)
     config, human = given.config(), given.format == "human"
     source = source_or_newest(given.source, task="lm")
     if " " in source and not given.prompt and not Path(source).exists():

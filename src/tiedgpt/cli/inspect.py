@@ -6,17 +6,19 @@ The names and their options are those of `tiedgpt.inspect.registry`.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, make_dataclass
 from inspect import signature
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import fact, waiting
-from tiedgpt.cli.options import Positional, UsageError, parse
+from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
+from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
 from tiedgpt.tie.findings import megabytes
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from tiedgpt.inspect.results import Result
 
 EXAMPLE = '--text "Once upon a time"'
-GROUPS = "text ids html format plot"
 
 
 def about() -> str:
     """Return the description of the verb, with a line for each name."""
-    names = "\n".join(f"  {each.verb:<15} {each.about}" for each in INSPECTIONS.values())
+    lines = (f"  {each.verb:<15} {each.about}" for each in INSPECTIONS.values())
+    names = "\n".join(fill(line, HELP_WIDTH, subsequent_indent=" " * 18) for line in lines)
     return f"""Look inside a GPT.
 
 {names}
@@ -47,34 +49,40 @@ writes all views to a page that needs no server."""
 class ResultArguments(ModelOptions):
     """Options of every name."""
 
-    source: Positional[str | None] = None
-    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
-    format: Literal["human", "json"] = "human"
-    """json: one object, columns as lists."""
-    plot: Path | None = None
-    """Also write a figure: .png, .svg or .pdf (pip install 'tiedgpt[plot]')."""
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    format: Literal["human", "json"] = option(
+        "human", "json: one object, columns as lists.", short="f"
+    )
+    plot: Path | None = option(
+        None, "Also write a figure: .png, .svg or .pdf (pip install 'tiedgpt[plot]')."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextArguments(ModelOptions):
     """Options of the names that read a text."""
 
-    text: str | None = None
-    """The text to read; - reads standard input."""
-    ids: tuple[int, ...] = ()
-    """Token ids instead of the text, such as --ids 464 3280 318."""
+    text: str | None = option(None, "The text to read; - reads standard input.")
+    ids: tuple[int, ...] = option((), "Token ids instead of the text, such as --ids 464 3280 318.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(TextArguments):
     """Options of the page."""
 
-    name: Positional[str]
-    """What to show: a name of the list above, or page, which needs --html."""
-    source: Positional[str | None] = None
-    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
-    html: Path | None = None
-    """Write the page with all views to this file; it opens in a browser, without a server."""
+    name: str = argument("What to show: a name of the list above, or page, which needs --html.")
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    html: Path | None = option(
+        None, "Write the page with all views to this file; it opens in a browser, without a server."
+    )
 
 
 def run(arguments: list[str]) -> None:
@@ -85,7 +93,7 @@ def run(arguments: list[str]) -> None:
         return
     if any(one.split("=")[0] == "--html" for one in arguments) and name != "page":
         arguments = ["page", *arguments]
-    given = parse(Arguments, "inspect", arguments, about(), groups={"options": GROUPS})
+    given = parse(Arguments, "inspect", arguments, about())
     if given.name != "page":
         names = ", ".join(each.verb for each in INSPECTIONS.values())
         raise UsageError(
@@ -97,9 +105,8 @@ def run(arguments: list[str]) -> None:
 
 def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     """Print an inspection's table or JSON, and draw its figure."""
-    groups = {"options": f"{' '.join(inspection.options)} {GROUPS}"}
     verb, sentence = f"inspect {inspection.verb}", f"Show {inspection.about}."
-    given = parse(arguments_of(inspection), verb, arguments, sentence, groups=groups)
+    given = parse(arguments_of(inspection), verb, arguments, sentence)
     options = _options(inspection, given)
     of_table = {n: options.pop(n) for n in [*options] if inspection.options[n].is_of_table}
     if given.plot is not None:
@@ -124,14 +131,12 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
 def arguments_of(inspection: Inspection) -> type[Any]:
     """Return the options of one name as a dataclass."""
     fields: list[tuple[str, Any, Any]] = []
-    for name, option in inspection.options.items():
-        hint, about = str if option.type == int | str else option.type, {"help": option.help}
-        if option.type is bool:
-            fields.append((name, bool, field(default=False, metadata=about)))
-        elif option.is_required:
-            fields.append((name, hint, field(metadata=about)))
-        else:
-            fields.append((name, hint | None, field(default=None, metadata=about)))
+    for name, each in inspection.options.items():
+        hint = str if each.type == int | str else each.type
+        default = MISSING if each.is_required else False if each.type is bool else None
+        fields.append(
+            (name, hint if default is not None else hint | None, option(default, each.help))
+        )
     bases = (ResultArguments, TextArguments) if inspection.reads_text else (ResultArguments,)
     return make_dataclass("Arguments", fields, bases=bases, frozen=True, kw_only=True)
 
@@ -139,14 +144,14 @@ def arguments_of(inspection: Inspection) -> type[Any]:
 def _options(inspection: Inspection, given: Any) -> dict[str, Any]:
     """Return the inspection's own options that were given."""
     options = dict[str, Any]()
-    for name, option in inspection.options.items():
+    for name, each in inspection.options.items():
         value = getattr(given, name)
         if value is None or value is False:
             continue
-        if option.type == int | str and value.isdecimal():
+        if each.type == int | str and value.isdecimal():
             value = int(value)
-        if type(value) is int and value < option.least:
-            raise UserError(f"must be at least {option.least}, got {value}", option=name)
+        if type(value) is int and value < each.least:
+            raise UserError(f"must be at least {each.least}, got {value}", option=name)
         options[name] = value
     return options
 

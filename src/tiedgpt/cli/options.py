@@ -1,52 +1,25 @@
-"""The options of a verb: a frozen dataclass, whose attribute docstrings are the help text.
+"""The command line of a verb: the fields of a frozen dataclass as arguments of `argparse`.
 
-Its fields become arguments of `argparse`; help and errors are written here, in the style of
-`cli/console.py`.
+`tiedgpt.options` says what a field carries: help, placeholder, letter, group. Its type and default
+say the rest. Errors are `UsageError`, with a hint for what was misspelt.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import shlex
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from rich.text import Text
-
-from tiedgpt.cli.console import console, wrapped
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 
-T = TypeVar("T")
 Options = TypeVar("Options")
-Positional = Annotated[T, "positional"]
-"""An argument that has no flag; a tuple takes all that are left."""
-Repeated = Annotated[T, "repeated"]
-"""An option that may be given several times; its type is a tuple."""
-SHORT = {
-    "batch_size": "b", "format": "f", "max_new_tokens": "n", "minutes": "m", "out": "o",
-    "prompt": "p", "size": "s", "temperature": "t", "verbose": "v",
-}  # fmt: skip
-"""One letter for the common options; it means the same in every verb."""
-VALUES = {
-    "data": "DATA", "fork": "RUN", "grammar": "FILE",
-    "json_schema": "FILE", "memory": "SIZE", "out": "PATH", "regex": "REGEX", "runs": "RUN",
-    "size": "SIZE", "source": "MODEL", "dest": "DEST", "start": "MODEL", "tokenizer": "TOKENIZER",
-    "val": "DATA", "text_field": "NAME", "input": "NAME", "output": "NAME", "folder": "FOLDER",
-    "topic": "TOPIC", "name": "NAME", "token": "TOKEN", "from_": "MODEL", "adapter": "FOLDER",
-}  # fmt: skip
-"""What stands for an option's value in the help, where its type does not tell."""
-KINDS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a file's name")}
-HELP_COLUMN = 26
-HELP_WIDTH = (60, 100)
-"""The least and the most columns of help."""
+PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+HELP_COLUMN, HELP_WIDTH = 26, 79
 
 
 class UsageError(TiedGPTError):
@@ -58,192 +31,142 @@ class UsageError(TiedGPTError):
         super().__init__(message, hint=hint)
 
 
-@dataclass(frozen=True)
-class Option:
-    """A field of a verb's options, as help, errors and `argparse` need it."""
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are ours."""
 
-    name: str
-    flags: tuple[str, ...]
-    """Long, then short; none for a positional argument."""
-    kind: Any
-    """What makes the value from its text; bool for a switch."""
-    value: str
-    """The placeholder of its value; "" for a switch."""
-    expected: str
-    """What its value must be; "" for a switch."""
-    choices: tuple[str, ...]
-    about: str
-    default: Any
-    required: bool
-    many: bool
-    """Whether it takes several values at once."""
-    repeated: bool
-    """Whether it may be given several times."""
-
-    @property
-    def typed(self) -> str:
-        """The option as it is typed: `-m, --minutes X`."""
-        value = f"{self.value} ..." if self.many else self.value
-        if not self.flags:
-            return value if self.required else f"[{value}]"
-        short = f"{self.flags[1]}, " if len(self.flags) > 1 else "    "
-        return f"{short}{self.flags[0]} {value}".rstrip()
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(
+            message.removeprefix("argument "), f"`{self.prog} --help` lists all options"
+        )
 
 
-def parse(
-    options: type[Options],
-    verb: str,
-    arguments: Sequence[str],
-    description: str,
-    *,
-    base: Options | None = None,
-    groups: Mapping[str, str] | None = None,
-) -> Options:
+def parse(options: type[Options], verb: str, arguments: Sequence[str], description: str) -> Options:
     """Return the options; `UsageError` for what cannot be understood, `SystemExit(0)` after help.
 
-    What is not given is as in `base`. `groups` are the help's headings, each with the names of its
-    options, separated by blanks.
+    Options may be written as in Python (`--batch_size`), and stand before and after arguments.
     """
-    known = describe(options)
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    parser = make_parser(options, verb, description)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    dashed = [_as_typed(argument) for argument in arguments[:end]]
+    whole = end == len(arguments)  # the other method knows no `--`
+    read = parser.parse_known_intermixed_args if whole else parser.parse_known_args
+    values, rest = read([*dashed, *arguments[end:]])
+    if rest:
+        unknown = next((argument for argument in rest if argument.startswith("-")), rest[0])
+        raise _unknown(unknown, options, verb)
+    found = {name: tuple(x) if isinstance(x, list) else x for name, x in vars(values).items()}
+    return options(**found)
+
+
+def make_parser(options: type, verb: str, description: str) -> Parser:
+    """Return argparse's parser for the fields of a dataclass, its own fields first."""
+    known, hints = option_fields(options), get_type_hints(options)
+    blocks = description.strip().split("\n\n")
+    blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
+    arguments = [_placeholder(field, hints[field.name]) for field in known if is_argument(field)]
+    parser = Parser(
+        prog=f"tiedgpt {verb}",
+        usage=" ".join([f"tiedgpt {verb}", *arguments, "[options]"]),
+        description="\n\n".join(blocks),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH
+        ),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("-h", "--help", action="store_true")
-    for option in filter(lambda option: option.flags, known):
-        how: dict[str, Any] = {"type": partial(_read, option, verb)}
-        if option.kind is bool:
-            how = {"action": "store_const", "const": not option.default}
-        elif option.many or option.repeated:
-            how |= {"nargs": "+"} if option.many else {"action": "append"}
-        long, *short = option.flags
-        flags = dict.fromkeys((long, f"--{long[2:].replace('-', '_')}", *short))
-        parser.add_argument(*flags, dest=option.name, **how)
-    try:
-        found, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        named = (error.argument_name or "").split("/")[0]
-        expected = next((option.expected for option in known if named in option.flags), "")
-        needs = f"needs a value: {expected}" if expected else "takes no value"
-        raise UsageError(f"{named} {needs}", _all_options(verb)) from None
-    given = vars(found)
-    if given.pop("help", False):
-        show_help(known, verb, description, groups or {})
-        raise SystemExit(0)
-    given |= _positional(known, rest, verb)
-    if base is None and any(option.required and option.name not in given for option in known):
-        needed = " and ".join(option.value for option in known if option.required)
-        raise UsageError(f"`tiedgpt {verb}` needs {needed}", _all_options(verb))
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    return options(**values) if base is None else replace(base, **values)  # type: ignore[type-var]
-
-
-def _read(option: Option, verb: str, text: str) -> Any:
-    """Return the value that a text stands for; `UsageError` if it is not what is expected."""
-    dashed = text.replace("_", "-")  # as functions of Python are named
-    text = dashed if dashed in option.choices else text
-    try:
-        if not option.choices or text in option.choices:
-            return option.kind(text)
-    except ValueError:
-        pass
-    named = option.flags[0] if option.flags else option.value
-    hint = f"{_meant(text, option.choices)}{_all_options(verb)}"
-    raise UsageError(f"{named} must be {option.expected}, got {text!r}", hint)
-
-
-def _positional(options: Sequence[Option], rest: list[str], verb: str) -> dict[str, Any]:
-    """Return the arguments that have no flag, by name, from what no option took."""
-    end = rest.index("--") if "--" in rest else len(rest)
-    for argument in rest[:end]:
-        if argument.startswith("-") and argument != "-":
-            raise _unknown(argument, options, verb)
-    texts, found = rest[:end] + rest[end + 1 :], dict[str, Any]()
-    for option in options:
-        if texts and not option.flags:
-            taken = texts[:] if option.many else texts[:1]
-            values = [_read(option, verb, text) for text in taken]
-            found[option.name] = values if option.many else values[0]
-            del texts[: len(taken)]
-    if texts:
-        raise _unknown(texts[0], options, verb)
-    return found
-
-
-def describe(options: type) -> list[Option]:
-    """Return what help, errors and the parser need of a dataclass's options, its own first.
-
-    The fields that a class names in `HIDDEN` are not asked for on the command line.
-    """
-    abouts: dict[str, str] = {}
-    for each in reversed(options.__mro__[:-1]):
-        abouts |= _docstrings(each)
-    hints = get_type_hints(options, include_extras=True)
-    found = []
-    own = options.__annotations__  # a verb's own options come before those that many have
-    for one in sorted(dataclasses.fields(options), key=lambda field: field.name not in own):
-        if one.name in getattr(options, "HIDDEN", ()):
+    groups: dict[str, Any] = {"options": parser}
+    for each in dataclasses.fields(options):  # in which the parts come before the whole
+        heading = each.metadata.get("group", "options")
+        if heading not in groups and each in known:
+            groups[heading] = parser.add_argument_group(heading)
+    for field in known:
+        facts, how = field.metadata, _how(field, hints[field.name])
+        if is_argument(field):
+            parser.add_argument(field.name, **how)
             continue
-        hint, mark = hints[one.name], None
-        if get_origin(hint) is Annotated:
-            hint, mark = get_args(hint)
-        if callable(mark):  # its choices are known when it is asked
-            hint = Literal[mark()]
-        kind, value, expected, choices = _value(one.name, hint)
-        no = "no-" if one.default is True else ""
-        flags = [f"--{no}{one.name.rstrip('_').replace('_', '-')}"]  # from_: no word of Python
-        flags += [f"-{SHORT[one.name]}"] if one.name in SHORT else []
-        about = one.metadata.get("help") or abouts.get(one.name, "")
-        if mark == "positional":
-            flags = []
-            if choices:
-                value, about = one.name.upper(), f"{about.rstrip('.')}: {expected}"
-        about, required = _with_default(about, one.default), one.default is dataclasses.MISSING
-        repeated = mark == "repeated"
-        many = get_origin(hint) is tuple and not repeated
-        found.append(
-            Option(one.name, tuple(flags), kind, value, expected, choices, about, one.default,
-                   required, many, repeated)
-        )  # fmt: skip
-    return found
+        short = [f"-{facts['short']}"] if facts["short"] else []
+        groups[facts["group"]].add_argument(*short, flag(field), dest=field.name, **how)
+    return parser
 
 
-def _with_default(text: str, value: Any) -> str:
-    """Return what the help says of an option, its default last; the text itself may tell it."""
-    about, _, default = text.partition("default: ")
-    default, _, rest = default.partition(". ")
-    about = f"{about.rstrip(' ;.(')}. {rest}" if rest else about
-    if not default and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        default = f"{value:g}" if isinstance(value, float) else f"{value}"
-    about, default = about.rstrip(" ;.("), default.rstrip(".)")
-    return f"{about} (default: {default})" if default else about
+def option_fields(options: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields that the command line asks for, those of the class itself first.
+
+    They carry a help, and the class does not name them in `HIDDEN`.
+    """
+    own, hidden = options.__annotations__, getattr(options, "HIDDEN", ())
+    every = [field for field in dataclasses.fields(options) if "help" in field.metadata]
+    shown = [field for field in every if field.name not in hidden]
+    return sorted(shown, key=lambda field: field.name not in own)
 
 
-def _docstrings(options: type) -> dict[str, str]:
-    """Return the docstrings of a class's attributes, each in one line."""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
-    except (OSError, TypeError):
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for attribute, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(attribute, ast.AnnAssign) and isinstance(text, ast.Expr):
-            if isinstance(attribute.target, ast.Name) and isinstance(text.value, ast.Constant):
-                found[attribute.target.id] = " ".join(str(text.value.value).split())
-    return found
+def is_argument(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no flag."""
+    return "positional" in field.metadata
 
 
-def _value(name: str, hint: Any) -> tuple[Any, str, str, tuple[str, ...]]:
-    """Return what makes an option's value, its placeholder, what it must be, and its choices."""
+def flag(field: dataclasses.Field[Any]) -> str:
+    """Return how a field is typed: `from_`, no word of Python, is `--from`."""
+    no = "no-" if field.default is True else ""
+    return f"--{no}{field.name.rstrip('_').replace('_', '-')}"
+
+
+def _as_typed(argument: str) -> str:
+    """Return an option with dashes in its name, as it is declared."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _how(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the keywords of `add_argument` for a field of a type."""
+    text, default, facts = field.metadata["help"], field.default, field.metadata
+    choices, kind = _choices(field, hint), next(iter(_kinds(hint)), str)
+    if is_argument(field) and choices:
+        text = f"{text.rstrip('.')}: {_listed(choices)}"
+    elif default not in ("", None) and type(default) in (str, int, float):
+        shown = f"{default:g}" if isinstance(default, float) else default
+        text = f"{text.rstrip('.')} (default: {shown})"
+    how: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
-        return bool, "", "", ()
-    kinds = [k for k in _flat(hint) if k not in (None, type(None), ...)]
-    choices = tuple(str(choice) for choice in kinds if not isinstance(choice, type))
-    if choices:
-        many = f"one of {', '.join(choices)}" if choices[1:] else choices[0]
-        return str, "|".join(choices), many, choices
-    placeholder, expected = KINDS.get(kinds[0], ("TEXT", "a text"))
-    return kinds[0], VALUES.get(name, placeholder), expected, ()
+        return how | {"action": "store_const", "const": not default}
+    how |= {"type": _choice(choices) if choices else kind}
+    is_many = get_origin(hint) is tuple and not facts.get("repeated")
+    if is_argument(field):
+        optional = default is not dataclasses.MISSING
+        nargs = ("*" if optional else "+") if is_many else ("?" if optional else None)
+        return how | {"nargs": nargs, "metavar": _placeholder(field, hint).strip("[.] ")}
+    how["required"] = default is dataclasses.MISSING
+    if is_many:
+        how["nargs"] = "+"
+    elif facts["repeated"]:
+        how["action"] = "append"
+    return how | {"metavar": facts["metavar"] or "|".join(choices) or PLACEHOLDERS[kind]}
+
+
+def _placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
+    """Return how an argument without a flag is written in the usage: `[MODEL]`, `DATA ...`."""
+    name = field.metadata["metavar"] or field.name.upper()
+    name += " ..." if get_origin(hint) is tuple else ""
+    return name if field.default is dataclasses.MISSING else f"[{name}]"
+
+
+def _choice(choices: Sequence[str]) -> Any:
+    """Return what makes a choice from its text, in which functions' names have underscores."""
+
+    def read(text: str) -> str:
+        dashed = text.replace("_", "-")
+        if dashed in choices:
+            return dashed
+        near = _meant(text, choices).rstrip()
+        problem = f"must be {_listed(choices)}, got {text!r}"
+        raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
+
+    return read
+
+
+def _listed(choices: Sequence[str]) -> str:
+    return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
 
 
 def _flat(hint: Any) -> list[Any]:
@@ -251,37 +174,14 @@ def _flat(hint: Any) -> list[Any]:
     return [each for arg in get_args(hint) for each in _flat(arg)] or [hint]
 
 
-def show_help(
-    options: Sequence[Option], verb: str, description: str, groups: Mapping[str, str]
-) -> None:
-    """Print the help of a verb on stdout."""
-    to = console()
-    width = min(max(to.width, HELP_WIDTH[0]), HELP_WIDTH[1]) - 1
-    named = {option.name: option for option in options}
-    positional = [option for option in options if not option.flags]
-    sections = {"arguments": positional}
-    for heading, names in groups.items():
-        sections[heading] = [named[name] for name in names.split() if name in named]
-    shown = {option.name for section in sections.values() for option in section}
-    rest = [option for option in options if option.name not in shown]
-    sections["other options" if groups else "options"] = rest
-    usage = " ".join(["usage: tiedgpt", verb, *(option.typed for option in positional)])
-    to.print(Text.assemble((usage, "bold"), " [options]\n"))
-    for block in description.strip().split("\n\n"):
-        to.print(f"{block if '  ' in block else textwrap.fill(block, width)}\n")
-    for heading, section in sections.items():
-        if section:
-            entries = [_entry(option, width) for option in section]
-            to.print(Text("\n").join([Text(heading, "bold"), *entries, Text()]))
+def _choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
+    if field.metadata.get("choices") is not None:
+        return tuple(field.metadata["choices"]())
+    return tuple(each for each in _flat(hint) if isinstance(each, str))
 
 
-def _entry(option: Option, width: int) -> Text:
-    """Return an option's lines of help."""
-    typed = f"  {option.typed}"
-    below = f"\n{' ' * HELP_COLUMN}"
-    gap = below if len(typed) > HELP_COLUMN - 2 else " " * (HELP_COLUMN - len(typed))
-    lines = below.join(wrapped(option.about, width - HELP_COLUMN))
-    return Text.assemble((typed, "cyan"), gap, lines)
+def _kinds(hint: Any) -> list[type]:
+    return [each for each in _flat(hint) if each in PLACEHOLDERS]
 
 
 def no_verb(verb: str, verbs: Collection[str]) -> UsageError:
@@ -297,29 +197,22 @@ def _meant(text: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def _unknown(argument: str, options: Sequence[Option], verb: str) -> UsageError:
+def _unknown(argument: str, options: type, verb: str) -> UsageError:
     """Return the error for an argument that no option takes."""
+    known = option_fields(options)
+    lists = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
-        takes = ", ".join(option.value for option in options if not option.flags) or "none"
-        hint = f"its arguments are: {takes}; {_all_options(verb)}"
-        if any(option.name == "prompt" for option in options):
+        hint = lists
+        if any(field.name == "prompt" for field in known):
             hint = prompt_hint(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
     from tiedgpt.infer.options import OTHER_NAMES
 
     typed = argument.partition("=")[0]
-    known = {option.name: option.flags[0] for option in options if option.flags}
-    other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"))
-    if other is not None and "max_new_tokens" in known:
-        there = f"did you mean {known[other]}? " if other in known else f"it is {other} of Engine; "
-        return UsageError(f"`tiedgpt {verb}` has no option {typed}", there + _all_options(verb))
-    flags = [flag for option in options for flag in option.flags]
-    near = _meant(typed.replace("_", "-"), flags)
-    return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + _all_options(verb))
-
-
-def _all_options(verb: str) -> str:
-    return f"`tiedgpt {verb} --help` lists all options"
+    flags = {field.name: flag(field) for field in known if not is_argument(field)}
+    other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"), "")
+    near = f"did you mean {flags[other]}? " if other in flags else _meant(typed, flags.values())
+    return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + lists)
 
 
 def prompt_hint(text: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from tiedgpt.cli.console import fact, note, table
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import UserError
+from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.plots.terminal import print_panels
@@ -28,16 +29,21 @@ Without --out, the curves are drawn in the terminal."""
 class Arguments:
     """Draw the curves of runs."""
 
-    runs: Positional[tuple[str, ...]] = ()
-    """Run directories, or folders of runs; default: the newest run."""
-    x: Axis = "tokens"
-    """The x axis: tokens (or examples), steps, or seconds spent in steps."""
-    out: Path | None = None
-    """Write a figure instead: FILE.png, .svg or .pdf (pip install 'tiedgpt[plot]')."""
-    samples: bool = False
-    """Show the texts that the model generated during training instead."""
-    format: Literal["human", "json"] = "human"
-    """json: the values of the curves."""
+    runs: tuple[str, ...] = argument(
+        "Run directories, or folders of runs; default: the newest run.", default=(), metavar="RUN"
+    )
+    x: Axis = option(
+        "tokens", "The x axis: tokens (or examples), steps, or seconds spent in steps."
+    )
+    out: Path | None = option(
+        None,
+        "Write a figure instead: FILE.png, .svg or .pdf (pip install 'tiedgpt[plot]').",
+        short="o",
+    )
+    samples: bool = option(
+        False, "Show the texts that the model generated during training instead."
+    )
+    format: Literal["human", "json"] = option("human", "json: the values of the curves.", short="f")
 
 
 def run(arguments: list[str]) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from tiedgpt.cli.console import table
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import duration, validated
 from tiedgpt.errors import UserError
+from tiedgpt.options import argument, option
 from tiedgpt.train.runs import RUNS, Standing, runs_in
 
 
@@ -19,10 +20,8 @@ from tiedgpt.train.runs import RUNS, Standing, runs_in
 class Arguments:
     """List the runs, the newest last."""
 
-    folder: Positional[str] = str(RUNS)
-    """The folder of runs."""
-    format: Literal["human", "json"] = "human"
-    """json: a list of objects."""
+    folder: str = argument("The folder of runs.", default=str(RUNS))
+    format: Literal["human", "json"] = option("human", "json: a list of objects.", short="f")
 
 
 def run(arguments: list[str]) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.console import console, fact, note
-from tiedgpt.cli.options import Positional, Repeated, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import EngineOptions, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.infer.options import require_positive
+from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
@@ -39,26 +40,33 @@ KEY = "TIEDGPT_API_KEY"
 class Arguments(EngineOptions):
     """Serve a model with OpenAI's API."""
 
-    source: Positional[str | None] = None
-    """A run, a model's directory or file, or a hub name; default: the newest run in runs/."""
-    host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 is open to other machines and needs a key or --insecure."""
-    port: int = 8000
-    """The port; 0: any free port."""
-    api_key: str | None = None
-    """The key that clients must send as Authorization: Bearer KEY, on every route but /health."""
-    insecure: bool = False
-    """Allow other machines to use the model without a key."""
-    allow_host: Repeated[tuple[str, ...]] = ()
-    """Another host name that clients use for this server; may be given several times."""
-    name: str | None = None
-    """The model's name for clients; default: the name of its directory."""
-    slots: int = 8
-    """Maximum number of texts that are generated at the same time."""
-    queue: int = 64
-    """Maximum number of texts that wait; further requests get status 429."""
-    drain: float = 30.0
-    """Seconds that running texts have to finish after SIGTERM."""
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    host: str = option(
+        "127.0.0.1",
+        "The address to listen on; 0.0.0.0 is open to other machines and needs a key or "
+        "--insecure.",
+    )
+    port: int = option(8000, "The port; 0: any free port.")
+    api_key: str | None = option(
+        None,
+        "The key that clients must send as Authorization: Bearer KEY, on every route but /health.",
+    )
+    insecure: bool = option(False, "Allow other machines to use the model without a key.")
+    allow_host: tuple[str, ...] = option(
+        (),
+        "Another host name that clients use for this server; may be given several times.",
+        repeated=True,
+    )
+    name: str | None = option(
+        None, "The model's name for clients; default: the name of its directory."
+    )
+    slots: int = option(8, "Maximum number of texts that are generated at the same time.")
+    queue: int = option(64, "Maximum number of texts that wait; further requests get status 429.")
+    drain: float = option(30.0, "Seconds that running texts have to finish after SIGTERM.")
 
 
 def run(arguments: list[str]) -> None:

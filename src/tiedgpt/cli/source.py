@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.options import option
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """How names of texts end, which are no models."""
@@ -23,14 +24,23 @@ TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 class ModelOptions:
     """How a model's file is understood: options of all verbs that open one."""
 
-    tokenizer: str | None = None
-    """The tokenizer's path or hub name, if it is not with the model."""
-    n_head: int | None = None
-    """The number of heads, if the file does not hold it (minGPT, bare weights)."""
-    activation_function: str | None = None
-    """gelu_new or gelu, if the file does not hold it (some nanoGPT files)."""
-    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = None
-    """What to do if the file holds two different matrices, or if its head is missing (tie)."""
+    tokenizer: str | None = option(
+        None,
+        "The tokenizer's path or hub name, if it is not with the model.",
+        "model",
+        metavar="TOKENIZER",
+    )
+    n_head: int | None = option(
+        None, "The number of heads, if the file does not hold it (minGPT, bare weights).", "model"
+    )
+    activation_function: str | None = option(
+        None, "gelu_new or gelu, if the file does not hold it (some nanoGPT files).", "model"
+    )
+    resolve: Literal["untie", "keep-input", "keep-output", "tie"] | None = option(
+        None,
+        "What to do if the file holds two different matrices, or if its head is missing (tie).",
+        "model",
+    )
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -43,13 +53,20 @@ class ModelOptions:
 class EngineOptions(ModelOptions):
     """How a model is opened to compute with it."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """auto: the model's own; int8 and int4 are for CPUs."""
-    backend: Literal["auto", "torch", "kernels"] = "auto"
-    """Compute with torch or with tiedgpt's CPU kernels; auto: kernels for packed models, int8 and
-    int4, and on a CPU from 5 million parameters."""
-    threads: int | None = None
-    """Number of CPU threads; default: the cores that this process may use, at most 16."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = option(
+        "auto", "auto: the model's own; int8 and int4 are for CPUs.", "speed"
+    )
+    backend: Literal["auto", "torch", "kernels"] = option(
+        "auto",
+        "Compute with torch or with tiedgpt's CPU kernels; auto: kernels for packed models, "
+        "int8 and int4, and on a CPU from 5 million parameters.",
+        "speed",
+    )
+    threads: int | None = option(
+        None,
+        "Number of CPU threads; default: the cores that this process may use, at most 16.",
+        "speed",
+    )
 
     @contextmanager
     def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:

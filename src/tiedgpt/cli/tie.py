@@ -10,9 +10,10 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import BAD, GOOD, fact, show_text, table
-from tiedgpt.cli.options import Positional, UsageError, parse
+from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import EXIT_OK, UserError
+from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.tie.audits import Audit
@@ -34,22 +35,28 @@ NOT_FOR = {"show": ("dest", "keep", "input", "output"), "audit": ("dest", "keep"
 class Arguments:
     """Show, audit or fix the tie."""
 
-    verb: Positional[Literal["show", "audit", "fix"]]
-    """What to do."""
-    source: Positional[str | None] = None
-    """A run, a model directory, a hub name, or a file: safetensors, .pt, .bin, GGUF, ONNX; default:
-    the newest run in runs/."""
-    dest: Positional[str | None] = None
-    """fix: the new directory, which must not exist."""
-    keep: Literal["input", "output", "both"] | None = None
-    """fix: if two matrices differ, keep the values of input or output; both: keep an untied
-    model."""
-    input: str | None = None
-    """audit, fix: name of the tensor that reads, if it is not recognised."""
-    output: str | None = None
-    """audit, fix: name of the tensor that predicts, if it is not recognised."""
-    format: Literal["human", "json"] = "human"
-    """json: one object."""
+    verb: Literal["show", "audit", "fix"] = argument("What to do.")
+    source: str | None = argument(
+        "A run, a model directory, a hub name, or a file: safetensors, .pt, .bin, GGUF, ONNX; "
+        "default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
+    dest: str | None = argument("fix: the new directory, which must not exist.", default=None)
+    keep: Literal["input", "output", "both"] | None = option(
+        None,
+        "fix: if two matrices differ, keep the values of input or output; both: keep an untied "
+        "model.",
+    )
+    input: str | None = option(
+        None, "audit, fix: name of the tensor that reads, if it is not recognised.", metavar="NAME"
+    )
+    output: str | None = option(
+        None,
+        "audit, fix: name of the tensor that predicts, if it is not recognised.",
+        metavar="NAME",
+    )
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
 
 def run(arguments: list[str]) -> int:

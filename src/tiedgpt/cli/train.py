@@ -12,9 +12,10 @@ from types import FrameType
 from typing import Any, Literal
 
 from tiedgpt.cli.console import bar
-from tiedgpt.cli.options import Positional, parse
+from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
+from tiedgpt.options import argument, option
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker
 
@@ -31,30 +32,31 @@ With --task, train another head on labelled examples, one JSON object per line:
   answer    {"question": ..., "context": ..., "answer": ...}
 
 To resume a stopped run, give the same command again."""
-GROUPS = {
-    "data": "task val text_field encoding tokenizer vocab_size",
-    "model": "size start fork width context dropout window bias freeze untie_at",
-    "time": "minutes steps epochs eval_every patience keep",
-    "optimization": "optimizer lr schedule warmup cooldown batch_size weight_decay grad_clip seed",
-    "memory and speed": "device memory micro_batch recompute dtype compile parallel",
-    "output": "out sample_prompt verbose format track",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Options of `train` and `tune` that do not decide the weights."""
 
-    out: str | None = None
-    """The run's directory; default: runs/NAME-1, or -2 and so on for other options."""
-    track: TrackerName | None = None
-    """Also send the metrics to this tracker."""
-    verbose: bool = False
-    """Also show the schedule and the parameter groups."""
-    format: Literal["human", "json"] = "human"
-    """json: one object with the result, on stdout."""
-    parallel: Literal["ddp", "fsdp"] | None = None
-    """With torchrun: ddp keeps the whole model in each process, fsdp shards it; default: ddp."""
+    out: str | None = option(
+        None,
+        "The run's directory; default: runs/NAME-1, or -2 and so on for other options.",
+        "output",
+        metavar="PATH",
+        short="o",
+    )
+    track: TrackerName | None = option(None, "Also send the metrics to this tracker.", "output")
+    verbose: bool = option(
+        False, "Also show the schedule and the parameter groups.", "output", short="v"
+    )
+    format: Literal["human", "json"] = option(
+        "human", "json: one object with the result, on stdout.", "output", short="f"
+    )
+    parallel: Literal["ddp", "fsdp"] | None = option(
+        None,
+        "With torchrun: ddp keeps the whole model in each process, fsdp shards it; default: ddp.",
+        "memory and speed",
+    )
 
     def __post_init__(self) -> None:
         """Leave the checks to `TrainOptions`, whose errors are one line."""
@@ -114,19 +116,21 @@ class RunArguments:
 class Arguments(RunArguments, TrainOptions):
     """Train a GPT. To resume a stopped run, give the same command again."""
 
-    data: Positional[tuple[str, ...]] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
+    data: tuple[str, ...] = argument(
+        "Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs.",
+        default=(),
+    )
 
     def options(self) -> TrainOptions:
         """Return what decides the run, checked."""
-        names = (option.name for option in fields(TrainOptions))
+        names = (field.name for field in fields(TrainOptions))
         return TrainOptions(**{name: getattr(self, name) for name in names})
 
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
     with report_once():
-        given = parse(Arguments, "train", arguments, ABOUT, groups=GROUPS)
+        given = parse(Arguments, "train", arguments, ABOUT)
         options = given.options()
         given.require_processes()
     command = f"{program()} train {shlex.join(arguments)}".rstrip()

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tiedgpt.errors import UserError
+from tiedgpt.options import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,71 +38,109 @@ class GenerationConfig:
     Impossible values raise `UserError`, naming the option.
     """
 
-    max_new_tokens: int = 128
-    """Maximum number of tokens to generate."""
-    temperature: float = 1.0
-    """0: greedy decoding; 1: sample from the model's own distribution."""
-    top_k: int | None = None
-    """Sample only from the k likeliest tokens."""
-    top_p: float | None = None
-    """Nucleus sampling: sample from the likeliest tokens that together reach this probability."""
-    min_p: float | None = None
-    """Drop tokens whose probability is below this share of the highest probability."""
-    typical_p: float | None = None
-    """Locally typical sampling: keep this much probability mass (Meister et al. 2022)."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens already in the prompt or the text become less likely."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were already generated."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that it was generated."""
+    max_new_tokens: int = option(
+        128, "Maximum number of tokens to generate.", "sampling", short="n"
+    )
+    temperature: float = option(
+        1.0,
+        "0: greedy decoding; 1: sample from the model's own distribution.",
+        "sampling",
+        short="t",
+    )
+    top_k: int | None = option(None, "Sample only from the k likeliest tokens.", "sampling")
+    top_p: float | None = option(
+        None,
+        "Nucleus sampling: sample from the likeliest tokens that together reach this probability.",
+        "sampling",
+    )
+    min_p: float | None = option(
+        None,
+        "Drop tokens whose probability is below this share of the highest probability.",
+        "sampling",
+    )
+    typical_p: float | None = option(
+        None,
+        "Locally typical sampling: keep this much probability mass (Meister et al. 2022).",
+        "sampling",
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling"
+    )
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logits of tokens that were already generated.", "sampling"
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtracted from a token's logit once for each time that it was generated.", "sampling"
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
-    bad_words: Sequence[str | Sequence[int]] = ()
-    """Texts or sequences of ids that are never completed. A text is excluded as it is encoded,
-    alone and after a space; encoded with other tokens, it may still appear."""
+    bad_words: Sequence[str | Sequence[int]] = option(
+        (),
+        "Texts or sequences of ids that are never completed. A text is excluded as it is "
+        "encoded, alone and after a space; encoded with other tokens, it may still appear.",
+        "sampling",
+    )
     processors: Sequence[Processor] = ()
     """Functions that change the logits before all other options, in this order."""
-    seed: int | None = None
-    """The same seed gives the same text; default: a new seed each time."""
-    stop: str | Sequence[str] = ()
-    """The text ends where the first of these strings begins, however tokens divide it."""
+    seed: int | None = option(
+        None, "The same seed gives the same text; default: a new seed each time.", "sampling"
+    )
+    stop: str | Sequence[str] = option(
+        (),
+        "The text ends where the first of these strings begins, however tokens divide it.",
+        "the end",
+    )
     stop_ids: Sequence[int] = ()
     """The text ends with the first of these ids, as with the end-of-text token."""
-    context_end: ContextEnd = "stop"
-    """When the context is full: stop, or slide (drop the older half and continue)."""
-    timeout: float | None = None
-    """End the text after this many seconds, including the wait for a slot."""
+    context_end: ContextEnd = option(
+        "stop",
+        "When the context is full: stop, or slide (drop the older half and continue).",
+        "the end",
+    )
+    timeout: float | None = option(
+        None, "End the text after this many seconds, including the wait for a slot.", "the end"
+    )
     top_logprobs: int = 0
     """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = False
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
-    speculate: Literal["ngram"] | None = None
-    """N-gram speculative decoding: same output, faster on repetitive text."""
-    draft_tokens: int = 10
-    """Maximum number of tokens to draft per step."""
-    n: int = 1
-    """Number of texts per prompt."""
-    best_of: int | None = None
-    """Sample this many texts and return the n with the highest mean logprob."""
-    num_beams: int = 1
-    """Above 1: beam search with this many beams."""
-    length_penalty: float = 1.0
-    """Beam search: above 0 favours longer texts, below 0 shorter ones."""
-    early_stopping: EarlyStopping = False
-    """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
-    or when a better one is impossible ("never")."""
-    regex: str | None = None
-    """The whole text matches this regular expression (Rust's syntax)."""
-    json_schema: str | Mapping[str, Any] | None = None
-    """The text is JSON that this schema allows."""
-    grammar: str | None = None
-    """The text follows this grammar (Lark's syntax)."""
+    speculate: Literal["ngram"] | None = option(
+        None, "N-gram speculative decoding: same output, faster on repetitive text.", "speed"
+    )
+    draft_tokens: int = option(10, "Maximum number of tokens to draft per step.", "speed")
+    n: int = option(1, "Number of texts per prompt.", "several texts")
+    best_of: int | None = option(
+        None,
+        "Sample this many texts and return the n with the highest mean logprob.",
+        "several texts",
+    )
+    num_beams: int = option(1, "Above 1: beam search with this many beams.", "several texts")
+    length_penalty: float = option(
+        1.0, "Beam search: above 0 favours longer texts, below 0 shorter ones.", "several texts"
+    )
+    early_stopping: EarlyStopping = option(
+        False,
+        "Beam search: stop when there are enough texts (True), when a better one is unlikely "
+        '(False), or when a better one is impossible ("never").',
+        "several texts",
+    )
+    regex: str | None = option(
+        None,
+        "The whole text matches this regular expression (Rust's syntax).",
+        "form",
+        metavar="REGEX",
+    )
+    json_schema: str | Mapping[str, Any] | None = option(
+        None, "The text is JSON that this schema allows.", "form", metavar="FILE"
+    )
+    grammar: str | None = option(
+        None, "The text follows this grammar (Lark's syntax).", "form", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            if getattr(self, option.name) is None and option.default is not None:
-                self._set(option.name, default_of(option.name))
+        for each in fields(self):
+            if getattr(self, each.name) is None and each.default is not None:
+                self._set(each.name, default_of(each.name))
         for name, least in _INTEGERS.items():
             self._set(name, _integer(name, getattr(self, name), least))
         for name, bounds in _NUMBERS.items():
@@ -223,7 +262,7 @@ _EXCLUDED_BY_BEAMS = (
     *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
 )
 """Beam search draws nothing."""
-_FIELDS = {option.name: option for option in fields(GenerationConfig)}
+_FIELDS = {each.name: each for each in fields(GenerationConfig)}
 
 
 OTHER_NAMES = {

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.options import option
 from tiedgpt.train.schedule import Keep, Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
@@ -125,101 +126,203 @@ def flag(name: str) -> str:
 class TrainOptions:
     """What was not set is derived: from the time, the text and the machine, or from `size`."""
 
-    data: tuple[str, ...] = ()
-    """Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs."""
-    task: TaskName = "lm"
-    """lm: predict text. The others need .jsonl: classify texts, tag words, choose an answer, or
-    find the answer in a text."""
-    start: str | None = None
-    """Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights."""
-    size: str = AUTO
-    """auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, little,
-    mini, small, medium, gpt1 .. gpt3-175b."""
-    width: int | None = None
-    """Width of the hidden states; the heads and the learning rate follow; default: the size's."""
-    minutes: float | None = None
-    """Train for about this many minutes; default: 3, or 3 epochs of labelled examples and
-    at least 100 steps."""
-    steps: int | None = None
-    """Train for this many steps instead."""
-    epochs: float | None = None
-    """Train for this many passes over the data instead."""
-    tokenizer: str = "bpe"
-    """bpe: trained on the data (with --start: the model's own); char: the data's characters; or a
-    directory, file or hub name."""
-    val: str | None = None
-    """Validate on this text, or these examples; default: about a tenth of the data."""
-    text_field: str = "text"
-    """The field of .jsonl lines that holds the text."""
-    encoding: str = "auto"
-    """Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note."""
-    fork: str | None = None
-    """Begin a new run with the weights and the optimizer state of this run (its --out)."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
-    vocab_size: int | None = None
-    """Size of the vocabulary to train; default: with --size auto one token per 1,000 characters of
-    text, 384 to 8,192; else the size's."""
-    context: int | None = None
-    """Tokens per sequence; default: the size's, or fewer for short text with --size auto; with
-    --start, the model's context."""
-    batch_size: int | None = None
-    """Sequences per step; default: the size's, or fewer for short runs with --size auto; 8 with
-    --start; 32 labelled examples."""
-    micro_batch: int | None = None
-    """Sequences computed at a time (gradient accumulation); default: what fits, at most 8,192
-    tokens."""
-    optimizer: Literal["auto", "muon", "adamw"] = "auto"
-    """Optimizer of the blocks' matrices; auto: muon, or adamw with --start. AdamW trains all other
-    parameters."""
-    lr: float | None = None
-    """Peak learning rate; default: by size, width and optimizer, shown by --verbose."""
-    warmup: float = 0.05
-    """Share of the steps in which the learning rate rises to its peak."""
-    schedule: Schedule = "linear"
-    """Learning rate after the warm-up: linear decays to 0; wsd stays constant, then decays to 0;
-    cosine decays to a tenth."""
-    cooldown: float = DEFAULT_COOLDOWN
-    """With --schedule wsd: share of the steps in which the learning rate decays."""
-    untie_at: float | None = None
-    """Untie after this share of the steps: a copy of W becomes the head, and W only reads."""
-    freeze: str | None = None
-    """Parameters to freeze, separated by commas: wte, h.0, h.*.attn, body (all but the head).
-    +h.11 is trained again; the last match decides."""
-    weight_decay: float | None = None
-    """Weight decay of the blocks' matrices; W, norms and biases have none; default: 0.1, or 0.3 for
-    small sizes."""
-    grad_clip: float = 1.0
-    """Clip the gradient to this norm."""
-    eval_every: int | None = None
-    """Steps between evaluations; default: a tenth of the steps."""
-    sample_prompt: str | None = None
-    """Prompt of the samples that are shown at evaluations."""
-    patience: int | None = None
-    """Stop after this many evaluations without improvement; default: when the validation loss has
-    risen again, but not with fewer than 50 held-out examples."""
-    keep: Keep = "best"
-    """best: keep the weights with the best validation loss; last: train all steps and keep the
-    last weights."""
-    dropout: float | None = None
-    """Dropout of embeddings, attention and residual branches; default: the model's with --start;
-    0.1 for published sizes, or if --size auto expects many epochs; else 0."""
-    window: int | None = None
-    """Every second block sees only the last N positions, as in GPT-3; default: all."""
-    bias: bool = True
-    """Train without biases in linear layers and LayerNorms, as nanoGPT does."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """dtype of the matmuls; auto: the faster one, measured here. Weights stay in fp32."""
-    device: str = "auto"
-    """Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one."""
-    memory: str | None = None
-    """Memory limit of a process, as 2 (GB) or 800MB; decides --micro-batch; default: no limit."""
-    recompute: Literal["auto", "off", "blocks"] = "auto"
-    """blocks: activation checkpointing (recompute blocks in backward); auto: if --memory needs
-    it."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the blocks with torch.compile; auto: only on a GPU. Results are not bit-identical to
-    uncompiled training."""
+    data: tuple[str, ...] = option(
+        (),
+        "Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs.",
+        metavar="DATA",
+    )
+    task: TaskName = option(
+        "lm",
+        "lm: predict text. The others need .jsonl: classify texts, tag words, choose an "
+        "answer, or find the answer in a text.",
+        "data",
+    )
+    start: str | None = option(
+        None,
+        "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
+        "model",
+        metavar="MODEL",
+    )
+    size: str = option(
+        AUTO,
+        "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
+        "little, mini, small, medium, gpt1 .. gpt3-175b.",
+        "model",
+        metavar="SIZE",
+        short="s",
+    )
+    width: int | None = option(
+        None,
+        "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
+        "model",
+    )
+    minutes: float | None = option(
+        None,
+        "Train for about this many minutes; default: 3, or 3 epochs of labelled examples and "
+        "at least 100 steps.",
+        "time",
+        short="m",
+    )
+    steps: int | None = option(None, "Train for this many steps instead.", "time")
+    epochs: float | None = option(None, "Train for this many passes over the data instead.", "time")
+    tokenizer: str = option(
+        "bpe",
+        "bpe: trained on the data (with --start: the model's own); char: the data's "
+        "characters; or a directory, file or hub name.",
+        "data",
+        metavar="TOKENIZER",
+    )
+    val: str | None = option(
+        None,
+        "Validate on this text, or these examples; default: about a tenth of the data.",
+        "data",
+        metavar="DATA",
+    )
+    text_field: str = option(
+        "text", "The field of .jsonl lines that holds the text.", "data", metavar="NAME"
+    )
+    encoding: str = option(
+        "auto",
+        "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
+        "data",
+    )
+    fork: str | None = option(
+        None,
+        "Begin a new run with the weights and the optimizer state of this run (its --out).",
+        "model",
+        metavar="RUN",
+    )
+    seed: int = option(
+        0, "Seed of the initial weights and of the order of the data.", "optimization"
+    )
+    vocab_size: int | None = option(
+        None,
+        "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
+        "characters of text, 384 to 8,192; else the size's.",
+        "data",
+    )
+    context: int | None = option(
+        None,
+        "Tokens per sequence; default: the size's, or fewer for short text with --size auto; "
+        "with --start, the model's context.",
+        "model",
+    )
+    batch_size: int | None = option(
+        None,
+        "Sequences per step; default: the size's, or fewer for short runs with --size auto; 8 "
+        "with --start; 32 labelled examples.",
+        "optimization",
+        short="b",
+    )
+    micro_batch: int | None = option(
+        None,
+        "Sequences computed at a time (gradient accumulation); default: what fits, at most "
+        "8,192 tokens.",
+        "memory and speed",
+    )
+    optimizer: Literal["auto", "muon", "adamw"] = option(
+        "auto",
+        "Optimizer of the blocks' matrices; auto: muon, or adamw with --start. AdamW trains "
+        "all other parameters.",
+        "optimization",
+    )
+    lr: float | None = option(
+        None,
+        "Peak learning rate; default: by size, width and optimizer, shown by --verbose.",
+        "optimization",
+    )
+    warmup: float = option(
+        0.05, "Share of the steps in which the learning rate rises to its peak.", "optimization"
+    )
+    schedule: Schedule = option(
+        "linear",
+        "Learning rate after the warm-up: linear decays to 0; wsd stays constant, then decays "
+        "to 0; cosine decays to a tenth.",
+        "optimization",
+    )
+    cooldown: float = option(
+        DEFAULT_COOLDOWN,
+        "With --schedule wsd: share of the steps in which the learning rate decays.",
+        "optimization",
+    )
+    untie_at: float | None = option(
+        None,
+        "Untie after this share of the steps: a copy of W becomes the head, and W only reads.",
+        "model",
+    )
+    freeze: str | None = option(
+        None,
+        "Parameters to freeze, separated by commas: wte, h.0, h.*.attn, body (all but the "
+        "head). +h.11 is trained again; the last match decides.",
+        "model",
+    )
+    weight_decay: float | None = option(
+        None,
+        "Weight decay of the blocks' matrices; W, norms and biases have none; default: 0.1, or "
+        "0.3 for small sizes.",
+        "optimization",
+    )
+    grad_clip: float = option(1.0, "Clip the gradient to this norm.", "optimization")
+    eval_every: int | None = option(
+        None, "Steps between evaluations; default: a tenth of the steps.", "time"
+    )
+    sample_prompt: str | None = option(
+        None, "Prompt of the samples that are shown at evaluations.", "output"
+    )
+    patience: int | None = option(
+        None,
+        "Stop after this many evaluations without improvement; default: when the validation "
+        "loss has risen again, but not with fewer than 50 held-out examples.",
+        "time",
+    )
+    keep: Keep = option(
+        "best",
+        "best: keep the weights with the best validation loss; last: train all steps and keep "
+        "the last weights.",
+        "time",
+    )
+    dropout: float | None = option(
+        None,
+        "Dropout of embeddings, attention and residual branches; default: the model's with "
+        "--start; 0.1 for published sizes, or if --size auto expects many epochs; else 0.",
+        "model",
+    )
+    window: int | None = option(
+        None,
+        "Every second block sees only the last N positions, as in GPT-3; default: all.",
+        "model",
+    )
+    bias: bool = option(
+        True, "Train without biases in linear layers and LayerNorms, as nanoGPT does.", "model"
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto",
+        "dtype of the matmuls; auto: the faster one, measured here. Weights stay in fp32.",
+        "memory and speed",
+    )
+    device: str = option(
+        "auto",
+        "Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one.",
+        "memory and speed",
+    )
+    memory: str | None = option(
+        None,
+        "Memory limit of a process, as 2 (GB) or 800MB; decides --micro-batch; default: no limit.",
+        "memory and speed",
+        metavar="SIZE",
+    )
+    recompute: Literal["auto", "off", "blocks"] = option(
+        "auto",
+        "blocks: activation checkpointing (recompute blocks in backward); auto: if --memory "
+        "needs it.",
+        "memory and speed",
+    )
+    compile: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Compile the blocks with torch.compile; auto: only on a GPU. Results are not "
+        "bit-identical to uncompiled training.",
+        "memory and speed",
+    )
 
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
@@ -386,11 +489,11 @@ class TrainOptions:
     def differences(self, recorded: dict[str, Any]) -> list[str]:
         """Name what differs between these options and those of an earlier command."""
         found = []
-        for option in fields(self):
-            now, then = getattr(self, option.name), recorded.get(option.name, option.default)
+        for each in fields(self):
+            now, then = getattr(self, each.name), recorded.get(each.name, each.default)
             then = tuple(then) if isinstance(then, list) else then
             if now != then and not (now in (None, ()) and then in (None, ())):
-                found.append(f"{flag(option.name)} was {_shown(then)} and is {_shown(now)}")
+                found.append(f"{flag(each.name)} was {_shown(then)} and is {_shown(now)}")
         return found
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.options import option
 from tiedgpt.train.options import DEFAULT_EPOCHS, TrainOptions, flag
 
 TUNE_TOKENS = 8192
@@ -34,33 +35,52 @@ class TuneOptions(TrainOptions):
     The rate is that of Radford et al. 2018; ten times that suits adapters (LoRA Without Regret).
     """
 
-    weight_decay: float | None = 0.01
-    """Weight decay of the blocks' matrices; W, norms and biases have none."""
-    dropout: float | None = None
-    """Dropout of embeddings and residual branches; attention has none; default: 0.1, or 0 for fewer
-    than 100 examples."""
-    patience: int | None = None
-    """Stop after this many evaluations without improvement; default: 4, but all steps are trained
-    with fewer than 50 held-out examples."""
+    weight_decay: float | None = option(
+        0.01, "Weight decay of the blocks' matrices; W, norms and biases have none.", "optimization"
+    )
+    dropout: float | None = option(
+        None,
+        "Dropout of embeddings and residual branches; attention has none; default: 0.1, or 0 "
+        "for fewer than 100 examples.",
+        "model",
+    )
+    patience: int | None = option(
+        None,
+        "Stop after this many evaluations without improvement; default: 4, but all steps are "
+        "trained with fewer than 50 held-out examples.",
+        "time",
+    )
     examples: bool = False
     """Whether the data are examples with replies, and not text."""
-    memorizes: bool = False
-    """Whether the examples are so few that they are to be learned by heart."""
-    template: Literal["chatml", "plain"] | None = None
-    """Chat template; default: the one of --from, or chatml."""
-    too_long: Literal["drop", "cut", "error"] = "drop"
-    """What to do with examples longer than the context."""
-    skip_bad: bool = False
-    """Skip and count lines that are not valid examples."""
-    packing: Literal["auto", "on", "off"] = "auto"
-    """on: several examples or texts per row, which do not attend to each other; off: one example
-    per row, and text continues from row to row; auto: on for examples, off for text."""
-    lora: int | None = None
-    """Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds the merged
-    model."""
-    lora_targets: str | None = None
-    """Matrices that get adapters, separated by commas: attn.c_attn, h.0.*, wte, ...; wte adapts W
-    for reading and predicting; default: the four matrices of each block."""
+    memorizes: bool = option(
+        False, "Whether the examples are so few that they are to be learned by heart."
+    )
+    template: Literal["chatml", "plain"] | None = option(
+        None, "Chat template; default: the one of --from, or chatml.", "data"
+    )
+    too_long: Literal["drop", "cut", "error"] = option(
+        "drop", "What to do with examples longer than the context.", "data"
+    )
+    skip_bad: bool = option(False, "Skip and count lines that are not valid examples.", "data")
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "on: several examples or texts per row, which do not attend to each other; off: one "
+        "example per row, and text continues from row to row; auto: on for examples, off for "
+        "text.",
+        "data",
+    )
+    lora: int | None = option(
+        None,
+        "Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds "
+        "the merged model.",
+        "model",
+    )
+    lora_targets: str | None = option(
+        None,
+        "Matrices that get adapters, separated by commas: attn.c_attn, h.0.*, wte, ...; wte "
+        "adapts W for reading and predicting; default: the four matrices of each block.",
+        "model",
+    )
 
     def __post_init__(self) -> None:
         if self.start is None:
