@@ -125,7 +125,7 @@ def measure(sessions: dict[str, Session], tallies: dict[str, Tally], ids: list[i
     window = next(iter(sessions.values())).capacity
     for start in range(0, len(ids) - 1, window):
         for session in sessions.values():
-            session.cut(0, 0)
+            session.truncate(0, 0)
         end = min(start + window, len(ids) - 1)  # the last token is not read
         for first in range(start, end, AT_ONCE):
             part = ids[first : min(first + AT_ONCE, end)]
@@ -160,7 +160,7 @@ def main() -> None:
     ids = tokenizer.encode(given.text.read_text(encoding="utf-8"))[: given.tokens]
     capacity = min(model.config.n_positions, len(ids))
     sessions: dict[str, Session] = {
-        "torch fp32": TorchRunner(model).session(slots=1, capacity=capacity)
+        "torch fp32": TorchRunner(model).session(n_slots=1, capacity=capacity)
     }
     tallies = {"torch fp32": Tally(sum(p.nbytes for p in model.parameters()) / 1e6)}
     calibrations = dict.fromkeys(given.forms)
@@ -170,7 +170,7 @@ def main() -> None:
         calibrations["int4 calibrated"] = tokenizer.encode(Path(given.calibrate).read_text("utf-8"))
     for form, calibration in calibrations.items():
         packed = pack_gpt(model, form.split()[0], calibration=calibration)
-        sessions[form] = PackedRunner(packed).session(slots=1, capacity=capacity)
+        sessions[form] = PackedRunner(packed).session(n_slots=1, capacity=capacity)
         tallies[form] = Tally(packed.nbytes / 1e6)
     for name, session in llama_sessions(loaded, tokenizer, given.llama, capacity).items():
         sessions[name], tallies[name] = session, Tally(session.megabytes)

@@ -32,10 +32,9 @@ from safetensors.numpy import load_file
 
 from formats import add_options, files_of
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.scheduler import Request, Scheduler
-from tiedgpt.infer.sequence import SequenceState
+from tiedgpt.infer.sequence import SequenceState, decode
 from tiedgpt.weights.formats.packed import PackedModel, open_packed
 from turns import cores, facts, in_turn, keep, per_second, show
 from ways import CLASSES
@@ -97,17 +96,17 @@ def saying(model: PackedModel, rows: np.ndarray, text: list[int]) -> PackedModel
 
 def turn(runner: PackedRunner, prompt: list[int], batch: int, config: GenerationConfig) -> Turn:
     """Let `batch` sequences run; time what comes after their prompts."""
-    scheduler = Scheduler(runner.session(slots=batch, capacity=PROMPT + config.max_new_tokens))
+    scheduler = Scheduler(runner.session(n_slots=batch, capacity=PROMPT + config.max_new_tokens))
     texts = [
         SequenceState(prompt, config, model=runner.config, copies=copy) for copy in range(batch)
     ]
     for text in texts:
-        scheduler.add(Request(partial(decode, sequence=text), prompt=prompt, text=text))
+        scheduler.add(Request(partial(decode, sequence=text), prompt=prompt, sequence=text))
     while not all(text.new_ids for text in texts):
         scheduler.step()
     read = sum(len(text.new_ids) for text in texts)
     steps, began = 0, time.perf_counter()
-    while scheduler.busy:
+    while scheduler.is_busy:
         scheduler.step()
         steps += 1
     seconds = time.perf_counter() - began

@@ -64,19 +64,19 @@ def ours(files: Files, room: Room, precision: str) -> Way:
     from tiedgpt.weights.formats.packed import open_packed
 
     runner = PackedRunner(open_packed(files.packed(precision)), threads=room.threads)
-    return in_session(runner.session(slots=room.slots, capacity=room.capacity))
+    return in_session(runner.session(n_slots=room.slots, capacity=room.capacity))
 
 
 def in_session(session: Session) -> Way:
     """Make a way of all slots of a session."""
-    slots = range(session.slots)
+    slots = range(session.n_slots)
 
     def step(ids: list[int]) -> list[int]:
         return [int(logits[0].argmax()) for logits in session.read(slots, [[id] for id in ids])]
 
     def read(prompts: Prompts) -> list[int]:
         for slot in slots:
-            session.cut(slot, 0)
+            session.truncate(slot, 0)
         return [int(logits[0].argmax()) for logits in session.read(slots, prompts)]
 
     return stepping(read, step)

@@ -8,7 +8,6 @@ import torch
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.infer.beam import beam_search
-from tiedgpt.infer.sampling import Choice
 from tiedgpt.infer.slots import SlotPool
 from tiedgpt.infer.torch_session import TorchSession
 
@@ -67,35 +66,32 @@ def reads(monkeypatch):
 
 
 def run(session, steps):
-    """Serve what steps want, one slot at a time; return what they found."""
-    answer = None
+    """Serve what steps ask for, one slot at a time; return what they found."""
     while True:
         try:
-            wanted = steps.send(answer)
+            reads = next(steps)
         except StopIteration as end:
             return end.value
-        if isinstance(wanted[0], Choice):
-            answer = session.choose(wanted)
-        else:
-            reads = [
-                session.read([r.slot], [r.ids], every=[r.slot] if r.every else ()) for r in wanted
-            ]
-            answer = [logits.copy() for (logits,) in reads]
+        for read in reads:
+            every = [read.slot_id] if read.every else ()
+            (logits,) = session.read([read.slot_id], [read.ids], every=every)
+            read.add(len(read.ids), logits.copy())
 
 
 def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
     """What beam search finds."""
-    session = runner.session(slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
-    slots, _ = SlotPool(session).take(num_beams, [])
+    session = runner.session(n_slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
+    pool = SlotPool(session)
+    slot_ids, _ = pool.take(num_beams, [])
     steps = beam_search(
-        slots, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
+        pool, slot_ids, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
     )
     return run(session, steps)
 
 
 def drain(scheduler):
     """Run a scheduler's requests to their ends."""
-    while scheduler.busy:
+    while scheduler.is_busy:
         scheduler.step()
 
 

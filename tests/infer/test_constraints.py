@@ -69,7 +69,7 @@ def constrained(runner, tokenizer, **constraint):
 def sample(runner, tokenizer, matcher, seed, n=250):
     """Draw from all rows, those without a token too; return the text, None if it has no end."""
     random = np.random.default_rng(seed)
-    session = runner.session(slots=1, capacity=256)
+    session = runner.session(n_slots=1, capacity=256)
     ids = [1, 2]
     (scores,) = session.read([0], [ids])
     while len(ids) < n:

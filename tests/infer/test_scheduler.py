@@ -7,16 +7,15 @@ import pytest
 from tests.infer.conftest import drain
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import Engine, GenerationConfig
-from tiedgpt.infer.decoding import decode
 from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
 from tiedgpt.infer.scoring import score
-from tiedgpt.infer.sequence import SequenceState
+from tiedgpt.infer.sequence import SequenceState, decode
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 30, [11, 12, 13, 14, 15], [16]]
 
 
 def scheduler(engine, slots=2, capacity=48):
-    return Scheduler(engine.runner.session(slots=slots, capacity=capacity))
+    return Scheduler(engine.runner.session(n_slots=slots, capacity=capacity))
 
 
 def request(engine, prompt, **options):
@@ -176,10 +175,15 @@ def test_while_a_prefix_is_read_others_pass_but_nobody_takes_the_slot_that_waits
     shared = [add(running, engine, [*prompt, last], **options) for last in (1, 2)]
     behind = add(running, engine, [4], **options)
     running.step()
-    assert [bool(each.slots) for each in (decoding, *shared, behind)] == [True, True, False, False]
+    assert [bool(each.slot_ids) for each in (decoding, *shared, behind)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     running.cancel(decoding)
     running.step()
-    assert behind.slots and not shared[1].slots and len(running.pool.free) == 1
+    assert behind.slot_ids and not shared[1].slot_ids and len(running.pool.free) == 1
     drain(running)
     assert running.counts["reused_tokens"] == len(prompt)
 
@@ -207,7 +211,7 @@ def test_the_slots_hold_what_the_pool_says(engine):
     running = scheduler(engine, slots=3)
     for number, prompt in enumerate(PROMPTS * 3):
         add(running, engine, prompt, seed=number, context_end="slide", max_new_tokens=40)
-    while running.busy:
+    while running.is_busy:
         running.step()
         assert list(map(len, running.pool.held)) == running.session.lengths
     assert sorted(running.pool.free) == [0, 1, 2]
@@ -223,7 +227,7 @@ def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
 
 def test_memory_is_asked_for_what_requests_may_fill_before_they_begin(engine, monkeypatch):
     wide = Engine(engine.model, slots=4, tokenizer=engine.tokenizer)
-    position = wide.runner.session(slots=1, capacity=1).position_bytes
+    position = wide.runner.session(n_slots=1, capacity=1).position_bytes
     monkeypatch.setattr("tiedgpt.infer.room.free_memory", lambda: 20 * position)
     options = {"temperature": 0, "max_new_tokens": 9}
     expected = engine.generate([5, 6], **options)

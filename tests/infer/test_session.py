@@ -25,7 +25,7 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
         vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4, attention_windows=windows
     )
     model = GPT(config).eval()
-    session = TorchRunner(model).session(slots=4, capacity=40)
+    session = TorchRunner(model).session(n_slots=4, capacity=40)
     held = [[] for _ in range(4)]
     dice = random.Random(seed)
 
@@ -38,7 +38,7 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
         if what < 0.2:
             slot = dice.randrange(4)
             del held[slot][dice.randint(0, len(held[slot])) :]
-            session.cut(slot, len(held[slot]))
+            session.truncate(slot, len(held[slot]))
         elif what < 0.3:
             source, target = dice.randrange(4), dice.randrange(4)
             session.copy(source, target)
@@ -62,18 +62,18 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
 def test_reading_leaves_every_modules_mode_as_it_was(model):
     model.train()
     model.h[0].eval()
-    session = TorchRunner(model).session(slots=1, capacity=8)
+    session = TorchRunner(model).session(n_slots=1, capacity=8)
     first = session.read([0], [[1, 2]])[0]
-    session.cut(0, 0)
+    session.truncate(0, 0)
     np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0])
     assert model.training and model.h[1].training and not model.h[0].training
 
 
 def test_a_model_that_begins_to_train_is_read_without_dropout(model):
-    session = TorchRunner(model.eval()).session(slots=1, capacity=8)
+    session = TorchRunner(model.eval()).session(n_slots=1, capacity=8)
     first = session.read([0], [[1, 2]])[0]
     model.train()
-    session.cut(0, 0)
+    session.truncate(0, 0)
     np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0])
     assert all(module.training for module in model.modules())
 
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
     huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
     model.config = huge
     with pytest.raises(NoRoomError, match="GB are free"):
-        TorchRunner(model).session(slots=1 << 20, capacity=1 << 20)
+        TorchRunner(model).session(n_slots=1 << 20, capacity=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
     ],
 )
 def test_impossible_reads_are_refused_and_change_nothing(model, slots, ids, says):
-    session = TorchRunner(model).session(slots=2, capacity=8)
+    session = TorchRunner(model).session(n_slots=2, capacity=8)
     session.read([1], [[1] * 5])
     with pytest.raises(UserError, match=says):
         session.read(slots, ids)

@@ -119,14 +119,14 @@ def test_drafts_never_change_the_text(exact, options, context_end):
 @pytest.mark.parametrize("draft_tokens", [1, 4, 10])
 def test_text_that_repeats_itself_takes_fewer_steps(engine, draft_tokens):
     bias = {1: 60.0}  # a text of one token
-    session = engine.runner.session(slots=1, capacity=48)
+    session = engine.runner.session(n_slots=1, capacity=48)
     scheduler = Scheduler(session)
     request = add(
         scheduler, engine, [1] * 5, max_new_tokens=40, temperature=0, logit_bias=bias,
         speculate="ngram", draft_tokens=draft_tokens,
     )  # fmt: skip
     steps = 0
-    while scheduler.busy:
+    while scheduler.is_busy:
         scheduler.step()
         steps += 1
     assert request.result.ids == [1] * 40

@@ -75,7 +75,7 @@ def test_torch_computes_on_threads_of_the_engines_and_has_its_own_number_after(e
     next(stream)
     assert torch.get_num_threads() == own
     with pytest.raises(UserError):
-        asked.runner.session(slots=1, capacity=8).read([0], [[]])
+        asked.runner.session(n_slots=1, capacity=8).read([0], [[]])
     assert torch.get_num_threads() == own
 
 

@@ -49,7 +49,7 @@ def until(condition):
 @pytest.fixture
 def slow(engine, monkeypatch):
     """The engine takes 20 ms a step; return its steps."""
-    read = type(engine.runner.session(slots=1, capacity=8)).read
+    read = type(engine.runner.session(n_slots=1, capacity=8)).read
     steps = []
 
     def slowly(self, *arguments, **named):
@@ -57,7 +57,7 @@ def slow(engine, monkeypatch):
         steps.append(arguments[0])
         return read(self, *arguments, **named)
 
-    monkeypatch.setattr(type(engine.runner.session(slots=1, capacity=8)), "read", slowly)
+    monkeypatch.setattr(type(engine.runner.session(n_slots=1, capacity=8)), "read", slowly)
     return steps
 
 

@@ -171,8 +171,8 @@ def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[Exam
     """
     encoded = [_encode(engine, example) for example in examples]
     longest = engine.runner.config.n_positions + 1
-    for first in range(0, len(encoded), 2 * engine.slots):
-        group = encoded[first : first + 2 * engine.slots]
+    for first in range(0, len(encoded), 2 * engine.n_slots):
+        group = encoded[first : first + 2 * engine.n_slots]
         pairs = [(ids, each.n_context) for each in group for ids in each.rows]
         scored = iter(
             engine.score(

@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         kept = [(context + target)[-self.max_length - 1 :] for _, context, target in requests]
         order = sorted(range(len(requests)), key=kept.__getitem__)  # neighbours share a prefix
         answers = cast("list[Answer]", [None] * len(requests))
-        step = 4 * self.engine.slots
+        step = 4 * self.engine.n_slots
         with tqdm(total=len(requests), desc="scoring", disable=disable_tqdm) as bar:
             for first in range(0, len(order), step):
                 some = order[first : first + step]

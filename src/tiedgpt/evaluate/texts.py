@@ -199,7 +199,7 @@ def score_windows(
         for window in windows.cut([*beginning, *encode(text)])
     )
     some, found = islice(every, skip, None), skip > 0
-    while group := list(islice(some, 2 * engine.slots)):
+    while group := list(islice(some, 2 * engine.n_slots)):
         numbers, contexts, targets = zip(*group, strict=True)
         scored = engine.score(targets, contexts)
         for number, ids, each in zip(numbers, targets, scored, strict=True):

@@ -15,10 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.infer import filters
+from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import EarlyStopping
 from tiedgpt.infer.sampling import no_choice
-from tiedgpt.infer.slots import Read, Slots, Steps
+from tiedgpt.infer.sequence import Completion, FinishReason, SequenceState
+from tiedgpt.infer.slots import Read, SlotPool, Steps
+from tiedgpt.text import Tokenizer
 
 Adjust = Callable[[Sequence[int], Array], Array]
 """(ids of prompt and text, scores (V,) of the next) -> the scores to choose by."""
@@ -43,11 +46,36 @@ class _Beam:
     ids: list[int]
     logprobs: list[float]
     total: float
-    slot: int
+    slot_id: int
+
+
+def search(
+    pool: SlotPool,
+    slot_ids: Sequence[int],
+    sequence: SequenceState,
+    tokenizer: Tokenizer | None,
+) -> Steps[Completion]:
+    """Return the best text that beam search finds."""
+    config, prompt = sequence.config, sequence.ids
+    max_new_tokens = min(pool.session.capacity - len(prompt) + 1, config.max_new_tokens)
+    hypotheses = yield from beam_search(
+        pool, slot_ids, prompt, num_beams=config.num_beams, max_new_tokens=max_new_tokens,
+        length_penalty=config.length_penalty, early_stopping=config.early_stopping,
+        adjust=sequence.adjusted, n_tokens=sequence.n_tokens, ends=sequence.ends,
+    )  # fmt: skip
+    best = hypotheses[0]
+    has_ended = best.ids[-1] in sequence.ends
+    detokenizer = Detokenizer(tokenizer, prompt[-1])
+    for token in best.ids[: len(best.ids) - has_ended]:
+        detokenizer.push(token)
+    detokenizer.finish()
+    cut: FinishReason = "length" if max_new_tokens == config.max_new_tokens else "context"
+    return Completion(best.ids, detokenizer.text, "stop" if has_ended else cut, best.logprobs)
 
 
 def beam_search(
-    slots: Slots,
+    pool: SlotPool,
+    slot_ids: Sequence[int],
     prompt: Sequence[int],
     *,
     num_beams: int,
@@ -68,10 +96,12 @@ def beam_search(
 
     There is a slot for each beam; prompt and new tokens, less one, fit each.
     """
-    ends = {slots.config.eos_token_id, *ends}
-    (logits,) = yield from slots.read([Read(0, prompt[slots.length(0) :])])
-    rows = [logits[-1]]
-    beams = [_Beam([], [], 0.0, slot=0)]
+    session = pool.session
+    ends = {session.config.eos_token_id, *ends}
+    reads = [Read(slot_ids[0], prompt[session.lengths[slot_ids[0]] :])]
+    yield reads
+    rows = [read.next_logits for read in reads]
+    beams = [_Beam([], [], 0.0, slot_ids[0])]
     found: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
         log_p = [row[:n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
@@ -95,7 +125,7 @@ def beam_search(
                 if rank < num_beams:
                     found.append(Hypothesis(ids, logprobs, total / length**length_penalty))
             elif len(growing) < num_beams:
-                growing.append(_Beam(ids, logprobs, total, beam.slot))
+                growing.append(_Beam(ids, logprobs, total, beam.slot_id))
         found = sorted(found, key=lambda hypothesis: -hypothesis.score)[:num_beams]
         if not growing:
             break
@@ -105,25 +135,26 @@ def beam_search(
             best_hope = growing[0].total / hopeful_length**length_penalty
             if early_stopping is True or best_hope <= found[-1].score:
                 break
-        beams = _own_slots(slots, growing)
-        read = yield from slots.read([Read(beam.slot, beam.ids[-1:]) for beam in beams])
-        rows = [logits[-1] for logits in read]
+        beams = _own_slots(pool, slot_ids, growing)
+        reads = [Read(beam.slot_id, beam.ids[-1:]) for beam in beams]
+        yield reads
+        rows = [read.next_logits for read in reads]
     return found
 
 
-def _own_slots(slots: Slots, beams: list[_Beam]) -> list[_Beam]:
+def _own_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -> list[_Beam]:
     """Give each beam a slot: the first child keeps its parent's, the others get copies of it."""
-    kept = {beam.slot for beam in beams}
-    free = [slot for slot in range(len(slots)) if slot not in kept]
+    kept = {beam.slot_id for beam in beams}
+    free = [slot_id for slot_id in slot_ids if slot_id not in kept]
     own = []
     for beam in beams:
-        slot = beam.slot
-        if slot in kept:
-            kept.remove(slot)
+        slot_id = beam.slot_id
+        if slot_id in kept:
+            kept.remove(slot_id)
         else:
-            slot = free.pop()
-            slots.copy(beam.slot, slot)
-        own.append(replace(beam, slot=slot))
+            slot_id = free.pop()
+            pool.copy(beam.slot_id, slot_id)
+        own.append(replace(beam, slot_id=slot_id))
     return own
 
 

@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.infer.beam import search
 from tiedgpt.infer.constraints import Matcher, matcher_for
-from tiedgpt.infer.decoding import decode, search
 from tiedgpt.infer.opening import How, require_engine_options, runner_for
 from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score
-from tiedgpt.infer.sequence import Completion, SequenceState, Token
-from tiedgpt.infer.slots import Slots, Steps
+from tiedgpt.infer.sequence import SequenceState, Token, decode
 from tiedgpt.infer.threads import check_threads
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
 from tiedgpt.text import Tokenizer
@@ -71,13 +70,13 @@ class Engine:
         **config: Any,
     ) -> None:
         require_engine_options(config)
-        self.slots = require_positive("slots", slots)
+        self.n_slots = require_positive("slots", slots)
         how = How(precision, backend, None if threads is None else check_threads(threads))
         opened = runner_for(model_or_source, how, tokenizer, resolve, config)
         self.runner, self.tokenizer, self.notes, self.end_ids = opened
         is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"
         queue_size = require_positive("queue_size", queue_size)
-        self._worker = Worker(self.runner, self.slots, queue_size, is_fixed)
+        self._worker = Worker(self.runner, self.n_slots, queue_size, is_fixed)
         weakref.finalize(self, self._worker.close)
 
     def __repr__(self) -> str:
@@ -85,7 +84,7 @@ class Engine:
         packed = getattr(self.runner, "packed", None)
         kind = "torch" if packed is None else f"{packed.precision} kernels"
         return (
-            f"Engine({model.parameter_count():,} parameters, {kind}, {self.slots} slots of "
+            f"Engine({model.parameter_count():,} parameters, {kind}, {self.n_slots} slots of "
             f"{model.n_positions:,} positions{f', {threads} threads' if threads else ''})"
         )
 
@@ -251,9 +250,9 @@ class Engine:
     ) -> Request:
         """Return what completes a prompt; what cannot be done raises `UserError`."""
         model = self.runner.config
-        if config.n_slots > self.slots:
+        if config.n_slots > self.n_slots:
             raise UserError(
-                f"this takes {config.n_slots} slots and the engine has {self.slots}",
+                f"this takes {config.n_slots} slots and the engine has {self.n_slots}",
                 hint=f"open Engine(..., slots={config.n_slots}), or use fewer beams",
             )
         _require_context(len(ids), config, model)
@@ -262,7 +261,9 @@ class Engine:
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
             processors=processors, copies=copies,
         )  # fmt: skip
-        begin = partial(_begin, sequence=sequence, tokenizer=self.tokenizer)
+        begin: Callable[..., Any] = partial(decode, sequence=sequence)
+        if config.num_beams > 1:
+            begin = partial(search, sequence=sequence, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         deadline = time.monotonic() + timeout
@@ -291,14 +292,6 @@ class Engine:
             for generation in generations:
                 generation.cancel()
             raise
-
-
-def _begin(slots: Slots, sequence: SequenceState, tokenizer: Tokenizer | None) -> Steps[Completion]:
-    return (
-        search(slots, sequence, tokenizer)
-        if sequence.config.num_beams > 1
-        else decode(slots, sequence)
-    )
 
 
 def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig) -> None:

@@ -50,26 +50,26 @@ class PackedRunner:
     def heed_caller(self) -> None:
         """Nothing: kernels compute on threads of their own."""
 
-    def session(self, *, slots: int, capacity: int) -> PackedSession:
-        """Allocate room for `slots` sequences of up to `capacity` positions; see `Runner`."""
-        if slots < 1 or not 1 <= capacity <= self.config.n_positions:
+    def session(self, *, n_slots: int, capacity: int) -> PackedSession:
+        """Allocate room for `n_slots` sequences of up to `capacity` positions; see `Runner`."""
+        if n_slots < 1 or not 1 <= capacity <= self.config.n_positions:
             raise UserError(
-                f"{slots} slots of {capacity} positions: at least one of 1 to "
+                f"{n_slots} slots of {capacity} positions: at least one of 1 to "
                 f"{self.config.n_positions} is possible"
             )
-        return PackedSession(self.packed, self._weights, slots, capacity, self.threads)
+        return PackedSession(self.packed, self._weights, n_slots, capacity, self.threads)
 
 
 class PackedSession:
     """See `session.Session`."""
 
     def __init__(
-        self, model: PackedModel, weights: Record, slots: int, capacity: int, threads: int
+        self, model: PackedModel, weights: Record, n_slots: int, capacity: int, threads: int
     ) -> None:
-        self._cache = _cache(model, slots, capacity)
-        self.position_bytes = -(-sum(a.nbytes for a in self._cache) // (slots * capacity))
-        self.config, self.slots, self.capacity = model.config, slots, capacity
-        self.lengths = [0] * slots
+        self._cache = _cache(model, n_slots, capacity)
+        self.position_bytes = -(-sum(a.nbytes for a in self._cache) // (n_slots * capacity))
+        self.config, self.n_slots, self.capacity = model.config, n_slots, capacity
+        self.lengths = [0] * n_slots
         self._model, self._weights = model, weights
         self._pool = ThreadPool(threads)
         self._dtype = np.dtype(DTYPES[model.precision])
@@ -78,15 +78,15 @@ class PackedSession:
         self._cache_record = Record(self._cache)
 
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
-        check_read(self, slots, ids)
+        check_read(self, slot_ids, ids)
         self._check_ids(ids)
         self._model.require_whole()
-        if not len(slots):
+        if not len(slot_ids):
             return []
-        batch, rows = self._batch(slots, ids, every)
+        batch, rows = self._batch(slot_ids, ids, every)
         try:
             buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
             phases = phases_of(self.config.n_layer)
@@ -95,8 +95,8 @@ class PackedSession:
             )
         except MemoryError:
             raise NoRoomError(f"no memory is left to read {len(batch.ids)} ids") from None
-        for slot, new in zip(slots, ids, strict=True):  # unless it was cut short, as by Ctrl-C
-            self.lengths[slot] += len(new)
+        for slot_id, new in zip(slot_ids, ids, strict=True):  # unless it was interrupted by Ctrl-C
+            self.lengths[slot_id] += len(new)
         return [buffers.logits[first:end, : self.config.vocab_size] for first, end in rows]
 
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
@@ -128,25 +128,25 @@ class PackedSession:
                     raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
     def _batch(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
     ) -> tuple[Batch, list[tuple[int, int]]]:
         """Lay ids side by side; return also which rows of logits each slot's will be."""
         tokens: list[int] = []
-        where: list[int] = []
+        cache_rows: list[int] = []
         positions: list[int] = []
         sequences: list[tuple[int, int]] = []
         outputs: list[int] = []
         rows: list[tuple[int, int]] = []
-        for slot, new in zip(slots, ids, strict=True):
+        for slot_id, new in zip(slot_ids, ids, strict=True):
             begin, end = len(tokens), len(tokens) + len(new)
             tokens += new
-            where += [slot] * len(new)
-            positions += range(self.lengths[slot], self.lengths[slot] + len(new))
+            cache_rows += [slot_id] * len(new)
+            positions += range(self.lengths[slot_id], self.lengths[slot_id] + len(new))
             sequences.append((begin, end))
             first = len(outputs)
-            outputs += range(begin if slot in every else end - 1, end)
+            outputs += range(begin if slot_id in every else end - 1, end)
             rows.append((first, len(outputs)))
-        arrays = (tokens, where, positions, sequences, outputs)
+        arrays = (tokens, cache_rows, positions, sequences, outputs)
         return Batch(*(np.array(values, np.int64) for values in arrays)), rows
 
     def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
@@ -180,10 +180,10 @@ class PackedSession:
         self._buffers_record = Record(self._buffers)
         return self._buffers
 
-    def cut(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot; what it has not is not made."""
-        check_length(self, slot, length)
-        self.lengths[slot] = min(length, self.lengths[slot])
+    def truncate(self, slot_id: int, length: int) -> None:
+        """Forget all but the first `length` positions of a slot; a shorter one stays as it is."""
+        check_length(self, slot_id, length)
+        self.lengths[slot_id] = min(length, self.lengths[slot_id])
 
     def copy(self, source: int, target: int) -> None:
         """Let `target` hold what `source` holds."""
@@ -198,11 +198,11 @@ class PackedSession:
         self.lengths[target] = self.lengths[source]
 
 
-def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
+def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
     """Allocate keys, values and their scales, which take memory as they are filled."""
     config, room = model.config, padded(capacity)
     size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
-    heads = (config.n_layer, slots, config.n_head)
+    heads = (config.n_layer, n_slots, config.n_head)
     scaled = (*heads, room if dtype == np.int8 else 0)
     n_bytes = 2 * math.prod(heads) * room * size * dtype.itemsize + 8 * math.prod(scaled)
     try:
@@ -213,7 +213,7 @@ def _cache(model: PackedModel, slots: int, capacity: int) -> Cache:
             np.zeros(scaled, np.float32),
         )
     except MemoryError:
-        what = f"a cache of {slots} sequences of {capacity} tokens"
+        what = f"a cache of {n_slots} sequences of {capacity} tokens"
         raise no_room(n_bytes, what) from None
 
 

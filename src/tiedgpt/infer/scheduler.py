@@ -1,7 +1,7 @@
 """Continuous batching: requests that come and go in the slots of a session.
 
-In each step every running request reads what it wants (a chunk of its prompt, its newest token, a
-draft), and those that have read it all choose their next tokens together. A request takes its slots
+In each step every running request reads (a chunk of its prompt, its newest token, a draft), and for
+those that have read all, the next tokens are chosen together. A request takes its slots
 as soon as they are free, in the order of arrival; ids that a slot already holds are not read again.
 The result of a request does not depend on the others. Nothing here knows threads: one owner calls.
 
@@ -14,13 +14,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.sampling import Choice
 from tiedgpt.infer.sequence import FinishReason, SequenceState
 from tiedgpt.infer.session import Session
-from tiedgpt.infer.slots import Read, SlotPool, Slots, Steps, Wanted, common_prefix
+from tiedgpt.infer.slots import Read, SlotPool, Steps, common_prefix
 
 PREFILL_TOKENS = 256
 """Prompt tokens that are read in a step while nobody waits for a next token.
@@ -35,16 +36,31 @@ MIN_SHARED = 32
 """A request waits for another to read a prefix that they share if it is longer by this."""
 
 
-class Request:
-    """Steps that a scheduler runs in `n_slots` slots, and how they ended.
+class RequestStatus(Enum):
+    """Where a request is on its way."""
 
-    They fill at most `length` positions of each. `prompt` is what the first slot begins with and
-    may share with others; `sequence` is what it writes.
+    WAITING = auto()
+    """It has no slots yet."""
+    PREFILL = auto()
+    """Its prompt is being read."""
+    READY = auto()
+    """Only newest tokens are left to be read, and none of them has been."""
+    DECODE = auto()
+    """It reads the tokens that were chosen."""
+    ENDED = auto()
+    """It has a result or an error."""
+
+
+class Request:
+    """What a scheduler runs in `n_slots` slots, step by step, and how it ended.
+
+    Each slot is filled up to at most `length` positions. `prompt` is what the first slot begins
+    with and may share with others; `sequence` is the text that is written, if one is.
     """
 
     def __init__(
         self,
-        begin: Callable[[Slots], Steps[Any]],
+        begin: Callable[[SlotPool, list[int]], Steps[Any]],
         *,
         n_slots: int = 1,
         length: int = 0,
@@ -54,64 +70,65 @@ class Request:
     ) -> None:
         self.n_slots, self.length, self.prompt = n_slots, length, prompt
         self.sequence, self.deadline = sequence, deadline
-        self.has_ended = False
+        self.status = RequestStatus.WAITING
         self.result: Any = None
         self.error: Exception | None = None
         self.reads: list[Read] = []
-        """What it wants to be read."""
-        self.slots: list[int] = []
+        """What is to be read before it goes on."""
+        self.slot_ids: list[int] = []
         self.created = time.monotonic()
-        self.began = math.inf
-        """When its prompt was read and its first token chosen; -inf once it goes on from there."""
+        self.ready = math.inf
+        """When it became READY."""
         self._begin = begin
         self._steps: Steps[Any] | None = None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has a result or an error."""
+        return self.status is RequestStatus.ENDED
+
+    @property
     def is_decode(self) -> bool:
-        """Whether it only wants newest tokens to be read."""
+        """Whether only newest tokens are to be read."""
         return all(read.is_decode for read in self.reads)
 
-    def begin(self, slots: Slots) -> list[Choice]:
-        """Start in these slots; see `advance`."""
-        self.slots = slots.numbers
-        self._steps = self._begin(slots)
-        return self.advance(None)
+    @property
+    def is_read(self) -> bool:
+        """Whether all that was to be read has been."""
+        return bool(self.reads) and not any(read.n_left for read in self.reads)
 
-    def advance(self, answer: list[Any] | None) -> list[Choice]:
-        """Go on to what is wanted next: `reads` are kept here, choices are returned.
+    def begin(self, pool: SlotPool, slot_ids: list[int]) -> None:
+        """Start in these slots."""
+        self.status, self.slot_ids = RequestStatus.PREFILL, slot_ids
+        self._steps = self._begin(pool, slot_ids)
+        self.advance()
 
-        Whatever it raises is this request's error and nobody else's.
-        """
-        assert self._steps is not None
+    def advance(self) -> None:
+        """Go on to the next `reads`. Whatever is raised is this request's error alone."""
+        if self._steps is None or self.status is RequestStatus.ENDED:
+            return
         try:
-            wanted: Wanted = self._steps.send(answer)  # type: ignore[arg-type]
+            self.reads = next(self._steps)
         except StopIteration as end:
-            self.has_ended, self.result, self.reads = True, end.value, []
-            return []
-        except Exception as error:
+            self.status, self.result, self.reads = RequestStatus.ENDED, end.value, []
+        except BaseException as error:
             self.fail(error)
-            return []
-        except BaseException as error:  # such as SystemExit, which would end the thread for all
-            self.fail(RuntimeError(f"a request raised {error!r}"))
-            return []
-        if isinstance(wanted[0], Choice):
-            return wanted
-        self.reads = wanted
-        if self.began == math.inf and self.is_decode:
-            self.began = time.monotonic()
-        return []
+        if self.status is RequestStatus.PREFILL and self.is_decode:
+            self.status, self.ready = RequestStatus.READY, time.monotonic()
 
-    def fail(self, error: Exception) -> None:
-        """End with an error, unless it has ended."""
-        if not self.has_ended:
+    def fail(self, error: BaseException) -> None:
+        """End with an error, unless it has ended; SystemExit would end the thread for all."""
+        if self.status is not RequestStatus.ENDED:
+            if not isinstance(error, Exception):
+                error = RuntimeError(f"a request raised {error!r}")
             self.error = error
             self.end("error")
 
     def end(self, reason: FinishReason) -> None:
         """End now, with the text so far as the result."""
-        if self.has_ended:
+        if self.status is RequestStatus.ENDED:
             return
-        self.has_ended, self.reads = True, []
+        self.status, self.reads = RequestStatus.ENDED, []
         if self._steps is not None:
             self._steps.close()
         if self.sequence is not None:
@@ -120,7 +137,7 @@ class Request:
 
 
 Part = tuple[Request, Read, int]
-"""A request, what it wants to be read, and how many ids of that are read in this step."""
+"""A request, what it has to read, and how many ids of that are read in this step."""
 
 
 class Scheduler:
@@ -136,7 +153,7 @@ class Scheduler:
         self._pace = _Pace()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether any request is running or waits."""
         return bool(self.running or self.waiting)
 
@@ -152,23 +169,29 @@ class Scheduler:
         self._release_ended()
 
     def step(self) -> None:
-        """Advance every running request.
+        """Advance every running request: admit new ones, read, choose, and let all go on.
 
         An exception of the computation ends the requests that took part in it.
         """
         now = time.monotonic()
         for request in [r for r in (*self.waiting, *self.running) if r.deadline < now]:
             self.cancel(request, "timeout")
-        self._admit()
-        if parts := self._within_budget():
+        if self.waiting:
+            self._admit()
+        if parts := self._schedule():
             try:
                 self._read(parts)
             except Exception as error:
                 for request in {request: None for request, _, _ in parts}:
                     request.fail(error)
-                    for slot in request.slots:
-                        self.pool.truncate(slot, 0)
-            self._advance()
+                    for slot_id in request.slot_ids:
+                        self.pool.truncate(slot_id, 0)
+            ready = [request for request in self.running if request.is_read]
+            while ready:
+                self._choose(ready)
+                for request in ready:
+                    request.advance()
+                ready = [request for request in ready if request.is_read]  # drafts came true
         self._release_ended()
 
     def _admit(self) -> None:
@@ -177,34 +200,36 @@ class Scheduler:
         No request takes a slot that one before it waits for. A request whose prefix another is
         reading waits for that, with its slots left free for it, and those behind it may pass.
         """
-        free = len(self.pool.free)
+        n_free = len(self.pool.free)
         for request in list(self.waiting):
-            free -= request.n_slots
-            if free < 0:
+            n_free -= request.n_slots
+            if n_free < 0:
                 break
             if self._is_being_read(request.prompt):
                 continue
             self.waiting.remove(request)
             try:
-                slots, shared = self.pool.take(request.n_slots, request.prompt, request.length)
+                taken = self.pool.take(request.n_slots, request.prompt, request.length)
             except NoRoomError as error:
                 request.fail(error)
                 continue
+            slot_ids, n_shared = taken
             self.counts["prompt_tokens"] += len(request.prompt)
-            self.counts["reused_tokens"] += shared
+            self.counts["reused_tokens"] += n_shared
             self.running.append(request)
-            request.begin(slots)
+            request.begin(self.pool, slot_ids)
         self._release_ended()
 
     def _is_being_read(self, prompt: Sequence[int]) -> bool:
         """Whether a running request is reading more of this prompt than any slot holds yet."""
-        shared = 0
+        n_shared = 0
         for request in self.running:
             if request.prompt and not request.is_decode:
-                shared = max(shared, common_prefix(request.prompt, prompt[:-1]))
-        return shared >= MIN_SHARED and shared >= self.pool.longest_prefix(prompt)[1] + MIN_SHARED
+                n_shared = max(n_shared, common_prefix(request.prompt, prompt[:-1]))
+        n_held = self.pool.longest_prefix(prompt)[1]
+        return n_shared >= MIN_SHARED and n_shared >= n_held + MIN_SHARED
 
-    def _within_budget(self) -> list[Part]:
+    def _schedule(self) -> list[Part]:
         """Return what is read in this step: newest tokens first, then parts of prompts.
 
         Prompts that came together are all read before the first of their texts goes on. Texts that
@@ -216,11 +241,14 @@ class Scheduler:
                 if read.n_left:
                     (decoding if read.is_decode else prompts).append((request, read, read.n_left))
         newest = max((r.created for r, _, _ in prompts if r.sequence), default=math.inf)
-        if prompts and newest < min((r.began for r, _, _ in decoding), default=math.inf):
+        came_together = (
+            r.status is RequestStatus.READY and r.ready > newest for r, _, _ in decoding
+        )
+        if prompts and all(came_together):
             decoding = []
         room = self._pace.chunk if decoding else PREFILL_TOKENS
         for request, _, _ in decoding:
-            request.began = -math.inf
+            request.status = RequestStatus.DECODE
         for request, read, n_left in prompts:
             if n := min(room, n_left):
                 decoding.append((request, read, n))
@@ -230,13 +258,13 @@ class Scheduler:
     def _read(self, parts: list[Part]) -> None:
         """Read what is due of each in one call; learn what it costs."""
         began = time.perf_counter()
-        slots = [read.number for _, read, _ in parts]
+        slot_ids = [read.slot_id for _, read, _ in parts]
         ids = [read.ids[len(read.ids) - read.n_left :][:n] for _, read, n in parts]
-        every = {read.number for _, read, _ in parts if read.every}
-        answers = self.session.read(slots, ids, every=every)
-        for (_, read, n), new, logits in zip(parts, ids, answers, strict=True):
-            self.pool.held[read.number] += new
-            read.add(n, logits)
+        every = {read.slot_id for _, read, _ in parts if read.every}
+        logits = self.session.read(slot_ids, ids, every=every)
+        for (_, read, n), new, its in zip(parts, ids, logits, strict=True):
+            self.pool.held[read.slot_id] += new
+            read.add(n, its)
         for request, read, _ in parts:
             if read.logits is not None and any(other.n_left for other in request.reads):
                 read.logits = read.logits.copy()
@@ -245,7 +273,7 @@ class Scheduler:
     def _learn(self, parts: list[Part], seconds: float) -> None:
         """Note what a step took."""
         n_decode = sum(read.is_decode for _, read, _ in parts)
-        drafts = [read.drafted for _, read, _ in parts if read.drafted]
+        drafts = [read.n_drafted for _, read, _ in parts if read.n_drafted]
         if n_decode < len(parts):
             prompts = sum(n for _, read, n in parts if not read.is_decode)
             self._pace.note_mixed(seconds, prompts, n_decode)
@@ -255,30 +283,32 @@ class Scheduler:
             self.pool.price.note_plain(seconds, sequences=n_decode)
             self._pace.note_plain(seconds)
 
-    def _advance(self) -> None:
-        """Send logits to the requests that have read all, and tokens until all want to read."""
-        answers: list[tuple[Request, list[Any]]] = [
-            (request, [read.logits for read in request.reads])
-            for request in self.running
-            if request.reads and not any(read.n_left for read in request.reads)
-        ]
-        while answers:
-            asked = [(r, wanted) for r, answer in answers if (wanted := r.advance(answer))]
-            answers = []
-            if asked:
+    def _choose(self, requests: list[Request]) -> None:
+        """Choose the next token after each read that has a sequence to be continued."""
+        asked, choices = list[tuple[Request, Read]](), list[Choice]()
+        for request in requests:
+            for read in request.reads:
+                if read.sequence is None:
+                    continue
                 try:
-                    chosen = iter(self.session.choose([c for _, wanted in asked for c in wanted]))
-                except Exception as error:
-                    for request, _ in asked:
-                        request.fail(error)
-                    break
-                answers = [(r, [next(chosen) for _ in wanted]) for r, wanted in asked]
+                    choices.append(read.sequence.choice(read.next_logits))
+                    asked.append((request, read))
+                except BaseException as error:  # of a processor: this request's alone
+                    request.fail(error)
+        if not choices:
+            return
+        try:
+            for (_, read), chosen in zip(asked, self.session.choose(choices), strict=True):
+                read.chosen = chosen
+        except Exception as error:
+            for request, _ in asked:
+                request.fail(error)
 
     def _release_ended(self) -> None:
         """Free the slots of requests that have ended."""
         for request in [request for request in self.running if request.has_ended]:
             self.running.remove(request)
-            self.pool.release(request.slots)
+            self.pool.release(request.slot_ids)
             if request.sequence is not None:
                 self.counts["generated_tokens"] += len(request.result.ids)
                 self.counts["draft_tokens"] += request.sequence.n_drafted

@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiedgpt.infer.slots import Read, Slots, Steps
-
-SCORED_AT_ONCE = 64
-"""Tokens that are read at once if each is scored: their (n, V) logits are held."""
+from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,11 @@ class Scored:
 
 
 def score(
-    slots: Slots, ids: Sequence[int], n_context: int, n_tokens: int | None = None
+    pool: SlotPool,
+    slot_ids: Sequence[int],
+    ids: Sequence[int],
+    n_context: int,
+    n_tokens: int | None = None,
 ) -> Steps[Scored]:
     """Score the ids from `n_context` on, each by all before it that its window holds.
 
@@ -53,21 +54,23 @@ def score(
     one before: past the first, every token is predicted from at least half a window.
     """
     logprobs, ranks = list[float](), list[int]()
-    window, n_known = slots.capacity, n_context
+    session, (slot_id,) = pool.session, slot_ids
+    window, n_known = session.capacity, n_context
     start = 0 if n_known <= window else n_known - window // 2
     while True:
         end = min(start + window, len(ids) - 1)  # the last token is not read
-        at = start + slots.length(0)
+        at = start + session.lengths[slot_id]
         if at < n_known - 1:
-            yield from slots.read([Read(0, ids[at : n_known - 1])])
+            yield [Read(slot_id, ids[at : n_known - 1])]
         for first in range(n_known - 1, end, SCORED_AT_ONCE):
             targets = ids[first + 1 : min(first + SCORED_AT_ONCE, end) + 1]
-            read = Read(0, ids[first : first + len(targets)], every=True)
-            (logits,) = yield from slots.read([read])
-            its_logprobs, its_ranks = slots.score(logits, targets, n_tokens)
+            read = Read(slot_id, ids[first : first + len(targets)], every=True)
+            yield [read]
+            assert read.logits is not None
+            its_logprobs, its_ranks = session.score(read.logits, targets, n_tokens)
             logprobs += its_logprobs
             ranks += its_ranks
         if end == len(ids) - 1:
             return Scored(list(ids), n_context, logprobs, ranks)
         n_known, start = end + 1, end - window // 2
-        slots.truncate(0, 0)
+        pool.truncate(slot_id, 0)

@@ -1,4 +1,4 @@
-"""One prompt and its text: the tokens so far, what each spells, and when the text ends."""
+"""One prompt and its text: how it is read and chosen, what each token spells, when it ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import GenerationConfig, Processor
 from tiedgpt.infer.sampling import Choice, Chosen, adjusted, for_vocabulary
+from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
 from tiedgpt.infer.speculation import Drafter
 from tiedgpt.text import Tokenizer
 
@@ -153,8 +154,8 @@ class SequenceState:
             raise UserError(f"a processor must return logits {logits.shape}, got {processed.shape}")
         return processed
 
-    def append(self, chosen: Chosen | UserError, logits: Array, *, full: bool = False) -> None:
-        """Append the token that was chosen by its logits (V,); `full`: it is the context's last."""
+    def append(self, chosen: Chosen | UserError, logits: Array, *, is_full: bool = False) -> None:
+        """Append a token chosen by its logits (V,); `is_full`: it is the context's last."""
         if isinstance(chosen, UserError):
             raise chosen
         token, logprob = chosen
@@ -166,9 +167,9 @@ class SequenceState:
             self._decode()
         if token in self.ends or self._detokenizer.has_stopped:
             self.finish("stop")
-        elif self.n_left <= 0:
+        elif len(self.ids) - self.n_prompt >= self.config.max_new_tokens:
             self.finish("length")
-        elif full:
+        elif is_full:
             self.finish("context")
         elif self.emit is not None:
             self._emit()
@@ -215,3 +216,45 @@ class SequenceState:
             self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
             self.prompt_top_logprobs, error,
         )  # fmt: skip
+
+
+def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> Steps[Completion]:
+    """Read the prompt, then one chosen token after another, until the text ends.
+
+    Positions are learned: a window that slides is read anew from its first token on. A draft is
+    read with the newest token, and its tokens are appended while they are what is chosen.
+    """
+    config, session, (slot_id,) = sequence.config, pool.session, slot_ids
+    capacity = session.capacity
+    while sequence.finish_reason is None:
+        if len(sequence.ids) - sequence.start > capacity:
+            sequence.start = len(sequence.ids) - max(1, capacity // 2)
+            pool.truncate(slot_id, 0)
+        n_held = session.lengths[slot_id]
+        at = sequence.start + n_held
+        unread, draft = sequence.ids[at:], list[int]()
+        is_scored = config.prompt_logprobs is not False and not sequence.start
+        is_scored = is_scored and at < sequence.n_prompt
+        if is_scored:
+            unread = unread[:SCORED_AT_ONCE]
+        elif len(unread) == 1 and config.speculate:
+            draft = sequence.draft(pool.price.of, capacity - n_held - 1)
+        is_last = at + len(unread) == len(sequence.ids)
+        every, chooser = bool(draft) or is_scored, sequence if is_last else None
+        read = Read(slot_id, unread + draft, every, len(draft), chooser)
+        yield [read]
+        if is_scored and read.logits is not None:
+            sequence.add_prompt_logprobs(at, read.logits)
+        for drafted in [*draft, None] if is_last else ():
+            is_full = len(sequence.ids) - sequence.start == capacity
+            is_full = is_full and config.context_end == "stop"
+            assert read.chosen is not None
+            sequence.append(read.chosen, read.next_logits, is_full=is_full)
+            if sequence.finish_reason is not None or sequence.ids[-1] != drafted:
+                break
+            sequence.n_accepted += 1
+            read.n_accepted += 1
+            yield [read]  # the token after it is chosen
+        if draft and sequence.finish_reason is None:
+            pool.truncate(slot_id, len(sequence.ids) - 1 - sequence.start)
+    return sequence.completion()

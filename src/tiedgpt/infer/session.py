@@ -24,7 +24,7 @@ class Session(Protocol):
     """Sequences in slots, which go on from where they are."""
 
     config: GPTConfig
-    slots: int
+    n_slots: int
     """How many sequences there is room for."""
     capacity: int
     """Positions that a slot has room for."""
@@ -35,16 +35,16 @@ class Session(Protocol):
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
 
     def copy(self, source: int, target: int) -> None:
         """Let a slot hold what another holds."""
 
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
-        """Append ids[i] to slot slots[i]; return the logits (1, V) after the last id of each.
+        """Append ids[i] to slot slot_ids[i]; return the logits (1, V) after the last id of each.
 
         Any number of ids each, at least one; each slot at most once. Of the slots in `every`, the
         logits (n, V) after every id that was read. They hold until the next read.
@@ -73,29 +73,29 @@ class Runner(Protocol):
     def heed_caller(self) -> None:
         """Note what the thread that asks has set torch to; called in that thread."""
 
-    def session(self, *, slots: int, capacity: int) -> Session:
+    def session(self, *, n_slots: int, capacity: int) -> Session:
         """Return room for that many sequences of that many positions, all of them empty.
 
         On a CPU it takes memory as it is filled. Raises `NoRoomError` where it can never fit.
         """
 
 
-def check_read(session: Session, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+def check_read(session: Session, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
     """Raise `UserError` for a read that a session cannot do."""
-    if len(slots) != len(ids) or len(set(slots)) != len(slots):
-        raise UserError(f"{len(ids)} lists of ids for the slots {list(slots)}: one for each")
-    for slot, new in zip(slots, ids, strict=True):
-        check_length(session, slot, len(new), 1)
-        if session.lengths[slot] + len(new) > session.capacity:
+    if len(slot_ids) != len(ids) or len(set(slot_ids)) != len(slot_ids):
+        raise UserError(f"{len(ids)} lists of ids for the slots {list(slot_ids)}: one for each")
+    for slot_id, new in zip(slot_ids, ids, strict=True):
+        check_length(session, slot_id, len(new), 1)
+        if session.lengths[slot_id] + len(new) > session.capacity:
             raise UserError(
-                f"{len(new)} ids after {session.lengths[slot]} in slot {slot}: it has room for "
-                f"{session.capacity}"
+                f"{len(new)} ids after {session.lengths[slot_id]} in slot {slot_id}: it has room "
+                f"for {session.capacity}"
             )
 
 
-def check_length(session: Session, slot: int, length: int, low: int = 0) -> None:
+def check_length(session: Session, slot_id: int, length: int, low: int = 0) -> None:
     """Raise `UserError` where there is no such slot, or it cannot hold that many positions."""
-    if not 0 <= slot < session.slots:
-        raise UserError(f"there is no slot {slot}", hint=f"there are {session.slots}")
+    if not 0 <= slot_id < session.n_slots:
+        raise UserError(f"there is no slot {slot_id}", hint=f"there are {session.n_slots}")
     if not low <= length <= session.capacity:
         raise UserError(f"{length} positions: a slot holds {low} to {session.capacity}")

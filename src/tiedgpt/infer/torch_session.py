@@ -51,18 +51,18 @@ class TorchRunner:
         """The model's."""
         return self.model.config
 
-    def session(self, *, slots: int, capacity: int) -> TorchSession:
-        """Allocate a cache (L, slots, H, capacity, D/H) twice, or more; see `Runner`."""
+    def session(self, *, n_slots: int, capacity: int) -> TorchSession:
+        """Allocate a cache (L, n_slots, H, capacity, D/H) twice, or more; see `Runner`."""
         device = self.model.wte.weight.device
-        n_bytes = position_bytes(self.model) * slots * capacity
-        what = f"a cache of {slots} sequences of {capacity} tokens"
+        n_bytes = position_bytes(self.model) * n_slots * capacity
+        what = f"a cache of {n_slots} sequences of {capacity} tokens"
         if device.type != "cpu":
             require_memory(n_bytes, what, _free(device))
         try:
-            cache = _zeros(self.config, slots, capacity, self.model.wte.weight)
+            cache = _zeros(self.config, n_slots, capacity, self.model.wte.weight)
         except MemoryError:
             raise no_room(n_bytes, what) from None
-        return TorchSession(self, cache, slots, capacity)
+        return TorchSession(self, cache, n_slots, capacity)
 
 
 def position_bytes(model: GPT) -> int:
@@ -73,39 +73,40 @@ def position_bytes(model: GPT) -> int:
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
-    def __init__(self, runner: TorchRunner, cache: KVCache, slots: int, capacity: int) -> None:
+    def __init__(self, runner: TorchRunner, cache: KVCache, n_slots: int, capacity: int) -> None:
         self._runner = runner
         self.model, self.config = runner.model, runner.config
-        self.slots, self.capacity = slots, capacity
+        self.n_slots, self.capacity = n_slots, capacity
         self.position_bytes = position_bytes(self.model) if cache.keys.device.type == "cpu" else 0
         self._cache = cache
-        self._rows = list(range(slots))  # the row of each slot
+        self._cache_rows = list(range(n_slots))
+        """By slot, its row of the cache."""
 
     @property
     def lengths(self) -> list[int]:
         """Positions that are filled, by slot."""
-        return [self._cache.lengths[row] for row in self._rows]
+        return [self._cache.lengths[row] for row in self._cache_rows]
 
     def read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids to slots and return logits; see `Session.read`."""
-        check_read(self, slots, ids)
-        if not len(slots):
+        check_read(self, slot_ids, ids)
+        if not len(slot_ids):
             return []
         logits: dict[int, Logits] = {}
         if self.model is self._runner.model:
             self.model = _in_eval_mode(self.model)  # its owner may train it meanwhile
         with using(self._runner.threads_used), torch.inference_mode():
-            for group in self._groups(slots, ids):
-                its = [slots[i] for i in group], [ids[i] for i in group]
+            for group in self._groups(slot_ids, ids):
+                its = [slot_ids[i] for i in group], [ids[i] for i in group]
                 logits |= zip(group, self._read(*its, every), strict=True)
-        return [logits[i] for i in range(len(slots))]
+        return [logits[i] for i in range(len(slot_ids))]
 
-    def cut(self, slot: int, length: int) -> None:
-        """Forget all but the first positions of a slot; what it has not is not made."""
-        check_length(self, slot, length)
-        row = self._rows[slot]
+    def truncate(self, slot_id: int, length: int) -> None:
+        """Forget all but the first positions of a slot; a shorter one stays as it is."""
+        check_length(self, slot_id, length)
+        row = self._cache_rows[slot_id]
         filled = self._cache.lengths[row]
         if length < filled:
             self._cache.lengths[row] = length
@@ -118,7 +119,7 @@ class TorchSession:
         check_length(self, source, 0)
         check_length(self, target, 0)
         with torch.inference_mode():
-            self._cache.copy_row(self._rows[source], self._rows[target])
+            self._cache.copy_row(self._cache_rows[source], self._cache_rows[target])
 
     def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
         """Choose a token for each; see `Session.choose`."""
@@ -130,7 +131,7 @@ class TorchSession:
         """Return logprobs and ranks; see `Session.score`."""
         return filters.score(logits, targets, n_tokens)
 
-    def _groups(self, slots: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _groups(self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide what is to be read into what is read at once, padded or of one length."""
         counts = [len(new) for new in ids]
         groups = []
@@ -139,7 +140,7 @@ class TorchSession:
         for together in filter(None, (few, many)):
             longest = max(counts[i] for i in together)
             little = longest * len(together) <= MAX_PADDED * sum(counts[i] for i in together)
-            room = max(self.lengths[slots[i]] for i in together) + longest <= self.capacity
+            room = max(self.lengths[slot_ids[i]] for i in together) + longest <= self.capacity
             if room and (together is few or little):
                 groups.append(together)
             else:
@@ -148,11 +149,11 @@ class TorchSession:
         return groups
 
     def _read(
-        self, slots: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
     ) -> list[Logits]:
-        """Read rows at once: (B, T) ids -> (B, T, D) states -> logits where they are wanted."""
-        first = self._make_neighbours([self._rows[slot] for slot in slots])
-        order = sorted(range(len(slots)), key=lambda i: self._rows[slots[i]])
+        """Read rows at once: (B, T) ids -> (B, T, D) states -> the logits that are asked for."""
+        first = self._make_neighbours([self._cache_rows[slot_id] for slot_id in slot_ids])
+        order = sorted(range(len(slot_ids)), key=lambda i: self._cache_rows[slot_ids[i]])
         counts = [len(ids[i]) for i in order]
         longest = max(counts)
         part = self._cache.rows(first, first + len(order))
@@ -161,10 +162,10 @@ class TorchSession:
         h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
         ends = [before[row] + count for row, count in enumerate(counts)]
         self._cache.lengths[first : first + len(order)] = ends
-        rows = [len(ids[i]) if slots[i] in every else 1 for i in order]
+        rows = [len(ids[i]) if slot_ids[i] in every else 1 for i in order]
         shapes = enumerate(zip(counts, rows, strict=True))
-        wanted = torch.cat([h[row, count - n : count] for row, (count, n) in shapes])
-        logits = self.model.logits(wanted).float().cpu().split(rows)
+        states = torch.cat([h[row, count - n : count] for row, (count, n) in shapes])
+        logits = self.model.logits(states).float().cpu().split(rows)
         read = {i: its.numpy() for i, its in zip(order, logits, strict=True)}
         return [read[i] for i in range(len(order))]
 
@@ -175,12 +176,12 @@ class TorchSession:
         """
         if max(rows) - min(rows) + 1 == len(rows):
             return min(rows)
-        wanted = set(rows)
-        gaps = [row for row in range(len(rows)) if row not in wanted]
+        asked = set(rows)
+        gaps = [row for row in range(len(rows)) if row not in asked]
         for gap, row in zip(gaps, sorted(row for row in rows if row >= len(rows)), strict=True):
             _exchange(self._cache, gap, row)
-            a, b = self._rows.index(gap), self._rows.index(row)
-            self._rows[a], self._rows[b] = row, gap
+            a, b = self._cache_rows.index(gap), self._cache_rows.index(row)
+            self._cache_rows[a], self._cache_rows[b] = row, gap
         return 0
 
 
@@ -213,16 +214,16 @@ def _in_eval_mode(model: GPT) -> GPT:
     return copy.deepcopy(model, shared).eval()
 
 
-def _zeros(config: GPTConfig, slots: int, capacity: int, weight: torch.Tensor) -> KVCache:
+def _zeros(config: GPTConfig, n_slots: int, capacity: int, weight: torch.Tensor) -> KVCache:
     """Allocate a cache; on a CPU memory is taken when it is filled."""
     if weight.device.type != "cpu":
         return KVCache.allocate(
-            config, batch_size=slots, capacity=capacity, dtype=weight.dtype, device=weight.device
+            config, batch_size=n_slots, capacity=capacity, dtype=weight.dtype, device=weight.device
         )
-    shape = (config.n_layer, slots, config.n_head, capacity, config.head_dim)
+    shape = (config.n_layer, n_slots, config.n_head, capacity, config.head_dim)
     n_bytes = math.prod(shape) * weight.itemsize
     keys, values = (
         torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(weight.dtype).view(shape)
         for _ in range(2)
     )
-    return KVCache(keys, values, [0] * slots)
+    return KVCache(keys, values, [0] * n_slots)

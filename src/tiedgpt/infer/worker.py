@@ -16,7 +16,7 @@ from textwrap import shorten
 from typing import Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.scheduler import Request, Scheduler
+from tiedgpt.infer.scheduler import Request, RequestStatus, Scheduler
 from tiedgpt.infer.sequence import Completion, Token
 from tiedgpt.infer.session import Runner
 
@@ -97,9 +97,9 @@ class Worker:
     so that an engine that nobody holds is closed.
     """
 
-    def __init__(self, runner: Runner, slots: int, queue_size: int, is_fixed: bool) -> None:
-        self._runner, self._slots, self._is_fixed = runner, slots, is_fixed
-        self._most = slots + queue_size
+    def __init__(self, runner: Runner, n_slots: int, queue_size: int, is_fixed: bool) -> None:
+        self._runner, self._n_slots, self._is_fixed = runner, n_slots, is_fixed
+        self._most = n_slots + queue_size
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._process: int | None = None
@@ -162,7 +162,7 @@ class Worker:
         """Return counts; see `Engine.stats`."""
         counts, requests = self._counts, list(getattr(self, "_active", ()))
         names = ("prompt_tokens", "reused_tokens", "generated_tokens", "draft_tokens")
-        running = sum(bool(request.slots) for request in requests)
+        running = sum(request.status is not RequestStatus.WAITING for request in requests)
         return {
             "requests": counts["requests"],
             "running": running,
@@ -181,20 +181,13 @@ class Worker:
         self._process = os.getpid()  # once it runs: the system may have no thread to give
 
     def _run(self) -> None:
-        """Run commands and steps until the worker is closed; sleep while nothing is active."""
-        while True:
-            with suppress(Empty):
-                while (command := self._commands.get(block=not self._active)) is not None:
-                    command()
-                for request in list(self._active):
-                    self._end(request)
-                self._scheduler = None
-                return
-            if self._scheduler is not None and self._scheduler.busy:
+        """Take commands and steps in turn until the worker is closed."""
+        while self._take_commands():
+            if self._scheduler is not None:
                 began = time.perf_counter_ns()
                 try:
                     self._scheduler.step()
-                except Exception as error:  # nobody's in particular
+                except Exception as error:  # of no one request: the scheduler itself failed
                     self._scheduler = None
                     for request in self._active:
                         request.fail(error)
@@ -203,6 +196,17 @@ class Worker:
                 self._deliver(request)
             if not self._active and not self._is_fixed:
                 self._scheduler = None
+        for request in list(self._active):
+            self._end(request)
+        self._scheduler = None
+
+    def _take_commands(self) -> bool:
+        """Run the commands that wait, sleeping while nothing is active; False: it was closed."""
+        with suppress(Empty):
+            while (command := self._commands.get(block=not self._active)) is not None:
+                command()
+            return False
+        return True
 
     def _add(
         self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]
@@ -211,7 +215,7 @@ class Worker:
         try:
             if self._scheduler is None:
                 capacity = self._runner.config.n_positions
-                session = self._runner.session(slots=self._slots, capacity=capacity)
+                session = self._runner.session(n_slots=self._n_slots, capacity=capacity)
                 self._scheduler = Scheduler(session, self._counts)
         except Exception as error:
             request.fail(error)

@@ -69,8 +69,8 @@ def create_app(
     limits, hosts = limits or Limits(), hosts or Hosts.of("127.0.0.1")
     name = name.encode(errors="replace").decode()  # a directory's may be no UTF-8
     service = Service(
-        engine, name, Metrics(engine), min(128, engine.slots + limits.queue), _fingerprint(engine),
-        template,
+        engine, name, Metrics(engine), min(128, engine.n_slots + limits.queue),
+        _fingerprint(engine), template,
     )  # fmt: skip
     app = FastAPI(
         title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None,

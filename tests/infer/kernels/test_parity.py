@@ -22,7 +22,7 @@ def test_every_architecture_in_every_form(name, form):
     expected = stood_for(model, packed)
     with torch.no_grad():
         logits = expected(ids).numpy()
-    session = PackedRunner(packed, threads=2).session(slots=3, capacity=24)
+    session = PackedRunner(packed, threads=2).session(n_slots=3, capacity=24)
     read = session.read([0, 1, 2], ids.tolist(), every=[0, 1, 2])
     got = np.stack(read)
     assert np.linalg.norm(got - logits) < APART[form] * np.linalg.norm(logits)
@@ -35,5 +35,5 @@ def test_a_form_is_compiled_once_for_all_models():
     for form in PRECISIONS:
         for name in ("GPT-2", "untied", "GPT-1"):
             packed = pack_gpt(made(**ARCHITECTURES[name]), form)
-            PackedRunner(packed).session(slots=1, capacity=8).read([0], [[1]])
+            PackedRunner(packed).session(n_slots=1, capacity=8).read([0], [[1]])
     assert len(forward.functions) == len(PRECISIONS)

@@ -22,7 +22,7 @@ def runner(form, *, threads=2, **changes):
 
 
 def whole(runner, texts):
-    session = runner.session(slots=len(texts), capacity=24)
+    session = runner.session(n_slots=len(texts), capacity=24)
     return [
         logits.copy() for logits in session.read(range(len(texts)), texts, every=range(len(texts)))
     ]
@@ -39,10 +39,10 @@ def test_texts_read_together_alone_and_token_by_token_score_the_same_bits(form):
     kernels = runner(form)
     together = whole(kernels, TEXTS)
     assert_same([whole(kernels, [text])[0] for text in TEXTS], together)
-    session = kernels.session(slots=1, capacity=24)
+    session = kernels.session(n_slots=1, capacity=24)
     steps = [session.read([0], [[token]])[0].copy() for token in TEXTS[0]]
     assert_same([np.concatenate(steps)], together[:1])
-    session = kernels.session(slots=4, capacity=24)
+    session = kernels.session(n_slots=4, capacity=24)
     some = session.read(range(4), TEXTS, every=[2])
     assert_same(some, [scores if n == 2 else scores[-1:] for n, scores in enumerate(together)])
 
@@ -57,14 +57,17 @@ def test_any_number_of_threads_gives_the_same_bits(form):
 @pytest.mark.parametrize("form", ["fp32", "int8"])
 def test_any_reads_cuts_and_copies_score_as_a_fresh_text_does(form):
     kernels = runner(form)
-    session, fresh = kernels.session(slots=3, capacity=24), kernels.session(slots=1, capacity=24)
+    session, fresh = (
+        kernels.session(n_slots=3, capacity=24),
+        kernels.session(n_slots=1, capacity=24),
+    )
     held = [[] for _ in range(3)]
     for _ in range(80):
         what = dice.random()
         if what < 0.25:
             slot = dice.randrange(3)
             del held[slot][dice.randint(0, len(held[slot])) :]
-            session.cut(slot, len(held[slot]))
+            session.truncate(slot, len(held[slot]))
         elif what < 0.35:
             source, target = dice.randrange(3), dice.randrange(3)
             session.copy(source, target)
@@ -77,7 +80,7 @@ def test_any_reads_cuts_and_copies_score_as_a_fresh_text_does(form):
             ]
             for slot, new, got in zip(slots, ids, session.read(slots, ids), strict=True):
                 held[slot] += new
-                fresh.cut(0, 0)
+                fresh.truncate(0, 0)
                 np.testing.assert_array_equal(got, fresh.read([0], [held[slot]])[0])
         assert session.lengths == [len(ids) for ids in held]
 
@@ -94,7 +97,7 @@ def test_any_reads_cuts_and_copies_score_as_a_fresh_text_does(form):
     ],
 )
 def test_impossible_reads_are_refused_and_change_nothing(slots, ids, says):
-    session = runner("fp32").session(slots=2, capacity=8)
+    session = runner("fp32").session(n_slots=2, capacity=8)
     session.read([1], [[1] * 5])
     with pytest.raises(UserError, match=says):
         session.read(slots, ids)
@@ -103,22 +106,22 @@ def test_impossible_reads_are_refused_and_change_nothing(slots, ids, says):
 
 
 def test_what_a_slot_has_not_is_not_made_by_a_cut():
-    session = runner("fp32").session(slots=1, capacity=8)
+    session = runner("fp32").session(n_slots=1, capacity=8)
     session.read([0], [[1, 2]])
-    session.cut(0, 5)
+    session.truncate(0, 5)
     assert session.lengths == [2]
     with pytest.raises(UserError, match="no slot 1"):
         session.copy(0, 1)
     with pytest.raises(UserError, match="9 positions"):
-        session.cut(0, 9)
+        session.truncate(0, 9)
 
 
 def test_room_that_is_impossible_is_refused_before_it_is_taken():
     kernels = runner("int8")
     for slots, capacity in ((0, 4), (1, 0), (1, 25)):
         with pytest.raises(UserError, match="1 to 24"):
-            kernels.session(slots=slots, capacity=capacity)
+            kernels.session(n_slots=slots, capacity=capacity)
     with pytest.raises(NoRoomError, match="GB are free"):
-        kernels.session(slots=1 << 30, capacity=24)
+        kernels.session(n_slots=1 << 30, capacity=24)
     with pytest.raises(UserError, match="threads"):
         runner("fp32", threads=0)

@@ -293,7 +293,7 @@ def test_sampling_that_was_cut_short_leaves_the_pool_usable(monkeypatch):
     ids=str,
 )
 def test_a_session_chooses_as_the_reference_does(options):
-    session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(slots=3, capacity=24)
+    session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(n_slots=3, capacity=24)
     config = GenerationConfig(**options)
     seen = [[1, 2, 3], [4], [5, 6]]
     rows = [logits[-1] for logits in session.read(range(3), seen)]

@@ -24,11 +24,11 @@ def runner():
 
 @pytest.fixture(scope="module")
 def expected(runner):
-    return runner.session(slots=1, capacity=24).read([0], [IDS], every=[0])[0]
+    return runner.session(n_slots=1, capacity=24).read([0], [IDS], every=[0])[0]
 
 
 def steps(runner):
-    session = runner.session(slots=1, capacity=24)
+    session = runner.session(n_slots=1, capacity=24)
     return np.concatenate([session.read([0], [[token]])[0].copy() for token in IDS])
 
 
@@ -40,7 +40,7 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
         done.append((step, me))
 
     compiled = Step.__call__
-    session = runner.session(slots=1, capacity=24)
+    session = runner.session(n_slots=1, capacity=24)
     session.read([0], [IDS[:1]])
     monkeypatch.setattr(Step, "__call__", noted)
     for at, token in enumerate(IDS[1:], 1):
@@ -53,7 +53,7 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
 def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
     runner, expected, monkeypatch, when
 ):
-    session, compiled = runner.session(slots=1, capacity=24), Step.__call__
+    session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
@@ -76,7 +76,7 @@ def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
 def test_a_step_that_was_cut_short_does_not_write_to_what_is_copied_later(
     runner, expected, monkeypatch
 ):
-    session = runner.session(slots=2, capacity=24)
+    session = runner.session(n_slots=2, capacity=24)
     session.read([0], [IDS[:10]])
     session.read([1], [[90]])
 
@@ -113,7 +113,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
             served.set()
         return compiled(step, me)
 
-    session = runner.session(slots=1, capacity=24)
+    session = runner.session(n_slots=1, capacity=24)
     monkeypatch.setattr(Step, "__call__", failing)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
@@ -123,7 +123,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, monkeypatch, error):
-    session, compiled = runner.session(slots=1, capacity=24), Step.__call__
+    session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
 
@@ -149,7 +149,7 @@ def test_kernels_are_compiled_by_the_caller_before_helpers_get_work(runner, monk
         return original(file)
 
     original = compile_cache._load
-    session = runner.session(slots=1, capacity=24)
+    session = runner.session(n_slots=1, capacity=24)
     monkeypatch.setattr(compile_cache, "_load", load)
     monkeypatch.setattr(packed_session.forward, "functions", {})
     session.read([0], [IDS])
@@ -167,7 +167,7 @@ def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expect
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected, monkeypatch):
-    session = runner.session(slots=1, capacity=24)
+    session = runner.session(n_slots=1, capacity=24)
     session.read([0], [IDS[:4]])
     child = os.fork()
     if not child:
@@ -199,7 +199,7 @@ def test_sessions_of_one_runner_run_in_threads_of_their_own(runner, expected):
 def test_helpers_that_never_come_are_not_waited_for(expected, monkeypatch):
     monkeypatch.setattr(thread_pool, "_help", lambda queue: None)
     alone = PackedRunner(pack_gpt(made(), "fp32"), threads=3)
-    session = alone.session(slots=1, capacity=24)
+    session = alone.session(n_slots=1, capacity=24)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
@@ -208,7 +208,7 @@ def test_helpers_that_never_come_are_not_waited_for(expected, monkeypatch):
 
 def test_helpers_end_with_their_session(runner):
     before = set(threading.enumerate())
-    session = runner.session(slots=1, capacity=8)
+    session = runner.session(n_slots=1, capacity=8)
     session.read([0], [[1]])
     helpers = set(threading.enumerate()) - before
     assert len(helpers) == 2
