@@ -35,6 +35,7 @@ MODULES = {
     "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
     "FeatureExtractor pad",
     "tiedgpt.evaluate.texts": "score_text TextScore",
+    "tiedgpt.weights.registry": "register Format TokenizerFile Writer",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
 }
 """What python.md lists: names of each module that users import from."""

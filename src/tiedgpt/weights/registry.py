@@ -42,6 +42,7 @@ class TokenizerFile:
     """Where a format keeps a tokenizer: in the file of the weights, or in a file beside it."""
 
     read: Callable[[Path], Tokenizer]
+    """Return the tokenizer in such a file."""
     detect: Callable[[Path, bytes], bool]
     """Whether a file of these first bytes holds one."""
     pattern: str
@@ -61,6 +62,7 @@ class Writer:
     program: str = ""
     """Who computes such a file, for messages: "llama.cpp's gpt2"."""
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    """In which its tensors can be written."""
     default: str = ""
     """The precision where none is asked for; "": the model's own, where it is one of these."""
     suffix: str = ""
@@ -68,7 +70,9 @@ class Writer:
     bundled: str = ""
     """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
     holds_tokenizer: bool = False
+    """Whether what is written has a place for the tokenizer."""
     options: tuple[str, ...] = ()
+    """Further keywords of `write`, which `convert` offers."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of a config for which the program knows one value."""
     activation: str = ""
@@ -95,7 +99,10 @@ def no_claim(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One checkpoint format: how to recognize, open, understand and write it."""
+    """One checkpoint format: how to recognize, open, understand and write it.
+
+    `tests/weights/test_registry.py` has a whole one in some thirty lines.
+    """
 
     name: str
     """As `convert --to` has it."""
@@ -116,6 +123,7 @@ class Format:
     claim: Callable[[Checkpoint], Claim | None] = no_claim
     """What two matrices mean where neither the file nor a config.json beside it says so."""
     suffixes: tuple[str, ...] = ()
+    """How names of its files end."""
     is_model_file: Callable[[Path, bytes], bool] = is_weights
     """Whether a file with one of the suffixes is one of weights; False for a project's others."""
     file_names: tuple[str, ...] = ()
@@ -131,7 +139,9 @@ class Format:
     is_copied_by_fix: bool = False
     """Whether a copy in safetensors keeps names and layout; else `tie fix` writes it as our GPT."""
     tokenizer: TokenizerFile | None = None
+    """Where its tokenizer is, if it is not one of transformers' or OpenAI's files."""
     writer: Writer | None = None
+    """None where it is only read."""
     packages: tuple[str, ...] = ()
     """What reading or writing some of its files needs besides the base installation."""
     extra: str = "formats"

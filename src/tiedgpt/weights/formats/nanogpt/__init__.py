@@ -35,7 +35,7 @@ MODEL_ARGS = {
     "bias": "bias", "vocab_size": "vocab_size", "dropout": "resid_pdrop",
 }  # fmt: skip
 """nanoGPT's names -> ours. A fork's further ones are refused where they switch something on."""
-KEPT_BESIDE = (
+CONFIG_FIELDS = (
     "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id"
 )  # fmt: skip
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
@@ -64,7 +64,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             fields[MODEL_ARGS[name]] = value
     if "resid_pdrop" in fields:
         fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), fields["resid_pdrop"])
-    fields |= {name: beside[name] for name in KEPT_BESIDE if name in beside}
+    fields |= {name: beside[name] for name in CONFIG_FIELDS if name in beside}
     assumed, guess = _gelu(args, masked)
     trained = fields.get("activation_function", "gelu")
     notes = (f"it was trained with {trained}; nanoGPT since June 2023 computes gelu on it",)
@@ -138,7 +138,7 @@ def write(
         "model_args": {theirs: getattr(config, ours) for theirs, ours in MODEL_ARGS.items()},
         "iter_num": 0,
         "best_val_loss": NO_LOSS,
-        "config": {name: getattr(config, name) for name in KEPT_BESIDE},
+        "config": {name: getattr(config, name) for name in CONFIG_FIELDS},
     }
     with replacing(path) as temporary:
         torch.save(checkpoint, temporary)

@@ -26,7 +26,7 @@ TOKENS, POSITIONS = "model/wte", "model/wpe"
 ONE_MATRIX = "model/we"
 """GPT-1's tokens and positions in one matrix (`openai_gpt1.py`)."""
 VARIABLE = r"model/(?:wte|wpe|we|ln_f/[gb]|h\d+/(?:ln_[12]/[gb]|(?:attn|mlp)/c_[a-z]+/[wb]))"
-LEFT_OUT = re.compile(rf"model/clf/[wb]|(?:.*/)?({VARIABLE})/\w+")
+NOT_OF_THE_MODEL = re.compile(rf"model/clf/[wb]|(?:.*/)?({VARIABLE})/\w+")
 """GPT-1's classifier; and a variable's name, followed by that of an optimizer's state for it."""
 FUNCTIONS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 """What both of OpenAI's programs compute; no file says it."""
@@ -76,7 +76,7 @@ def drop_training_state(
     """Return the language model's variables, and a note on the tensors that were left out."""
     kept, left_out = {}, []
     for name, tensor in tensors.items():
-        match = LEFT_OUT.fullmatch(name)
+        match = NOT_OF_THE_MODEL.fullmatch(name)
         if tensor.shape == () or (match and (match[1] is None or match[1] in tensors)):
             left_out.append(printable(name)[:80])
         else:

@@ -57,6 +57,13 @@ class ModelType:
     """Ours -> theirs, where they differ."""
     prefix: str = "transformer."
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Our fields that its config.json can hold."""
+        if self.norm is None:
+            return FIELDS
+        return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
+
 
 GPT2 = ModelType(
     "gpt2", "GPT2LMHeadModel", {name: name for name in ("gelu_new", "gelu", "relu", "silu")}, "pre"
@@ -198,7 +205,7 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for alias, key in ALIASES.items():
         if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
             raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
-    names = {model_type.config_names.get(ours, ours): ours for ours in _fields_of(model_type)}
+    names = {model_type.config_names.get(ours, ours): ours for ours in model_type.fields}
     fields = {ours: config.pop(theirs) for theirs, ours in names.items() if theirs in config}
     if "activation_function" in fields:
         known = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
@@ -211,13 +218,6 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     if model_type.norm is not None:
         fields["norm"] = model_type.norm
     return fields, config
-
-
-def _fields_of(model_type: ModelType) -> tuple[str, ...]:
-    """Return the fields that its config.json can hold."""
-    if model_type in (TIEDGPT, PACKED):
-        return FIELDS
-    return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
 
 
 def drop_foreign_ids(fields: dict[str, Any]) -> str:
@@ -242,7 +242,7 @@ def config_json(
     A model that no class of transformers computes is described under our own `model_type`.
     """
     model_type = model_type or model_type_of(config)
-    fields = {name: getattr(config, name) for name in _fields_of(model_type)}
+    fields = {name: getattr(config, name) for name in model_type.fields}
     if config.bias:
         del fields["bias"]  # transformers' classes ignore it
     fields["activation_function"] = model_type.activations[config.activation_function]
