@@ -756,3 +756,21 @@ def test_a_resize_of_one_side_is_broken_and_the_command_that_is_named_mends_it(
     mended = fix(path, tmp_path / "new", keep="input" if needs_a_choice else None)
     assert mended.after.verdict == "tied"
     assert GPT.from_pretrained(tmp_path / "new").wte.weight.shape == (rows[0], D)
+
+
+@pytest.mark.parametrize("head", ["vocab_projector", "generator_lm_head", "lm_head", "embed_out"])
+def test_heads_of_other_architectures_are_known_by_name(tmp_path, head):
+    state = {"m.word_embeddings.weight": torch.randn(V, D), f"{head}.weight": torch.randn(V, D)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "other", "tie_word_embeddings": false}')
+    assert judged(tmp_path, "untied as claimed").matrices[1].names == (f"{head}.weight",)
+
+
+def test_an_embedding_of_an_unknown_name_is_asked_about_and_not_called_missing(tmp_path):
+    state = {"transformer.w.weight": torch.randn(V, D), HEAD: torch.randn(V, D)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "ctrl", "tie_word_embeddings": false}')
+    with pytest.raises(UserError, match=r"transformer\.w\.weight.*--input"):
+        audit(tmp_path)
+    found = judged(tmp_path, "untied as claimed", input_name="transformer.w")
+    assert [matrix.names for matrix in found.matrices] == [("transformer.w.weight",), (HEAD,)]

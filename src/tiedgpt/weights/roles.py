@@ -27,7 +27,8 @@ READS = frozenset(
 """Names that only an input embedding has."""
 MAY_READ = frozenset("embed embedding embeddings emb encoder tokens".split())
 PREDICTS = frozenset(
-    "lm_head embed_out unembed output_layer out_head output_projection logits_head lm_out".split()
+    "lm_head embed_out unembed output_layer out_head output_projection logits_head lm_out "
+    "generator_lm_head vocab_projector".split()
 )
 """Names that only an output head has."""
 MAY_PREDICT = frozenset("head output decoder out predictions logits wcls".split())
@@ -121,6 +122,8 @@ def find_roles(
     if reads is None and head is None:
         why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
         raise _ask(checkpoint, "input", f"{why}; its largest", matrices)
+    if reads is None and head is not None:
+        _require_no_other_embedding(checkpoint, matrices, head)
     roles = roles_of(checkpoint, reads, None if head is reads else head)
     if roles.input is None:
         return roles
@@ -266,6 +269,20 @@ def _find_output(
     if not checkpoint.usage.derived:
         _require_no_doubt(search)
     return None
+
+
+def _require_no_other_embedding(
+    checkpoint: Checkpoint, matrices: list[StoredTensor], head: StoredTensor
+) -> None:
+    """Raise `UserError` where a matrix beside a head may read, under a name that no rule knows."""
+    doubtful = [
+        t for t in matrices
+        if sorted(t.shape) == sorted(head.shape) and not t.is_view_of(head)
+        and not (_is_numbered(t) or POSITIONS.search(t.name))
+    ]  # fmt: skip
+    if doubtful:
+        why = f"has a matrix with the shape of {head.name}, and its name does not tell what it does"
+        raise _ask(checkpoint, "input", why, doubtful)
 
 
 def _require_no_doubt(search: _Search) -> None:
