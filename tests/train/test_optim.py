@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tiedgpt import GPT
 from tiedgpt.train.optim import optimizers, parameter_groups
@@ -24,9 +25,27 @@ def test_the_shared_matrix_is_a_group_of_its_own_with_its_policy_in_words(tiny):
     assert str(first) == "W, which reads and predicts: 3,104 parameters, AdamW, no decay"
     assert {g.name: (g.rule, g.weight_decay) for g in others} == {
         "positions": ("adamw", 0.0),
+        "queries, keys and values": ("muon", 0.1),
         "matrices of the blocks": ("muon", 0.1),
         "norms and biases": ("adamw", 0.0),
     }
+
+
+def test_c_attn_is_three_matrices_to_muon_and_one_parameter_to_adamw(tiny):
+    groups = parameter_groups(tiny, matrices="muon", weight_decay=0.1)
+    parts = {name: group.n_matrices for group in groups for name in group.parameters}
+    assert {name for name, n in parts.items() if n == 3} == {
+        f"h.{layer}.attn.c_attn.weight" for layer in range(3)
+    }
+    _, muon = optimizers(groups, lr=1e-2)
+    before = tiny.h[0].attn.c_attn.weight.detach().clone()
+    c_attn = tiny.h[0].attn.c_attn.weight
+    c_attn.grad = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    muon.step()
+    for moved in ((c_attn.detach() - before * (1 - 1e-3)) / (0.2 * 1e-2 * 32**0.5)).chunk(3):
+        assert 0.6 < torch.linalg.svdvals(moved).mean() < 1.2  # each is near orthogonal
+    names = [group.name for group in parameter_groups(tiny, matrices="adamw", weight_decay=0.1)]
+    assert "queries, keys and values" not in names
 
 
 def test_frozen_parameters_are_left_out(tiny):

@@ -15,6 +15,7 @@ from torch import nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.tie.surgery import tie, untie
+from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.schedule import Plan, Rule
 
@@ -35,6 +36,8 @@ class Group:
     parameters: dict[str, nn.Parameter]
     rule: Rule
     weight_decay: float
+    n_matrices: int = 1
+    """Matrices in each parameter, below each other, of which Muon makes each orthogonal."""
 
     def __str__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters.values())
@@ -43,7 +46,7 @@ class Group:
 
 
 def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> list[Group]:
-    """Sort the trainable parameters into groups: W, a head, positions, products, the rest.
+    """Sort the trainable parameters into groups: W, a head, positions, matrices, the rest.
 
     `matrices` is the rule for the blocks' matrices. W goes by AdamW: its gradient is dense from
     predicting and a few rows from reading, not the product that Muon is made for. And it is not
@@ -55,6 +58,7 @@ def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> li
     head = Group("head", {}, "adamw", weight_decay)
     positions = Group("positions", {}, "adamw", 0.0)
     products = Group("matrices of the blocks", {}, matrices, weight_decay)
+    attention = Group("queries, keys and values", {}, matrices, weight_decay, n_matrices=3)
     rest = Group("norms and biases", {}, "adamw", 0.0)
     in_w = {id(parameter) for parameter in gpt.wte.parameters()}  # an adapter's, too
     in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
@@ -66,25 +70,30 @@ def parameter_groups(model: Model, *, matrices: Rule, weight_decay: float) -> li
         elif parameter is gpt.wpe.weight:
             group = positions
         elif id(parameter) in in_body:
-            group = products if parameter.ndim == 2 else rest
+            is_attention = name.endswith(".attn.c_attn.weight")
+            matrix = attention if is_attention and matrices == "muon" else products
+            group = matrix if parameter.ndim == 2 else rest
         else:
             group = head
         group.parameters[name] = parameter
-    every = (shared, head, positions, products, rest)
+    every = (shared, head, positions, attention, products, rest)
     return [group for group in every if group.parameters]
 
 
 def optimizers(groups: list[Group], *, lr: float) -> Optimizers:
     """Return one optimizer for each rule in use, over the groups that go by it.
 
-    AdamW is fused into one pass a step. Muon (Jordan et al. 2024) makes a matrix's update
-    orthogonal; its rate is scaled to match AdamW's update in size (Liu et al. 2025,
-    arXiv 2502.16982), so that one rate serves both.
+    AdamW is fused into one pass a step. Muon's update has the size of AdamW's, so that one rate
+    serves both.
     """
 
     def of(rule: Rule) -> list[dict[str, Any]]:
         return [
-            {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
+            {
+                "params": list(group.parameters.values()),
+                "weight_decay": group.weight_decay,
+                **({"n_matrices": group.n_matrices} if rule == "muon" else {}),
+            }
             for group in groups
             if group.rule == rule
         ]
@@ -93,8 +102,7 @@ def optimizers(groups: list[Group], *, lr: float) -> Optimizers:
     if adamw := of("adamw"):
         made.append(torch.optim.AdamW(adamw, lr=lr, betas=BETAS, fused=True))
     if muon := of("muon"):
-        how = "match_rms_adamw"
-        made.append(torch.optim.Muon(muon, lr=lr, momentum=MOMENTUM, adjust_lr_fn=how))
+        made.append(Muon(muon, lr=lr, momentum=MOMENTUM))
     return made
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
+from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.task import Task
@@ -246,9 +247,8 @@ class Shards(World):
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Have Muon, whose update is of a matrix as a whole, gather each."""
-        muon = torch.optim.Muon
         return [
-            WholeMuon(rule.param_groups, **rule.defaults) if isinstance(rule, muon) else rule
+            WholeMuon(rule.param_groups, **rule.defaults) if isinstance(rule, Muon) else rule
             for rule in rules
         ]
 
@@ -275,7 +275,7 @@ class Shards(World):
         return {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
 
-class WholeMuon(torch.optim.Muon):
+class WholeMuon(Muon):
     """Muon for parameters of which each process holds a part; the update is that of one process.
 
     Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
@@ -288,7 +288,7 @@ class WholeMuon(torch.optim.Muon):
             for part in (p for p in group["params"] if p.grad is not None):
                 matrix = nn.Parameter(_full(part))
                 matrix.grad = _full(part.grad)
-                rule = torch.optim.Muon([group | {"params": [matrix]}])
+                rule = Muon([group | {"params": [matrix]}])
                 rule.state[matrix] = {k: _full(v) for k, v in self.state[part].items()}
                 rule.step()
                 part.copy_(distribute_like(matrix.detach(), part))

@@ -1,0 +1,136 @@
+"""Muon: torch's equations, for stacks of matrices, in the dtype that the device multiplies fast."""
+
+import math
+
+import pytest
+import torch
+
+from tiedgpt.train import muon
+from tiedgpt.train.muon import Muon, newton_schulz
+
+SHAPES = [(24, 8), (8, 24), (8, 8), (12, 8), (24, 8), (40, 8)]
+
+
+def drawn(seed: int, shapes=SHAPES, dtype=torch.float64) -> list[torch.nn.Parameter]:
+    g = torch.Generator().manual_seed(seed)
+    draws = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return [torch.nn.Parameter(draw.to(dtype)) for draw in draws]
+
+
+def after_steps(optimizer_of, parameters, n_steps=4):
+    """Return the parameters after steps with drawn gradients; the last has none at first."""
+    optimizer = optimizer_of(parameters)
+    for step in range(n_steps):
+        gradients = drawn(100 + step, [p.shape for p in parameters], parameters[0].dtype)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient.detach()
+        if step == 0:
+            parameters[-1].grad = None
+        optimizer.step()
+    return [p.detach() for p in parameters], optimizer
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz on the singular values themselves."""
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 10), (8, 12), (8, 40), (64, 256)])
+@pytest.mark.parametrize("spectrum", ["drawn", "falling", "of low rank"])
+def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape, spectrum):
+    (x,) = (p.detach() for p in drawn(3, [shape]))
+    if spectrum != "drawn":
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        k = torch.arange(len(s))
+        s = 10.0 ** (-4 * k / len(s)) if spectrum == "falling" else torch.where(k < 3, 1.0, 0.0)
+        x = u @ torch.diag(s.double()) @ v
+    expected = exact(x)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 3e-3)):
+        ours = newton_schulz(x[None].to(dtype))[0]
+        assert ours.dtype == dtype
+        assert (ours.double() - expected).norm() <= tolerance * expected.norm()
+    in_bf16 = newton_schulz(x[None].bfloat16())[0].double()
+    assert (
+        torch.linalg.matrix_norm(in_bf16, 2) < 1.4
+    )  # the steps on A alone would be at 10 and more
+
+
+def test_a_zero_gradient_moves_nothing():
+    (p,) = drawn(1, [(8, 8)])
+    before, p.grad = p.detach().clone(), torch.zeros(8, 8, dtype=torch.float64)
+    Muon([p], lr=0.1, weight_decay=0.0).step()
+    assert torch.equal(p, before)
+
+
+def test_a_step_is_torchs_to_the_rounding_of_its_bf16():
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    ours, optimizer = after_steps(lambda p: Muon(p, **options), drawn(1))
+    theirs, torchs = after_steps(
+        lambda p: torch.optim.Muon(p, adjust_lr_fn="match_rms_adamw", **options), drawn(1)
+    )
+    for mine, its, before in zip(ours, theirs, drawn(1), strict=True):
+        moved = (its - before.detach()).norm()
+        assert (mine - its).norm() <= 0.02 * moved
+    held = [[o.state[p] for g in o.param_groups for p in g["params"]] for o in (optimizer, torchs)]
+    for mine, its in zip(*held, strict=True):
+        assert mine.keys() == its.keys() == {"momentum_buffer"}
+        torch.testing.assert_close(mine["momentum_buffer"], its["momentum_buffer"])
+
+
+def test_a_stack_is_its_matrices_one_by_one(monkeypatch):
+    together, _ = after_steps(lambda p: Muon(p, lr=0.1), drawn(1))
+    monkeypatch.setattr(muon, "STACK_BYTES", 1)
+    alone, _ = after_steps(lambda p: Muon(p, lr=0.1), drawn(1))
+    for mine, its in zip(together, alone, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+def test_three_matrices_below_each_other_are_updated_as_three():
+    (joined,) = drawn(5, [(24, 8)])
+    parts = [torch.nn.Parameter(part.detach().clone()) for part in joined.chunk(3)]
+    (gradient,) = drawn(6, [(24, 8)])
+    joined.grad = gradient.detach()
+    for part, its in zip(parts, gradient.detach().chunk(3), strict=True):
+        part.grad = its
+    optimizer = Muon([{"params": [joined], "n_matrices": 3}, {"params": parts}], lr=0.1)
+    optimizer.step()
+    torch.testing.assert_close(joined, torch.cat(parts), rtol=1e-12, atol=1e-12)
+    assert optimizer.state[joined]["momentum_buffer"].shape == (24, 8)
+
+
+def test_an_update_has_the_size_that_the_rate_asks_for():
+    """Root mean square 0.2 lr, whatever the shape, as AdamW's (Liu et al. 2025)."""
+    for shape in ((64, 64), (64, 256), (256, 64)):
+        (p,) = drawn(2, [shape])
+        (gradient,) = drawn(3, [shape])
+        before, p.grad = p.detach().clone(), gradient.detach()
+        Muon([p], lr=0.1, weight_decay=0.0).step()
+        moved = (p.detach() - before).square().mean().sqrt()
+        assert float(moved) == pytest.approx(0.02, rel=0.25)
+        assert math.isfinite(float(moved))
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "amx_bf16": True}, torch.bfloat16),
+        ({"neon": True, "bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False}, torch.float32),
+        ({"avx2": True}, torch.float32),
+    ],
+)
+def test_newton_schulz_runs_in_bf16_only_where_the_cpu_has_it(features, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    dtypes = []
+    run = muon.newton_schulz
+    monkeypatch.setattr(muon, "newton_schulz", lambda x: dtypes.append(x.dtype) or run(x))
+    after_steps(lambda p: Muon(p), drawn(1, dtype=torch.float32), n_steps=1)
+    assert set(dtypes) == {expected}
+    dtypes.clear()
+    after_steps(lambda p: Muon(p), drawn(1), n_steps=1)
+    assert set(dtypes) == {torch.float64}
