@@ -33,7 +33,7 @@ from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choice
 from tiedgpt.train.events import Ended
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import make_plan, speed, training_device
+from tiedgpt.train.plan import choose_size, make_plan, measure_speed, training_device
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.sources import open_sources, prepare
 from tiedgpt.train.trainer import Trainer
@@ -71,6 +71,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         task = prepare(fresh, options, open_sources(options))
+        options, task, _ = choose_size(options, task, World(training_device()))
         plan = make_plan(options, task, training_device())
         *_, ended = Trainer(fresh, task, plan, training_device()).run()
     assert isinstance(ended, Ended)
@@ -78,7 +79,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
 
 
 def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -> dict[str, Any]:
-    """Return the size that is chosen and what it and its n_local end with."""
+    """Return the size that is chosen and what it and its neighbours end with."""
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
     run.path.mkdir(exist_ok=True)
@@ -90,7 +91,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     for size in ladder(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
-            speeds[size] = speed(whole, task, world, seconds=MEASURED_SECONDS)
+            speeds[size] = measure_speed(whole, task, world, seconds=MEASURED_SECONDS)
         tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)

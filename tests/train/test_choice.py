@@ -24,7 +24,8 @@ from tiedgpt.train.choice import (
     worth,
 )
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import make_plan, recorded
+from tiedgpt.train.parallel import World
+from tiedgpt.train.plan import choose_size, make_plan, recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.tasks.language import LanguageModelling
 
@@ -38,11 +39,15 @@ def choice(monkeypatch, new_run, config, *, minutes, tokens, speed=1.0, **asked)
     task = LanguageModelling(run, config, tokenizer)
     task.text_tokens = tokens
     monkeypatch.setattr(
-        plan_module, "speed", lambda options, *_, **__: speed * SPEEDS.get(options.size, 400)
+        plan_module,
+        "measure_speed",
+        lambda options, *_, **__: speed * SPEEDS.get(options.size, 400),
     )
-    monkeypatch.setattr(plan_module, "measured_steps", lambda *_: 1000)
-    plan = make_plan(TrainOptions(minutes=minutes, **asked), task, CPU)
-    return plan, task
+    monkeypatch.setattr(plan_module, "measure_steps", lambda *_: 1000)
+    chosen, sized, reason = choose_size(TrainOptions(minutes=minutes, **asked), task, World(CPU))
+    plan = make_plan(chosen, sized, CPU, reason=reason)
+    assert task.config is config, "the task that was given stays as it was"
+    return plan, sized
 
 
 def test_a_tokens_worth_falls_with_every_pass():
@@ -106,7 +111,7 @@ def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_h
     monkeypatch, new_run, config
 ):
     plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=20_000)
-    assert "20,000 tokens are too little text for 3 minutes" in task.notes[0]
+    assert "20,000 tokens are too little text for 3 minutes" in plan.reason
     rows = plan.steps * plan.batch_size
     assert rows == pytest.approx(MOST_PASSES * task.epoch_rows, abs=plan.batch_size)
     assert "16" in task.notes[0] and "epochs" in task.notes[0] and plan.minutes is None

@@ -12,7 +12,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train import memory
 from tiedgpt.train import plan as planning
 from tiedgpt.train.measures import held_memory, peak_memory
-from tiedgpt.train.memory import Peak, measured_peak, memory_line, require_lasting, require_memory
+from tiedgpt.train.memory import Peak, measure_peak, memory_line, require_lasting, require_memory
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
@@ -55,7 +55,7 @@ def known(monkeypatch):
     def peak(task, plan, at_most, device):
         return Peak(250 * MB, 300 * MB, 2 * MB if plan.recompute == "blocks" else 10 * MB)
 
-    monkeypatch.setattr(planning, "measured_peak", peak)
+    monkeypatch.setattr(planning, "measure_peak", peak)
     monkeypatch.setattr(memory, "held_memory", lambda device: 250 * MB)
 
 
@@ -81,7 +81,7 @@ def resident_growth(path, config, *plans):
 
 
 def test_the_peak_of_many_rows_is_foreseen_from_a_few(wide, rows, tmp_path):
-    foreseen = measured_peak(wide, rows(64), 64, CPU)
+    foreseen = measure_peak(wide, rows(64), 64, CPU)
     assert foreseen.before <= foreseen.of(1) < foreseen.of(64) - 200 * MB
     with ProcessPoolExecutor(1, mp_context=SERVER) as fresh:
         plans = rows(1), rows(64)  # the first one loads libraries
@@ -92,7 +92,7 @@ def test_the_peak_of_many_rows_is_foreseen_from_a_few(wide, rows, tmp_path):
 
 def test_a_peak_does_not_depend_on_what_the_process_did_before(wide, rows):
     def measured():
-        peak = measured_peak(wide, rows(4), 4, CPU)
+        peak = measure_peak(wide, rows(4), 4, CPU)
         return peak.fixed - peak.before, peak.a_row
 
     first = measured()

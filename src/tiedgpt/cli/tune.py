@@ -105,7 +105,6 @@ class Arguments(RunArguments, TuneOptions):
         if not self.data:
             raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         given = {field.name: getattr(self, field.name) for field in fields(TuneOptions)}
-        given["examples"] = self.packing == "on" or _are_examples(self)
         options = TuneOptions(**given | {"start": self.from_ or "the newest run"})
         start = None if self.from_ is None else source_or_newest(self.from_)
         if start is None:
@@ -120,17 +119,3 @@ def run(arguments: list[str]) -> int:
         options = given.options()
         given.require_processes()
     return given.run(options, f"{program()} tune {shlex.join(arguments)}")
-
-
-def _are_examples(given: Arguments) -> bool:
-    """Whether lines of .jsonl have replies; `CorruptInputError` where the first is no example."""
-    if given.text_field != TuneOptions.text_field:
-        return False
-    from tiedgpt.data import ExampleReader, documents, is_json_lines
-    from tiedgpt.text import Tokenizer
-
-    corpus = documents(given.data)
-    if not any(map(is_json_lines, corpus.paths)):
-        return False
-    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=given.skip_bad)
-    return reader.kind != "text"

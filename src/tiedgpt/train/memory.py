@@ -58,7 +58,7 @@ class Peak:
         return self.fixed + int(rows * self.a_row)
 
 
-def measured_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> Peak:
+def measure_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> Peak:
     """Train a throw-away model on one row, two, four, until it is plain what a row takes.
 
     The bytes of its tensors are counted, so the result does not depend on what the process did

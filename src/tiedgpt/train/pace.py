@@ -62,7 +62,7 @@ def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> flo
     return statistics.quantiles(times[1:], n=4)[0]
 
 
-def measured_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
+def measure_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
     """Return how many steps, with the evaluations between and after them, take so long."""
     step = step_seconds(task, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
     # A forward is a third of a step; evaluations, by one process, see a tenth of what is trained

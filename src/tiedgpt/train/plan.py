@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserErr
 from tiedgpt.train.blocks import decide
 from tiedgpt.train.choice import choose
 from tiedgpt.train.measures import describe
-from tiedgpt.train.memory import measured_peak, require_lasting, require_memory
+from tiedgpt.train.memory import measure_peak, require_lasting, require_memory
 from tiedgpt.train.options import (
     DEFAULT_MINUTES,
     EVALUATIONS,
@@ -28,13 +28,14 @@ from tiedgpt.train.pace import (
     SAMPLE_SHARE,
     faster_dtype,
     for_steps,
-    measured_steps,
+    measure_steps,
     step_seconds,
 )
 from tiedgpt.train.parallel import World
 from tiedgpt.train.schedule import Plan, Recompute
 from tiedgpt.train.task import Task
 
+AnyTask = TypeVar("AnyTask", bound=Task)
 MICRO_BATCH_TOKENS = 8192
 FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
@@ -55,23 +56,38 @@ def training_device(name: str = "auto") -> torch.device:
         raise UserError(f"--device {name} cannot be used here: {why}") from None
 
 
+def choose_size(
+    options: TrainOptions, task: AnyTask, world: World
+) -> tuple[TrainOptions, AnyTask, str]:
+    """Return the options, the task and why: of the size that suits the text, where it is not given.
+
+    All processes of a `world` must call this, and get the same.
+    """
+    if not options.chooses or task.text_tokens is None:
+        return options, task, ""
+    seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
+    chosen, reason, warning = choose(
+        options, task.text_tokens, lambda sized: measure_speed(sized, task, world, seconds=seconds)
+    )
+    return chosen, task_of_size(task, chosen), f"{reason}; {warning}" if warning else reason
+
+
 def make_plan(
-    options: TrainOptions, task: Task, device: torch.device, *, world: World | None = None
+    options: TrainOptions,
+    task: Task,
+    device: torch.device,
+    *,
+    world: World | None = None,
+    reason: str = "",
 ) -> Plan:
     """Derive what was not set, measuring where the machine decides.
 
-    Raises `NoRoomError` for a model that cannot fit in memory, before anything is built. In a
-    `world` of several processes all must call this, and get the same.
+    `reason` says why the task has its size. Raises `NoRoomError` for a model that cannot fit in
+    memory, before anything is built. In a `world` of several processes all must call this, and get
+    the same.
     """
-    world, reason = world or World(device), ""
-    if options.chooses and task.text_tokens is not None:
-        seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
-        options, reason, warning = choose(
-            options, task.text_tokens, lambda sized: speed(sized, task, world, seconds=seconds)
-        )
-        task.notes += [warning] if warning else []
-        resize(task, options)
-    draft = world.on_main(lambda: drafted(options, task, world))
+    world = world or World(device)
+    draft = world.on_main(lambda: draft_plan(options, task, world))
     world.on_main(lambda: world.require_work(draft))
     unit, amount = options.duration
     minutes, steps = None, int(amount)
@@ -81,17 +97,17 @@ def make_plan(
         least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
         if steps < least:
             steps, epochs = least, least * rows / task.epoch_rows
-            task.notes.append(
+            reason = (
                 f"{task.n_examples:,} examples are few: {steps:,} steps see each of them about "
                 f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
             )
     elif unit == "minutes":
         minutes = amount
-        steps = measured_steps(minutes, task, draft, world)
-    return replace(of_steps(draft, options, steps), minutes=minutes, reason=reason)
+        steps = measure_steps(minutes, task, draft, world)
+    return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
 
 
-def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
+def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
     """Return a plan of which all is decided but the number of steps, and what depends on it."""
     config, device = task.config, world.device
     if options.untie_at is not None and not config.tie_word_embeddings:
@@ -123,7 +139,7 @@ def drafted(options: TrainOptions, task: Task, world: World) -> Plan:
     require_lasting(config, draft, task.row_tokens, world, task.trained)
     if options.dtype == "auto":
         draft = replace(draft, dtype=faster_dtype(config, device))
-    return fitted(draft, options, task, world)
+    return fit_micro_batch(draft, options, task, world)
 
 
 def _can_end_early(options: TrainOptions, task: Task) -> bool:
@@ -131,21 +147,21 @@ def _can_end_early(options: TrainOptions, task: Task) -> bool:
     return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
 
 
-def resize(task: Task, options: TrainOptions) -> None:
-    """Give the task a model of the shape that the options name, for the vocabulary that it has."""
+def task_of_size(task: AnyTask, options: TrainOptions) -> AnyTask:
+    """Return the task for a model of the shape that the options name, with its vocabulary."""
     size, bos, eos = task.config.vocab_size, task.config.bos_token_id, task.config.eos_token_id
-    task.resize(options.model_config(vocab_size=size, bos=bos, eos=eos))
+    return task.with_config(options.model_config(vocab_size=size, bos=bos, eos=eos))
 
 
-def speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
+def measure_speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
     """Return the tokens a second at which a size of a fresh model is trained."""
-    resize(task, options)
-    plan = world.on_main(lambda: drafted(options, task, world))
-    step = step_seconds(task, plan, world, seconds=seconds)
-    return plan.batch_size * task.row_units / step
+    sized = task_of_size(task, options)
+    plan = world.on_main(lambda: draft_plan(options, sized, world))
+    step = step_seconds(sized, plan, world, seconds=seconds)
+    return plan.batch_size * sized.row_units / step
 
 
-def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
+def fit_micro_batch(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
     """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
@@ -159,7 +175,7 @@ def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan
     shared_out = world.n_shards > 1  # no device has room for all of it
     place = torch.device("cpu") if shared_out else world.device
     for recompute in ways:
-        peak = measured_peak(task, replace(draft, recompute=recompute), sizes[0], place)
+        peak = measure_peak(task, replace(draft, recompute=recompute), sizes[0], place)
         for size in sizes:
             plan = replace(draft, micro_batch=size, recompute=recompute)
             try:
@@ -170,11 +186,11 @@ def fitted(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan
     raise refused
 
 
-def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
+def set_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
     """Return a draft as a plan of so many steps, of which options give shares."""
     warmup, untie_at = round(options.warmup * steps), options.untie_at
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
-    pauses = paused(steps, options.eval_every, options.evaluations())
+    pauses = pause_intervals(steps, options.eval_every, options.evaluations())
     rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
     return replace(
         draft,
@@ -187,7 +203,7 @@ def of_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
     )
 
 
-def paused(
+def pause_intervals(
     steps: int, eval_every: int | None = None, evaluations: int = EVALUATIONS
 ) -> dict[str, Any]:
     """Return the fields of a plan of so many steps that say when it pauses."""
@@ -197,7 +213,7 @@ def paused(
     }
 
 
-def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
+def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
 
     A pause is part of the pace. The rate goes on where the new number of steps has it. None where
@@ -209,7 +225,7 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     steps = max(step + 1, int(for_steps(plan.minutes, last) / pace))
     if abs(steps / plan.steps - 1) < SAME_PACE:
         return None
-    scale, usual = steps / plan.steps, paused(plan.steps)["eval_every"]
+    scale, usual = steps / plan.steps, pause_intervals(plan.steps)["eval_every"]
     untie_at = plan.untie_at
     if untie_at is not None and untie_at > step:
         untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
@@ -218,7 +234,7 @@ def replanned(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
         steps=steps,
         cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
         untie_at=untie_at,
-        **paused(steps, None if plan.eval_every == usual else plan.eval_every),
+        **pause_intervals(steps, None if plan.eval_every == usual else plan.eval_every),
         since=step,
         before=plan,
     )
@@ -230,14 +246,14 @@ def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> P
     Why its size was chosen is said of the first plan, whose time it was chosen for.
     """
     steps = max(step + 1, options.steps or round(plan.steps * times))
-    cooldown = of_steps(plan, options, steps).cooldown
+    cooldown = set_steps(plan, options, steps).cooldown
     return replace(
         plan,
         steps=steps,
         cooldown=min(cooldown, steps - plan.warmup),
         minutes=None if plan.minutes is None else plan.minutes * times,
         reason="",
-        **paused(steps, options.eval_every),
+        **pause_intervals(steps, options.eval_every),
         since=step,
         before=replace(plan, before=None),
     )

@@ -19,7 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import Parallel, World, join_world
-from tiedgpt.train.plan import make_plan, record, recorded, training_device
+from tiedgpt.train.plan import choose_size, make_plan, record, recorded, training_device
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.runs import make_longer, run_for, times_longer
 from tiedgpt.train.sources import (
@@ -75,7 +75,8 @@ def train(
             _, plan = recorded(tables)
         else:
             yield Note("measuring this machine")
-            plan = make_plan(settled, task, world.device, world=world)
+            settled, task, reason = choose_size(settled, task, world)
+            plan = make_plan(settled, task, world.device, world=world, reason=reason)
             tables = record(options, task.config, plan, task.counted, digest, world)
             world.on_main(lambda: directory.write_record(tables))
         yield Planned(directory, options, task, plan, world)

@@ -107,7 +107,7 @@ class Plan:
     size: str = ""
     """The name of the shape, of a fresh model."""
     reason: str = ""
-    """Why this size was chosen, where it was."""
+    """Why this size, or this number of steps, was chosen, where it was."""
     since: int = 0
     """Steps after which this plan came into force."""
     before: Plan | None = None

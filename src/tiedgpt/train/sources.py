@@ -38,7 +38,7 @@ from tiedgpt.train.plan import recorded
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.task import Pretrained, Task
 from tiedgpt.train.tasks import LABELLED
-from tiedgpt.train.tasks.example_set import ExampleSet, read_example_set
+from tiedgpt.train.tasks.example_set import ExampleSet, has_examples, read_example_set
 from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
 from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
@@ -113,7 +113,7 @@ def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
 def adapt_options(options: TrainOptions, sources: Sources) -> TrainOptions:
     """Return the options with what follows from the data: a few examples are learned by heart."""
     if isinstance(options, TuneOptions) and isinstance(sources, ExampleSet):
-        return replace(options, memorizes=not sources.holds_out)
+        return replace(options, examples=True, memorizes=not sources.holds_out)
     return options
 
 
@@ -187,8 +187,11 @@ Trained = LanguageModelling | Labelled | TunedExamples
 
 def open_sources(options: TrainOptions) -> Sources:
     """Open what is to be trained on: examples, texts, or Python's documentation."""
-    if isinstance(options, TuneOptions) and options.examples:
-        return read_example_set(options)
+    if isinstance(options, TuneOptions):
+        examples = has_examples(options)
+        options.require_fit(examples=examples)
+        if examples:
+            return read_example_set(options)
     if options.task != "lm":
         return read_examples(LABELLED[options.task], options.data, options.val)
     how = {"text_field": options.text_field, "encoding": options.encoding}

@@ -14,12 +14,13 @@ else has a default, which suits a GPT or a head on one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ from tiedgpt.tie import add_tokens
 from tiedgpt.train import optim
 from tiedgpt.train.objective import Arrays, Loss, Model, body_of
 from tiedgpt.train.schedule import Plan
+from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.formats.transformers.writer import save_tokenizer
+from tiedgpt.weights.opening import open_checkpoint
 
 
 class Pretrained:
@@ -49,6 +52,14 @@ class Pretrained:
         if (n_new := self.n_tokens - gpt.config.vocab_size) > 0:
             add_tokens(gpt, n_new)
         return gpt
+
+    @property
+    def n_positions(self) -> int:
+        """The positions of the model; no weights are read for it."""
+        tensors = to_gpt(open_checkpoint(self.source)).tensors
+        if "wpe.weight" not in tensors:
+            return self.gpt.config.n_positions  # or rather the error of what is missing
+        return tensors["wpe.weight"].shape[0]
 
     def put_into(self, gpt: GPT) -> None:
         """Copy its weights into a model of its shape, and let go of them."""
@@ -113,10 +124,12 @@ class Task(Loss, ABC):
         self.notes: list[str] = []
         """What is worth telling of the data."""
 
-    def resize(self, config: GPTConfig) -> None:
-        """Have a model of this config from now on, with all its positions as context."""
-        self.config = config
-        self.context = self.row_tokens = config.n_positions
+    def with_config(self, config: GPTConfig) -> Self:
+        """Return this task for a model of another config, with all its positions as context."""
+        task = copy.copy(self)
+        task.config = config
+        task.context = task.row_tokens = config.n_positions
+        return task
 
     @abstractmethod
     def build(self) -> Model:

@@ -41,7 +41,7 @@ from tiedgpt.train.measures import Measures
 from tiedgpt.train.objective import Model
 from tiedgpt.train.optim import Optimizers, groups_and_optimizers, set_rate, untie_in_training
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import FIRST_PART, plan_tables, replanned
+from tiedgpt.train.plan import FIRST_PART, plan_tables, replan
 from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.schedule import Plan
 from tiedgpt.train.sources import begin_fork
@@ -149,7 +149,7 @@ class Trainer:
         if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
             return
         self.clock = None
-        if (plan := replanned(before, self.task, self.step, seconds)) is None:
+        if (plan := replan(before, self.task, self.step, seconds)) is None:
             return
         self.plan = plan
         if self.world.is_main and (tables := self.directory.read_record()):

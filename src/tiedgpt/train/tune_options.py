@@ -51,9 +51,10 @@ class TuneOptions(TrainOptions):
         "time",
     )
     examples: bool = False
-    """Whether the data are examples with replies, and not text."""
+    """Whether the data are examples with replies, and not text; the data decide."""
     memorizes: bool = option(
-        False, "Whether the examples are so few that they are to be learned by heart."
+        False,
+        "Whether the examples are so few that they are to be learned by heart; the data decide.",
     )
     template: Literal["chatml", "plain"] | None = option(
         None, "Chat template; default: the one of --from, or chatml.", "data"
@@ -85,10 +86,6 @@ class TuneOptions(TrainOptions):
     def __post_init__(self) -> None:
         if self.start is None:
             raise UserError("name the model to tune: --from MODEL")
-        data = EXAMPLES if self.examples else "text"
-        for name, kind in ONLY_FOR.items():
-            if kind != data and getattr(self, name) != getattr(TuneOptions, name):
-                raise UserError(f"{flag(name)} is for {kind}, and the data are {data}")
         if self.lora_targets is not None and self.lora is None:
             raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
         if self.lora is not None and self.freeze is not None:
@@ -98,6 +95,13 @@ class TuneOptions(TrainOptions):
         if self.lora is not None and self.lora < 1:
             raise UserError(f"--lora must be a rank of at least 1, got {self.lora}")
         super().__post_init__()
+
+    def require_fit(self, *, examples: bool) -> None:
+        """Raise `UserError` for options that are for examples where the data are text, or so."""
+        data = EXAMPLES if examples else "text"
+        for name, kind in ONLY_FOR.items():
+            if kind != data and getattr(self, name) != getattr(TuneOptions, name):
+                raise UserError(f"{flag(name)} is for {kind}, and the data are {data}")
 
     def batch_rows(self, context: int, epoch_rows: int) -> int:
         """Return the rows of about 8,192 tokens, fewer where an epoch has less than 16 of them."""

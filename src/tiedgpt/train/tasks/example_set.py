@@ -13,6 +13,7 @@ from tiedgpt.data import (
     ExampleReader,
     Template,
     documents,
+    is_json_lines,
 )
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
@@ -53,6 +54,18 @@ class ExampleSet:
         return whole.hexdigest()
 
 
+def has_examples(options: TuneOptions) -> bool:
+    """Return whether lines of .jsonl have replies; `CorruptInputError` where the first has none."""
+    if options.packing == "on":
+        return True
+    corpus = documents(options.data)
+    of_text = options.text_field != TuneOptions.text_field
+    if of_text or not any(map(is_json_lines, corpus.paths)):
+        return False
+    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=options.skip_bad)
+    return reader.kind != "text"
+
+
 def read_example_set(options: TuneOptions) -> ExampleSet:
     """Read the examples that options name; without --val a part is held out, by what it says.
 
@@ -61,7 +74,7 @@ def read_example_set(options: TuneOptions) -> ExampleSet:
     """
     assert options.start is not None
     tokenizer, context = Tokenizer.from_pretrained(options.start), options.context
-    context = context or Pretrained(options.start, keep_head=True).gpt.config.n_positions
+    context = context or Pretrained(options.start, keep_head=True).n_positions
     template = TEMPLATES[options.template] if options.template else local_directory(options.start)
 
     def reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -59,11 +60,12 @@ class LanguageModelling(Task):
         self.epoch_rows = max(1, -(-(self.encoded.train.tokens - 1) // self.context))
         self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
 
-    def resize(self, config: GPTConfig) -> None:
-        """Have a model of this config from now on; `UserError` where the text is too short."""
-        super().resize(config)
-        self._count_rows()
-        self.require_enough()
+    def with_config(self, config: GPTConfig) -> Self:
+        """Return this task for another config; `UserError` where the text is too short for it."""
+        task = super().with_config(config)
+        task._count_rows()
+        task.require_enough()
+        return task
 
     def require_enough(self) -> None:
         """Raise `UserError` for text shorter than the context."""
