@@ -114,7 +114,7 @@ def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_h
     assert "20,000 tokens are too little text for 3 minutes" in plan.reason
     rows = plan.steps * plan.batch_size
     assert rows == pytest.approx(MOST_PASSES * task.epoch_rows, abs=plan.batch_size)
-    assert "16" in task.notes[0] and "epochs" in task.notes[0] and plan.minutes is None
+    assert "16" in plan.reason and "epochs" in plan.reason and plan.minutes is None
     assert plan.steps >= 100
 
 
