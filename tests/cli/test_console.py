@@ -91,9 +91,10 @@ def test_tables_have_whole_names_in_a_pipe(capsys):
     assert NAME in capsys.readouterr().out
 
 
-def test_the_options_of_generate_are_known_without_the_engine():
-    heavy = "{'torch', 'numba', 'tiedgpt.infer.engine'} & set(sys.modules)"
-    code = f"import sys, tiedgpt.cli.generate; print({heavy})"
+@pytest.mark.parametrize("verb", ["train", "tune", "generate", "chat", "eval"])
+def test_the_options_of_a_verb_are_known_without_what_is_slow_to_import(verb):
+    heavy = "{'torch', 'numba', 'numpy', 'tiedgpt.infer.engine'} & set(sys.modules)"
+    code = f"import sys, tiedgpt.cli.{verb}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 

@@ -18,8 +18,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tiedgpt.plots.table import aligned
-
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
@@ -104,6 +102,8 @@ def table(
     A column `>name` is aligned to the right. In a terminal the names in the first column are
     shortened in the middle until the rows fit. `bold` are numbers of rows.
     """
+    from tiedgpt.plots.table import aligned  # numpy would make every --help slower
+
     to, cells = console(), [[column.lstrip(">") for column in columns], *map(list, rows)]
     if to.is_terminal:
         others = [max(cell_len(row[n]) for row in cells) for n in range(1, len(columns))]

@@ -84,16 +84,16 @@ class Arguments(ModelOptions):
 
 def run(arguments: list[str]) -> None:
     """Convert."""
-    given = parse(Arguments, "convert", arguments, ABOUT)
+    args = parse(Arguments, "convert", arguments, ABOUT)
     # SIGTERM raises KeyboardInterrupt, so that a partly written file is removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _run(given)
+        _run(args)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(given: Arguments) -> None:
+def _run(args: Arguments) -> None:
     import torch
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -101,47 +101,47 @@ def _run(given: Arguments) -> None:
     from tiedgpt.weights.load import load
     from tiedgpt.weights.tokenizer_files import tokenizer_for
 
-    path = Path(given.dest)
-    to = format_of(path) if given.to == "auto" else given.to
+    path = Path(args.dest)
+    to = format_of(path) if args.to == "auto" else args.to
     writer = writer_named(to)
-    require_place(path, to, overwrite=given.overwrite)
-    if given.calibrate is not None:
-        if "calibration" not in writer.options or given.precision != "int4":
+    require_place(path, to, overwrite=args.overwrite)
+    if args.calibrate is not None:
+        if "calibration" not in writer.options or args.precision != "int4":
             raise UserError("--calibrate needs --to packed --precision int4")
     moved = DownloadColumn(), TransferSpeedColumn()
-    precision = given.precision if given.precision != "auto" else writer.default or None
+    precision = args.precision if args.precision != "auto" else writer.default or None
     with bar("reading", *moved) as progress:
         loaded = load(
-            source_or_newest(given.source),
+            source_or_newest(args.source),
             dtype=torch.float32 if precision in COARSER else None,
             progress=progress,
-            **given.loading,
+            **args.loading,
         )
-    if given.adapter is not None:
+    if args.adapter is not None:
         from tiedgpt.tune import load_adapter, merge
 
-        load_adapter(loaded.model, given.adapter, given.resolve)
+        load_adapter(loaded.model, args.adapter, args.resolve)
         merge(loaded.model)
-    tokenizer = tokenizer_for(given.source, given.tokenizer)
+    tokenizer = tokenizer_for(args.source, args.tokenizer)
     source = _source(loaded, tokenizer)
-    if given.format == "human":
+    if args.format == "human":
         _show_source(loaded, source)
     flags = ("duplicate_head", "approximate_gelu")
-    options: dict[str, Any] = {name: True for name in flags if getattr(given, name)}
+    options: dict[str, Any] = {name: True for name in flags if getattr(args, name)}
     with bar("writing", *moved) as progress:
-        if given.calibrate is not None:
-            options["calibration"] = _calibration_ids(given.calibrate, loaded.model, tokenizer)
+        if args.calibrate is not None:
+            options["calibration"] = _calibration_ids(args.calibrate, loaded.model, tokenizer)
         written = convert(
             loaded,
             path,
             to,
             tokenizer=tokenizer,
             precision=precision,
-            overwrite=given.overwrite,
+            overwrite=args.overwrite,
             progress=progress,
             **options,
         )
-    if given.format == "human":
+    if args.format == "human":
         _show_result(written, to, tokenizer)
     else:
         facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}

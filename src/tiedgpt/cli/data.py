@@ -55,33 +55,33 @@ class Arguments:
 
 def run(arguments: list[str]) -> None:
     """Show the examples."""
-    given = parse(Arguments, "data", arguments, ABOUT)
+    args = parse(Arguments, "data", arguments, ABOUT)
     from tiedgpt.data import TEMPLATES, ExampleReader, documents
     from tiedgpt.text import Tokenizer
     from tiedgpt.weights.hub import local_directory
 
-    corpus = documents(given.data)
-    source = source_or_newest(given.tokenizer)
+    corpus = documents(args.data)
+    source = source_or_newest(args.tokenizer)
     tokenizer = Tokenizer.from_pretrained(source)
     path = local_directory(source)
     reader = ExampleReader(
         corpus,
         tokenizer,
-        template=TEMPLATES[given.template] if given.template else path,
-        context=given.context,
-        too_long=given.too_long,
-        skip_bad=given.skip_bad,
+        template=TEMPLATES[args.template] if args.template else path,
+        context=args.context,
+        too_long=args.too_long,
+        skip_bad=args.skip_bad,
     )
     shown: list[Example] = []
     counts = {"examples": 0, "tokens": 0, "trained": 0, "longest": 0}
     for example in reader:
-        if len(shown) < given.examples:
+        if len(shown) < args.examples:
             shown.append(example)
         counts["examples"] += 1
         counts["tokens"] += len(example.ids)
         counts["trained"] += sum(example.counted[1:])
         counts["longest"] = max(counts["longest"], len(example.ids))
-    if given.format == "json":
+    if args.format == "json":
         print(json.dumps(_as_dict(reader, counts, shown), indent=2))
     else:
         _print(reader, counts, shown)

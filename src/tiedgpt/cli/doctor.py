@@ -41,10 +41,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> None:
     """Show the state of the installation."""
-    given = parse(Arguments, "doctor", arguments, str(Arguments.__doc__))
+    args = parse(Arguments, "doctor", arguments, str(Arguments.__doc__))
     with waiting("measuring this machine"):
         report = examine()
-    if given.format == "json":
+    if args.format == "json":
         print(json.dumps(report, indent=2))
         return
     files, features = report.pop("formats"), report.pop("features")

@@ -72,57 +72,57 @@ S = TypeVar("S")
 
 def run(arguments: list[str]) -> None:
     """Measure."""
-    given = parse(Arguments, "eval", arguments, ABOUT)
-    if (given.data is None) == (not given.tasks):
+    args = parse(Arguments, "eval", arguments, ABOUT)
+    if (args.data is None) == (not args.tasks):
         raise UsageError(
             "`tiedgpt eval` needs DATA or --tasks", "give one of them: tiedgpt eval MODEL DATA"
         )
-    is_text = given.source.lower().endswith(TEXTS)
-    if given.data is not None and is_text and Path(given.data).is_dir():
-        right = f"tiedgpt eval {shlex.join([given.data, given.source])}"
-        raise UsageError(f"{given.source} is text, not a model", f"the model comes first: {right}")
-    if given.limit is not None and given.limit < 1:
-        raise UserError(f"--limit must be at least 1, got {given.limit}")
-    _evaluate(given)
+    is_text = args.source.lower().endswith(TEXTS)
+    if args.data is not None and is_text and Path(args.data).is_dir():
+        right = f"tiedgpt eval {shlex.join([args.data, args.source])}"
+        raise UsageError(f"{args.source} is text, not a model", f"the model comes first: {right}")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit must be at least 1, got {args.limit}")
+    _evaluate(args)
 
 
-def _evaluate(given: Arguments) -> None:
+def _evaluate(args: Arguments) -> None:
     from tiedgpt.data import documents
     from tiedgpt.evaluate import examples, texts
 
     data: list[Any] = []
-    if given.data is not None and given.data.lower().endswith(".jsonl"):
-        data = examples.read_examples(Path(given.data))[: given.limit]
-    elif given.data is not None:
-        if given.limit is not None:
+    if args.data is not None and args.data.lower().endswith(".jsonl"):
+        data = examples.read_examples(Path(args.data))[: args.limit]
+    elif args.data is not None:
+        if args.limit is not None:
             raise UserError(
-                f"--limit is for .jsonl files and --tasks, not for {given.data}",
+                f"--limit is for .jsonl files and --tasks, not for {args.data}",
                 hint="leave it out",
             )
-        corpus = documents([given.data], encoding=given.encoding)
+        corpus = documents([args.data], encoding=args.encoding)
         data = [document.text for document in corpus]
         note(*corpus.notes())
-        if _trained_on(given.source, given.data):
-            note(f"{given.source} was trained on {given.data}: its score on new text will be worse")
-    with given.engine(source_or_newest(given.source)) as engine:
+        if _trained_on(args.source, args.data):
+            note(f"{args.source} was trained on {args.data}: its score on new text will be worse")
+    with args.engine(source_or_newest(args.source)) as engine:
         if not data:
-            return _harness(engine, given)
+            return _harness(engine, args)
         result: ExamplesScore | TextScore
         if isinstance(data[0], examples.Example):
-            if given.context or given.stride or given.bos:
+            if args.context or args.stride or args.bos:
                 raise UserError(
                     "--context, --stride and --bos are for texts", hint="leave them out"
                 )
             rest = partial(examples.score_examples, engine)
-            kept = _scored(given, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data))
+            kept = _scored(args, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data))
             result = examples.ExamplesScore(kept)
         else:
-            windows = texts.Windows.of(engine, given.context, given.stride, given.bos)
-            given = replace(given, context=windows.context, stride=windows.stride)
+            windows = texts.Windows.of(engine, args.context, args.stride, args.bos)
+            args = replace(args, context=windows.context, stride=windows.stride)
             score = partial(texts.score_windows, engine, data, windows)
-            scores = _scored(given, data, texts.WindowScore, lambda n: score(skip=n))
+            scores = _scored(args, data, texts.WindowScore, lambda n: score(skip=n))
             result = texts.TextScore(windows, scores)
-    if given.format == "json":
+    if args.format == "json":
         print(json.dumps(result.to_json()))
     else:
         rows = _of_texts(result) if isinstance(result, texts.TextScore) else _of_examples(result)
@@ -140,7 +140,7 @@ def _trained_on(source: str, data: str) -> bool:
 
 
 def _scored(
-    given: Arguments,
+    args: Arguments,
     data: list[Any],
     kind: type[S],
     scores: Callable[[int], Iterator[S]],
@@ -150,34 +150,34 @@ def _scored(
     from rich.progress import track
 
     done = list[S]()
-    if given.save is None:
+    if args.save is None:
         fresh = scores(0)
     else:
-        facts = _facts(given, data)
-        done = read_saved(given.save, facts, kind)
+        facts = _facts(args, data)
+        done = read_saved(args.save, facts, kind)
         if done:
-            note(f"{len(done)} results are in {given.save}: resuming")
-        fresh = keep(given.save, facts, scores(len(done)))
+            note(f"{len(done)} results are in {args.save}: resuming")
+        fresh = keep(args.save, facts, scores(len(done)))
     err = console(stderr=True)
     left = None if total is None else total - len(done)
     shown = track(fresh, "scoring", left, console=err, transient=True, disable=not err.is_terminal)
     return [*done, *shown]
 
 
-def _facts(given: Arguments, data: list[Any]) -> dict[str, Any]:
+def _facts(args: Arguments, data: list[Any]) -> dict[str, Any]:
     """Return what the results depend on."""
-    source = Path(given.source)
+    source = Path(args.source)
     files = [source, *source.rglob("*")] if source.is_dir() else [source]
     return {
-        "model": str(source.resolve()) if source.exists() else given.source,
+        "model": str(source.resolve()) if source.exists() else args.source,
         "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
         "data": hashlib.sha256(repr(data).encode()).hexdigest(),
-        "tokenizer": given.tokenizer,
-        "precision": given.precision,
-        "context": given.context,
-        "stride": given.stride,
-        "bos": given.bos,
-        **given.loading,
+        "tokenizer": args.tokenizer,
+        "precision": args.precision,
+        "context": args.context,
+        "stride": args.stride,
+        "bos": args.bos,
+        **args.loading,
     }
 
 
@@ -220,18 +220,18 @@ def _of_examples(result: ExamplesScore) -> dict[str, str]:
     return rows | {"measured on": measured + cut}
 
 
-def _harness(engine: Engine, given: Arguments) -> None:
+def _harness(engine: Engine, args: Arguments) -> None:
     """Run tasks of lm-evaluation-harness."""
     from tiedgpt.evaluate.harness import HarnessModel, simple_evaluate
 
     model = HarnessModel(engine)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
-            found = simple_evaluate(model, tasks=list(given.tasks), limit=given.limit)
+            found = simple_evaluate(model, tasks=list(args.tasks), limit=args.limit)
     except (KeyError, OSError) as failed:  # no such task, or its data cannot be had
-        raise UserError(f"--tasks {' '.join(given.tasks)}: {failed.args[0]}") from failed
+        raise UserError(f"--tasks {' '.join(args.tasks)}: {failed.args[0]}") from failed
     results: dict[str, dict[str, Any]] = found["results"]
-    if given.format == "json":
+    if args.format == "json":
         print(json.dumps(results, default=str))
     else:
         for task, values in results.items():

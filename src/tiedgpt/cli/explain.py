@@ -51,28 +51,28 @@ class Arguments:
 
 def run(arguments: list[str]) -> None:
     """Print a lesson."""
-    given = parse(Arguments, "explain", arguments, ABOUT)
+    args = parse(Arguments, "explain", arguments, ABOUT)
     from tiedgpt.lessons import TOPICS, explain
 
-    if given.topic not in (None, *TOPICS):
+    if args.topic not in (None, *TOPICS):
         hint = f"choose one of {', '.join(TOPICS)}"
-        if given.topic is not None and Path(given.topic).exists():
-            topic = given.source if given.source in TOPICS else "tie"
-            hint = f"the topic comes first: tiedgpt explain {topic} {shlex.quote(given.topic)}"
-        raise UsageError(f"no topic {given.topic!r}", hint)
-    source = given.source
-    if given.topic is not None:
+        if args.topic is not None and Path(args.topic).exists():
+            topic = args.source if args.source in TOPICS else "tie"
+            hint = f"the topic comes first: tiedgpt explain {topic} {shlex.quote(args.topic)}"
+        raise UsageError(f"no topic {args.topic!r}", hint)
+    source = args.source
+    if args.topic is not None:
         try:
             source = source_or_newest(source, task="lm")
         except UserError:
             if source is not None:
                 raise
             note("runs/ has no model: a tiny one is taken")
-    with waiting(f"measuring {given.topic} on {source or 'a tiny model'}"):
+    with waiting(f"measuring {args.topic} on {source or 'a tiny model'}"):
         lesson = explain(
-            given.topic, source, tokenizer=given.tokenizer, text=given.text, progress=note
+            args.topic, source, tokenizer=args.tokenizer, text=args.text, progress=note
         )
-    if given.format == "json":
+    if args.format == "json":
         print(lesson.to_json())
         return
     title, _, answer = str(lesson).partition("\n\n")

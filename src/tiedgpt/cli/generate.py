@@ -96,16 +96,16 @@ class Arguments(EngineOptions, GenerationConfig):
 
 def run(arguments: list[str]) -> None:
     """Generate."""
-    given = parse(Arguments, "generate", arguments, ABOUT)
-    config, human = given.config(), given.format == "human"
-    source = source_or_newest(given.source, task="lm")
-    if " " in source and not given.prompt and not Path(source).exists():
+    args = parse(Arguments, "generate", arguments, ABOUT)
+    config, human = args.config(), args.format == "human"
+    source = source_or_newest(args.source, task="lm")
+    if " " in source and not args.prompt and not Path(source).exists():
         raise UsageError(f"there is no model {source!r}", prompt_hint(source))
-    prompt = read_text("-", "--prompt") if given.prompt == "-" else given.prompt
-    if given.prompt == "-" and not prompt:
+    prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
+    if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
     slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
-    with given.engine(source, slots=slots) as engine:
+    with args.engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
             found = engine.generate(prompt, config)
             completions = found if config.n > 1 else [found]

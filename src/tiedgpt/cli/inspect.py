@@ -93,39 +93,39 @@ def run(arguments: list[str]) -> None:
         return
     if any(one.split("=")[0] == "--html" for one in arguments) and name != "page":
         arguments = ["page", *arguments]
-    given = parse(Arguments, "inspect", arguments, about())
-    if given.name != "page":
+    args = parse(Arguments, "inspect", arguments, about())
+    if args.name != "page":
         names = ", ".join(each.verb for each in INSPECTIONS.values())
         raise UsageError(
-            f"`tiedgpt inspect` shows nothing that is called {given.name!r}",
+            f"`tiedgpt inspect` shows nothing that is called {args.name!r}",
             f"the name is first: {names}",
         )
-    _page(given)
+    _page(args)
 
 
 def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     """Print an inspection's table or JSON, and draw its figure."""
     verb, sentence = f"inspect {inspection.verb}", f"Show {inspection.about}."
-    given = parse(arguments_of(inspection), verb, arguments, sentence)
-    options = _options(inspection, given)
+    args = parse(arguments_of(inspection), verb, arguments, sentence)
+    options = _options(inspection, args)
     of_table = {n: options.pop(n) for n in [*options] if inspection.options[n].is_of_table}
-    if given.plot is not None:
-        require_figures(given.plot)
+    if args.plot is not None:
+        require_figures(args.plot)
     if inspection.reads_text:
-        options["text"] = _text(given, inspection.verb)
+        options["text"] = _text(args, inspection.verb)
     if "progress" in signature(inspection.function).parameters:
         options["progress"] = _progress
-    source = source_or_newest(given.source)
+    source = source_or_newest(args.source)
     with waiting(f"computing {inspection.verb} of {source}"):
-        result = inspection.function(*_model(given, source), **options)
-    if given.plot is not None:
-        _draw(result, given.plot)
-    if given.format == "json":
+        result = inspection.function(*_model(args, source), **options)
+    if args.plot is not None:
+        _draw(result, args.plot)
+    if args.format == "json":
         print(result.to_json())
         return
     print(result.table(**of_table))
-    if given.plot is not None:
-        fact("written", str(given.plot))
+    if args.plot is not None:
+        fact("written", str(args.plot))
 
 
 def arguments_of(inspection: Inspection) -> type[Any]:
@@ -141,11 +141,11 @@ def arguments_of(inspection: Inspection) -> type[Any]:
     return make_dataclass("Arguments", fields, bases=bases, frozen=True, kw_only=True)
 
 
-def _options(inspection: Inspection, given: Any) -> dict[str, Any]:
+def _options(inspection: Inspection, args: Any) -> dict[str, Any]:
     """Return the inspection's own options that were given."""
     options = dict[str, Any]()
     for name, each in inspection.options.items():
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value is None or value is False:
             continue
         if each.type == int | str and value.isdecimal():
@@ -156,24 +156,24 @@ def _options(inspection: Inspection, given: Any) -> dict[str, Any]:
     return options
 
 
-def _text(given: Any, name: str) -> str | list[int]:
+def _text(args: Any, name: str) -> str | list[int]:
     """Return the text, or the ids; `UserError` unless it is one of them."""
-    if (given.text is None) == (not given.ids):
+    if (args.text is None) == (not args.ids):
         example = f"tiedgpt inspect {name} {EXAMPLE}"
         raise UserError("the model must read one text", hint=f"give --text, or --ids: {example}")
-    if given.text is None:
-        return list(given.ids)
-    return read_text("-", "--text") if given.text == "-" else str(given.text)
+    if args.text is None:
+        return list(args.ids)
+    return read_text("-", "--text") if args.text == "-" else str(args.text)
 
 
-def _model(given: Any, source: str) -> tuple[Any, Any]:
+def _model(args: Any, source: str) -> tuple[Any, Any]:
     """Return the model and its tokenizer as the functions of `inspect` take them."""
     from tiedgpt.core.model import GPT
 
-    if not given.loading:
-        return source, given.tokenizer
-    has_ids = bool(getattr(given, "ids", ()))
-    return GPT.from_pretrained(source, **given.loading), given.tokenizer or (
+    if not args.loading:
+        return source, args.tokenizer
+    has_ids = bool(getattr(args, "ids", ()))
+    return GPT.from_pretrained(source, **args.loading), args.tokenizer or (
         None if has_ids else source
     )
 
@@ -184,24 +184,24 @@ def _draw(result: Result, path: Path) -> None:
     save_figure(panels, path, title, columns=1 if len(panels) < 3 else 2 if len(panels) < 6 else 4)
 
 
-def _page(given: Arguments) -> None:
+def _page(args: Arguments) -> None:
     """Write the page with the answers for the text."""
     from tiedgpt.inspect.opening import open_model
     from tiedgpt.serve.export import export
 
-    if given.html is None:
+    if args.html is None:
         hint = "give --html, as tiedgpt inspect --html page.html"
         raise UserError("the page needs a file", hint=hint)
-    if given.html.is_dir():
+    if args.html.is_dir():
         hint = "name the page first, as page.html"
-        raise UserError(f"--html {given.html} is a directory", hint=hint)
-    text, source = _text(given, "--html page.html"), source_or_newest(given.source)
-    model, tokenizer = open_model(*_model(given, source), needed=given.text is not None)
+        raise UserError(f"--html {args.html} is a directory", hint=hint)
+    text, source = _text(args, "--html page.html"), source_or_newest(args.source)
+    model, tokenizer = open_model(*_model(args, source), needed=args.text is not None)
     name = Path(source).resolve().name if Path(source).exists() else source
     page = export(model, tokenizer, text, name=name, source=source)
-    with replacing(given.html) as temporary:
+    with replacing(args.html) as temporary:
         temporary.write_text(page, encoding="utf-8")
-    fact("written", f"{given.html} ({megabytes(len(page.encode()))}): open it in a browser")
+    fact("written", f"{args.html} ({megabytes(len(page.encode()))}): open it in a browser")
 
 
 def _progress(done: int, of: int) -> None:

@@ -55,8 +55,8 @@ def parse(options: type[Options], verb: str, arguments: Sequence[str], descripti
     if rest:
         unknown = next((argument for argument in rest if argument.startswith("-")), rest[0])
         raise _unknown(unknown, options, verb)
-    found = {name: tuple(x) if isinstance(x, list) else x for name, x in vars(values).items()}
-    return options(**found)
+    tuples = {name: tuple(x) for name, x in vars(values).items() if isinstance(x, list)}
+    return options(**vars(values) | tuples)
 
 
 def make_parser(options: type, verb: str, description: str) -> Parser:

@@ -48,22 +48,22 @@ class Arguments:
 
 def run(arguments: list[str]) -> None:
     """Draw."""
-    given = parse(Arguments, "plot", arguments, ABOUT)
-    histories = open_histories(given.runs)
-    if given.format == "json":
-        print(json.dumps([_plain(history, given.x) for history in histories], indent=1))
+    args = parse(Arguments, "plot", arguments, ABOUT)
+    histories = open_histories(args.runs)
+    if args.format == "json":
+        print(json.dumps([_plain(history, args.x) for history in histories], indent=1))
         return
-    if given.samples:
+    if args.samples:
         show_samples(histories)
         return
-    trainings = [as_training(history, given.x) for history in histories]
-    drawn = panels(trainings, label(histories, given.x))
-    if given.out is None:
+    trainings = [as_training(history, args.x) for history in histories]
+    drawn = panels(trainings, label(histories, args.x))
+    if args.out is None:
         show_summary(histories)
         print_panels(drawn)
     else:
-        save_figure(drawn, given.out, ", ".join(history.name for history in histories))
-        fact("written", str(given.out))
+        save_figure(drawn, args.out, ", ".join(history.name for history in histories))
+        fact("written", str(args.out))
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:

@@ -26,19 +26,19 @@ class Arguments:
 
 def run(arguments: list[str]) -> None:
     """List the runs."""
-    given = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
-    runs = list(runs_in(Path(given.folder)))
-    if given.format == "json":
+    args = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
+    runs = list(runs_in(Path(args.folder)))
+    if args.format == "json":
         print(json.dumps([_plain(each) for each in runs], indent=1))
         return
-    if not runs and (Path(given.folder) / "run.toml").exists():
+    if not runs and (Path(args.folder) / "run.toml").exists():
         raise UserError(
-            f"{given.folder} is a run, not a folder of runs",
-            hint=f"use `tiedgpt plot {given.folder}` or `tiedgpt runs {Path(given.folder).parent}`",
+            f"{args.folder} is a run, not a folder of runs",
+            hint=f"use `tiedgpt plot {args.folder}` or `tiedgpt runs {Path(args.folder).parent}`",
         )
     if not runs:
         raise UserError(
-            f"there is no run in {given.folder}", hint="train first, or give another folder"
+            f"there is no run in {args.folder}", hint="train first, or give another folder"
         )
     rows = []
     for each in runs:

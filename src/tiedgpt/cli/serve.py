@@ -71,19 +71,19 @@ class Arguments(EngineOptions):
 
 def run(arguments: list[str]) -> None:
     """Serve until a signal."""
-    given = parse(Arguments, "serve", arguments, ABOUT)
-    require_positive("queue", given.queue)
-    if not 0 <= given.drain <= 3600:
-        raise UserError(f"drain must be from 0 to 3,600 seconds, got {given.drain}")
-    key = os.environ.get(KEY) or None if given.api_key is None else given.api_key
+    args = parse(Arguments, "serve", arguments, ABOUT)
+    require_positive("queue", args.queue)
+    if not 0 <= args.drain <= 3600:
+        raise UserError(f"drain must be from 0 to 3,600 seconds, got {args.drain}")
+    key = os.environ.get(KEY) or None if args.api_key is None else args.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise UserError("--api-key must be ASCII letters, digits and symbols, without spaces")
-    if given.host.startswith("unix:"):
+    if args.host.startswith("unix:"):
         hint = "use --host 127.0.0.1 with a --port"
-        raise UserError(f"--host {given.host} is a unix socket; serve listens on TCP", hint=hint)
-    if not key and not given.insecure and not _is_local(given.host):
+        raise UserError(f"--host {args.host} is a unix socket; serve listens on TCP", hint=hint)
+    if not key and not args.insecure and not _is_local(args.host):
         raise UserError(
-            f"--host {given.host} lets other machines use the model",
+            f"--host {args.host} lets other machines use the model",
             hint=f"give --api-key (or {KEY}) or --insecure",
         )
     try:
@@ -93,33 +93,33 @@ def run(arguments: list[str]) -> None:
         raise UserError(
             f"`tiedgpt serve` needs the package {error.name}", hint="pip install 'tiedgpt[serve]'"
         ) from None
-    source = source_or_newest(given.source, task="lm")
+    source = source_or_newest(args.source, task="lm")
     with (
-        open_socket(given.host, given.port) as listener,
-        given.engine(source, slots=given.slots, queue_size=given.queue) as engine,
+        open_socket(args.host, args.port) as listener,
+        args.engine(source, slots=args.slots, queue_size=args.queue) as engine,
     ):
         engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
-        _serve(given, source, key, engine, listener)
+        _serve(args, source, key, engine, listener)
 
 
-def _serve(given: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
+def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
     from tiedgpt.core.model import GPT
     from tiedgpt.serve.app import create_app
     from tiedgpt.serve.guards import Hosts, Limits, access_log
     from tiedgpt.serve.server import Server
 
-    limits = Limits(queue=given.queue, drain_seconds=given.drain)
+    limits = Limits(queue=args.queue, drain_seconds=args.drain)
     path = Path(source)
-    name = given.name or (path.resolve().name if path.exists() else source)
+    name = args.name or (path.resolve().name if path.exists() else source)
     app = create_app(
         engine,
         name=name,
         key=key,
         limits=limits,
-        hosts=Hosts.of(given.host, given.allow_host),
-        load=lambda: GPT.from_pretrained(source, **given.loading),
+        hosts=Hosts.of(args.host, args.allow_host),
+        load=lambda: GPT.from_pretrained(source, **args.loading),
         source=source,
-        template=_template(given.tokenizer or source),
+        template=_template(args.tokenizer or source),
     )
     handler = logging.StreamHandler(sys.stderr)
     for logger in (access_log, logging.getLogger("uvicorn.error")):
@@ -127,24 +127,24 @@ def _serve(given: Arguments, source: str, key: str | None, engine: Engine, liste
         logger.propagate = False
     access_log.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _show_calls(given, name, key, engine, listener.getsockname()[1])
+    _show_calls(args, name, key, engine, listener.getsockname()[1])
 
     def tell_drain(n_texts: int) -> None:
         texts = f"{n_texts} text{'s are' if n_texts > 1 else ' is'} being finished"
-        note(f"{texts}, for at most {given.drain:g} seconds; Ctrl-C again ends at once")
+        note(f"{texts}, for at most {args.drain:g} seconds; Ctrl-C again ends at once")
 
     Server(app, engine, limits, tell_drain).run([listener])
 
 
-def _show_calls(given: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
+def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
     """Print the address, the limits, and two ways to call it that work as they are."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(given.host, given.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
     url = f"http://{host}:{port}"
     fact("address", f"{url} (in a browser: the page)", style="bold")
     fact("model", f"{name}: {engine!r}")
-    fact("limits", f"{given.slots} texts at a time, {given.queue} wait; 1 MiB a request")
-    if given.api_key is not None:
+    fact("limits", f"{args.slots} texts at a time, {args.queue} wait; 1 MiB a request")
+    if args.api_key is not None:
         fact("key", f"clients below read it from the environment variable {KEY}")
     prompt: str | list[int] = "Once" if engine.tokenizer is not None else [0]
     header = f' -H "Authorization: Bearer ${KEY}"' if key else ""

@@ -44,9 +44,11 @@ class ModelOptions:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What was given of it, as `GPT.from_pretrained` and `Engine` take it."""
-        given = {name: getattr(self, name) for name in ("n_head", "activation_function", "resolve")}
-        return {name: value for name, value in given.items() if value is not None}
+        """The options that are not None, as `GPT.from_pretrained` and `Engine` take them."""
+        options = {
+            name: getattr(self, name) for name in ("n_head", "activation_function", "resolve")
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
