@@ -20,7 +20,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import search
 from tiedgpt.infer.constraints import Matcher, matcher_for
-from tiedgpt.infer.opening import How, require_engine_options, runner_for
+from tiedgpt.infer.opening import BackendOptions, open_model, require_engine_options
 from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.scheduler import Request
@@ -71,9 +71,11 @@ class Engine:
     ) -> None:
         require_engine_options(config)
         self.n_slots = require_positive("slots", slots)
-        how = How(precision, backend, None if threads is None else check_threads(threads))
-        opened = runner_for(model_or_source, how, tokenizer, resolve, config)
-        self.runner, self.tokenizer, self.notes, self.end_ids = opened
+        n_threads = None if threads is None else check_threads(threads)
+        options = BackendOptions(precision, backend, n_threads)
+        self.runner, self.tokenizer, self.notes, self.end_ids = open_model(
+            model_or_source, options, tokenizer, resolve, config
+        )
         is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"
         queue_size = require_positive("queue_size", queue_size)
         self._worker = Worker(self.runner, self.n_slots, queue_size, is_fixed)

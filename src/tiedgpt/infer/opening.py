@@ -33,19 +33,19 @@ ENGINE_OPTIONS = (
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
 """Parameters from which a model is worth waiting for its kernels to be compiled, once a machine."""
-FORM_OF: dict[str, Precision] = {
+EXACT_PRECISION: dict[str, Precision] = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
     "torch.float16": "fp32",
 }
-"""What holds weights of a type exactly."""
+"""The precision that holds weights of a dtype exactly."""
 MAX_PADDING = 1024
 """Rows that a vocabulary is padded by, at the most, to a round number."""
 
 
 @dataclass(frozen=True)
-class How:
-    """What is asked of a runner; impossible choices raise `UserError`."""
+class BackendOptions:
+    """What computes, and at which precision; impossible choices raise `UserError`."""
 
     precision: str
     backend: str
@@ -68,26 +68,8 @@ class How:
         if self.backend == "kernels" and self.precision == "fp16":
             raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
 
-    def torch(self, model: GPT) -> Runner:
-        """Return a runner in torch."""
-        from tiedgpt.infer.torch_session import TorchRunner
 
-        return TorchRunner(model, self.threads)
-
-    def kernels(self, packed: PackedModel) -> Runner:
-        """Return a runner of packed weights."""
-        from tiedgpt.infer.packed_session import PackedRunner
-
-        return PackedRunner(packed, threads=self.threads)
-
-    def packing(self, model: GPT) -> Runner:
-        """Return a runner of a model packed for it."""
-        from tiedgpt.weights.formats.packed.writer import pack_gpt
-
-        return self.kernels(pack_gpt(model, _form(model, self.precision)))
-
-
-class Opened(NamedTuple):
+class OpenModel(NamedTuple):
     """What an engine is made of."""
 
     runner: Runner
@@ -98,27 +80,27 @@ class Opened(NamedTuple):
     """What ends a text, besides the config's end-of-text token."""
 
 
-def runner_for(
+def open_model(
     model_or_source: GPT | str | os.PathLike[str],
-    how: How,
+    options: BackendOptions,
     tokenizer: Tokenizer | str | os.PathLike[str] | None,
     resolve: str | None,
     config: Mapping[str, Any],
-) -> Opened:
+) -> OpenModel:
     """Return what computes a model, its tokenizer, and how it was opened; see `Engine`."""
-    found = tokenizer_for(model_or_source, tokenizer)
+    its_tokenizer = tokenizer_for(model_or_source, tokenizer)
     notes: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
         path = local_directory(model_or_source)
         end_ids = _end_ids(path / "generation_config.json")
-        runner, notes = _from_source(path, how, resolve=resolve, **config)
+        runner, notes = _open_source(path, options, resolve=resolve, **config)
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
     else:
-        runner = _from_model(model_or_source, how)
-    notes += _compared(found, runner.config.vocab_size)
-    return Opened(runner, found, notes, end_ids)
+        runner = make_runner(model_or_source, options)
+    notes += _compare_vocabularies(its_tokenizer, runner.config.vocab_size)
+    return OpenModel(runner, its_tokenizer, notes, end_ids)
 
 
 def require_engine_options(config: Mapping[str, Any]) -> None:
@@ -132,12 +114,12 @@ def require_engine_options(config: Mapping[str, Any]) -> None:
         )
 
 
-def _from_model(model: GPT, how: How) -> Runner:
+def make_runner(model: GPT, options: BackendOptions) -> Runner:
     """Return a runner of a model, or of a copy where precision or backend ask for one."""
     import copy
 
     from tiedgpt.core.model import GPT
-    from tiedgpt.infer.torch_session import DTYPES
+    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
 
     if hasattr(model, "merge_and_unload"):
         raise UserError(
@@ -146,51 +128,67 @@ def _from_model(model: GPT, how: How) -> Runner:
         )
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
-    if how.backend == "kernels" or how.precision in QUANTIZED:
-        _require_cpu(model.wte.weight.is_cuda, how)
-        return how.packing(model)
-    dtype = DTYPES[how.precision]
+    if options.backend == "kernels" or options.precision in QUANTIZED:
+        _require_cpu(model.wte.weight.is_cuda, options)
+        return _pack(model, options)
+    dtype = DTYPES[options.precision]
     if dtype not in (None, model.wte.weight.dtype):
         model = copy.deepcopy(model).to(dtype)
-    return how.torch(model)
+    return TorchRunner(model, options.threads)
 
 
-def _from_source(
+def _open_source(
     path: Path,
-    how: How,
+    options: BackendOptions,
     *,
     resolve: str | None,
     **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return a runner of what is loaded, on the GPU where there is one, and notes."""
     packed = find_packed(path)
-    if packed is not None and how.backend != "torch":
+    if packed is not None and options.backend != "torch":
         if resolve is not None or config:
             named = [*config, *(["resolve"] if resolve is not None else [])]
             raise UserError(f"{packed} says all itself", hint=f"leave out {', '.join(named)}")
-        return how.kernels(_open_packed(packed, how.precision)), ()
+        return _run_packed(_open_packed(packed, options.precision), options), ()
     import torch
 
-    from tiedgpt.infer.torch_session import DTYPES
+    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
     from tiedgpt.weights.load import load
 
     gpu = torch.cuda.is_available()
-    if how.precision in QUANTIZED:
-        _require_cpu(gpu, how)
-    loaded = load(path, dtype=DTYPES.get(how.precision), resolve=resolve, **config)
-    chosen = how.backend == "auto" and not gpu and _is_for_kernels(loaded.model, how.precision)
-    if chosen or how.backend == "kernels":
-        return how.packing(loaded.model), loaded.notes
+    if options.precision in QUANTIZED:
+        _require_cpu(gpu, options)
+    loaded = load(path, dtype=DTYPES.get(options.precision), resolve=resolve, **config)
+    takes_kernels = (
+        options.backend == "auto" and not gpu and _is_for_kernels(loaded.model, options.precision)
+    )
+    if takes_kernels or options.backend == "kernels":
+        return _pack(loaded.model, options), loaded.notes
     loaded.model.to("cuda" if gpu else "cpu")
-    return how.torch(loaded.model), loaded.notes
+    return TorchRunner(loaded.model, options.threads), loaded.notes
+
+
+def _pack(model: GPT, options: BackendOptions) -> Runner:
+    """Return a runner of a model that is packed for the kernels now."""
+    from tiedgpt.weights.formats.packed.writer import pack_gpt
+
+    return _run_packed(pack_gpt(model, _packed_precision(model, options.precision)), options)
+
+
+def _run_packed(packed: PackedModel, options: BackendOptions) -> Runner:
+    """Return a runner of packed weights."""
+    from tiedgpt.infer.packed_session import PackedRunner
+
+    return PackedRunner(packed, threads=options.threads)
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:
     """Return the ids that end a text by generation_config.json: a chat model has several."""
-    given = read_json(path).get("eos_token_id") if path.exists() else None
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(is_id(each) and each >= 0 for each in ids):
-        raise CorruptInputError(f"{path}: eos_token_id must be ids, got {given!r}")
+        raise CorruptInputError(f"{path}: eos_token_id must be ids, got {value!r}")
     return tuple(ids)
 
 
@@ -205,11 +203,11 @@ def _open_packed(directory: Path, precision: str) -> PackedModel:
     return model
 
 
-def _require_cpu(gpu: bool, how: How) -> None:
-    if gpu and how.backend == "auto":
+def _require_cpu(gpu: bool, options: BackendOptions) -> None:
+    if gpu and options.backend == "auto":
         raise UserError(
-            f"{how.precision} is computed on CPUs only: take bf16 on the GPU, or backend='kernels' "
-            "(--backend kernels) for the CPU"
+            f"{options.precision} is computed on CPUs only",
+            hint="take bf16 on the GPU, or backend='kernels' (--backend kernels) for the CPU",
         )
 
 
@@ -219,19 +217,19 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
 
     if precision in QUANTIZED:
         return True
-    if precision == "fp16" or str(model.wte.weight.dtype) not in FORM_OF:
+    if precision == "fp16" or str(model.wte.weight.dtype) not in EXACT_PRECISION:
         return False
     return model.config.parameter_count() >= LARGE and can_pack(model)
 
 
-def _form(model: GPT, precision: str) -> Precision:
-    """Return the form of weights for a precision; of "auto", the one that holds the model's own."""
+def _packed_precision(model: GPT, precision: str) -> Precision:
+    """Return the precision of packed weights; "auto" is the one that holds the model's own."""
     if precision == "auto":
-        return FORM_OF.get(str(model.wte.weight.dtype), "fp32")
+        return EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
     return cast(Precision, precision)
 
 
-def _compared(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
+def _compare_vocabularies(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
     """Compare a tokenizer with the model's rows; return what is worth a note."""
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise UserError(
