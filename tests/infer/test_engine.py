@@ -124,7 +124,7 @@ def test_only_the_last_position_is_scored_when_decoding(engine, monkeypatch):
         engine.model.wte, "unembed", lambda h: shapes.append(tuple(h.shape)) or unembed(h)
     )
     engine.generate([[1, 2, 3, 4, 5], [6, 7]], max_new_tokens=4, temperature=0)
-    assert set(shapes) == {(2, 32)}
+    assert sum(rows for rows, _ in shapes) == 2 * 4, "a row for each token of each text"
 
 
 def test_a_full_context_stops_and_says_so(engine):
