@@ -439,6 +439,17 @@ def test_a_plan_whose_pace_was_right_stays_as_it_is(new_run, config, plan, monke
     assert events[-1].step == 40 and not any(isinstance(e, Replanned) for e in events)
 
 
+def test_a_slow_run_planned_again_still_trains_its_whole_warmup(
+    new_run, config, plan, monkeypatch
+):
+    run, tokenizer = new_run()
+    plan = dataclasses.replace(plan, steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10)
+    events = FakeClock(monkeypatch, 30.0).train(run, config, plan, tokenizer)
+    (event,) = [e for e in events if isinstance(e, Replanned)]
+    assert event.plan.steps == event.plan.warmup == events[-1].step == 6
+    assert event.plan.cooldown == 0
+
+
 def test_the_end_survives_the_loss_of_the_best_weights(new_run, config, plan, monkeypatch):
     run, tokenizer = new_run()
     scores_of(monkeypatch, [2.0, 2.1, 2.2])

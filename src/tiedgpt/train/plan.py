@@ -216,13 +216,13 @@ def pause_intervals(
 def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
 
-    A pause is part of the pace. The rate goes on where the new number of steps has it. None where
-    the steps would change by less than `SAME_PACE`.
+    A pause is part of the pace. The rate goes on where the new number of steps has it. The warm-up
+    is never cut. None where the steps would change by less than `SAME_PACE`.
     """
     assert plan.minutes is not None
     pace = seconds / step
     last = pace / 3 * task.held_out_rows / plan.batch_size
-    steps = max(step + 1, int(for_steps(plan.minutes, last) / pace))
+    steps = max(step + 1, plan.warmup, int(for_steps(plan.minutes, last) / pace))
     if abs(steps / plan.steps - 1) < SAME_PACE:
         return None
     scale, usual = steps / plan.steps, pause_intervals(plan.steps)["eval_every"]
