@@ -18,7 +18,7 @@ def saved(tmp_path):
     """Save a model that says one token, whatever it reads."""
 
     def save(says, template="chatml"):
-        tokenizer = Tokenizer.characters(["userasitn hello:\n"])
+        tokenizer = Tokenizer.characters(["userasitn system hello:\n"])
         known = TEMPLATES["chatml"]
         tokenizer = tokenizer.with_special_tokens((*known.tokens, "<|endoftext|>"))
         torch.manual_seed(0)
@@ -75,6 +75,8 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(save
     code, out, err = chat(saved("i"), "hello " * 20 + "\nhello\n")
     assert code == 0 and out == "i" * 32 + "\n"
     assert "the message has" in err and "send a shorter message" in err
+    _, _, err = chat(saved("i"), "hello\n", "--system", "hello " * 20)
+    assert "--system have" in err and "a shorter message or --system" in err
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])

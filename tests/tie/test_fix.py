@@ -171,6 +171,20 @@ def test_square_matrices_of_llmc_are_transposed_for_transformers(tmp_path):
     assert torch.equal(c_proj.T, torch.from_numpy(numbers["h.1.attn.c_proj.weight"]))
 
 
+def test_layers_that_lie_as_the_config_denies_are_never_called_tied(tmp_path):
+    """Linear layers' (out, in) beside transformers' config, which means (in, out)."""
+
+    def transpose(state):
+        state[HEAD] = state[WTE].clone()
+        for name in [name for name in state if "c_" in name and name.endswith("weight")]:
+            state[name] = state[name].T.contiguous()
+
+    source = rewrite(save(their_gpt2(), tmp_path / "m"), transpose)
+    with pytest.raises(CheckFailedError, match="would not load"):
+        fix(source, tmp_path / "new", keep="output")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_copy_with_other_weights_never_appears(tmp_path, monkeypatch):
     source = with_head(tmp_path, torch.clone)
     whole = fixes.write_safetensors

@@ -67,6 +67,13 @@ def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, b
     assert sum(r == right for r, (_, right) in zip(replies, PAIRS, strict=True)) >= 25
 
 
+def test_pairs_that_are_not_learned_are_not_called_memorized(folder, base, capfd):
+    pairs = write_pairs(folder)
+    assert main(["tune", pairs, "--from", base, "--out", "run", "--steps", "3"]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "not memorized yet" in out and "--steps" in out
+
+
 def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base, capfd):
     lines = [{"prompt": f"{n}:", "completion": f" it is {n}"} for n in range(120)]
     data = write_lines(folder / "lines.jsonl", lines)

@@ -439,9 +439,7 @@ def test_a_plan_whose_pace_was_right_stays_as_it_is(new_run, config, plan, monke
     assert events[-1].step == 40 and not any(isinstance(e, Replanned) for e in events)
 
 
-def test_a_slow_run_planned_again_still_trains_its_whole_warmup(
-    new_run, config, plan, monkeypatch
-):
+def test_a_slow_run_planned_again_still_trains_its_whole_warmup(new_run, config, plan, monkeypatch):
     run, tokenizer = new_run()
     plan = dataclasses.replace(plan, steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10)
     events = FakeClock(monkeypatch, 30.0).train(run, config, plan, tokenizer)

@@ -81,9 +81,10 @@ class Conversation:
             del turns[self.n_system : self.n_system + 2]
             n_dropped += 1
         if len(ids) >= context:
+            what = "the message and --system have" if self.n_system else "the message has"
             raise UserError(
-                f"the message has {len(ids):,} tokens and the context is {context:,}",
-                hint="send a shorter message",
+                f"{what} {len(ids):,} tokens and the context is {context:,}",
+                hint="send a shorter message" + " or --system" * bool(self.n_system),
             )
         if n_dropped:
             turn = "turn was" if n_dropped == 1 else f"{n_dropped} turns were"
@@ -124,8 +125,8 @@ def run(arguments: list[str]) -> None:
     if template is None:
         raise UserError(
             f"{source} has no chat template",
-            hint="tune it on messages (`tiedgpt tune`), or let it continue a text "
-            "(`tiedgpt generate`)",
+            hint='tune it on lines of {"messages": [...]} (`tiedgpt tune`), or let it continue a '
+            "text (`tiedgpt generate`)",
         )
     system = [{"role": "system", "content": options.system}] if options.system else []
     with options.engine(source, slots=1) as engine:

@@ -34,6 +34,10 @@ from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 FIRST_WORDS = 3
+LONGEST_PROMPT = 60
+"""Characters of a question that is proposed as it is, for further commands."""
+MEMORIZED_NATS = 0.1
+"""A loss on the examples trained on below which they are called memorized: nine of ten tokens."""
 READABLE = 500_000
 """Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
@@ -228,7 +232,9 @@ class Display:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
         score = f"validation {_scored(ended.metrics, 4)}, on all held-out data"
         if isinstance(task, TunedExamples) and not task.examples.holds_out:
-            score = f"{_scored(ended.metrics, 4)} on the examples trained on, which are memorized"
+            memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
+            score = f"{_scored(ended.metrics, 4)} on the examples trained on, which are "
+            score += "memorized" if memorized else "not memorized yet: train for more --steps"
         part = f"loss {ended.sample_nats:.4f}"
         if part not in score:
             score += f"; {part} on the part scored during training"
@@ -282,7 +288,8 @@ def _show_samples(
                 reply, asked = task.reply(engine.model, examples, number)
                 out.print(Text(f"--- reply to {asked!r}, {side}", "bold"))
                 out.print(Text(f"{reply.rstrip()}\n"))
-        return config, " ".join(asked.split()[:FIRST_WORDS])
+        is_short = len(asked) <= LONGEST_PROMPT and asked.isprintable()
+        return config, asked if is_short else " ".join(asked.split()[:FIRST_WORDS])
     prompt = options.sample_prompt or (task.words() if options.data else "Return a new")
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(

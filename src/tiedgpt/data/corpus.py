@@ -28,7 +28,10 @@ MARKS = {
 """Byte order marks; UTF-32's first, which begins as UTF-16's does."""
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
-NOT_TEXT = (".csv", ".tsv", ".json", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
+NOT_TEXT = (
+    ".csv", ".tsv", ".json", ".parquet", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".gz",
+    ".bz2", ".xz", ".zst", ".zip",
+)  # fmt: skip
 """Endings of files with records, or compressed, which are not trained on as raw text."""
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 """Half of a character, encoded as if it were one: UTF-8 forbids it."""

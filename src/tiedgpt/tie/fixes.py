@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.audits import Audit, checkpoint_of, examine
@@ -29,6 +29,7 @@ from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_
 from tiedgpt.weights.comparison import nonzero_rows
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
+from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.load import load
 from tiedgpt.weights.roles import Roles, find_roles, lies_transposed
 from tiedgpt.weights.safetensors_file import write_safetensors
@@ -59,7 +60,7 @@ class Repair:
     def explain(self) -> str:
         """What was done, in plain words."""
         return (
-            f"{self.source} was {self.before.verdict}; {'; '.join(self.actions)}. "
+            f"{self.source}: {self.before.verdict}; {'; '.join(self.actions)}. "
             f"{self.dest} is {self.after.verdict}; {self.check}. The source is untouched."
         )
 
@@ -341,7 +342,8 @@ def _audit_copy(
 def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Path) -> str:
     """Load the copy and compare every weight with the source; return what was found, in words.
 
-    What tiedgpt does not run, before or after, is not compared.
+    What tiedgpt does not run, before or after, is not compared. The copy of what its config calls a
+    GPT never appears where its weights do not fit that config.
     """
     try:
         gpt = to_gpt(checkpoint)
@@ -353,9 +355,10 @@ def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Pa
     try:
         model = load(directory, **options).model
     except TiedGPTError as error:
-        try:
-            load(checkpoint.source, resolve=plan.resolve, **options)
-        except TiedGPTError:
+        is_gpt = checkpoint.config.get("model_type") in MODEL_TYPES
+        if not (is_gpt and isinstance(error, CorruptInputError)) and not _loads(
+            checkpoint, plan, options
+        ):
             return NOT_RUN
         raise CheckFailedError(f"{dest} was not written: it would not load: {error}") from None
     both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
@@ -363,6 +366,14 @@ def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Pa
     if name := _first_difference(dict(model.named_parameters()), expected):
         raise CheckFailedError(f"{dest} was not written: its {name} would differ from the source's")
     return "it was loaded, and its weights are the source's"
+
+
+def _loads(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) -> bool:
+    try:
+        load(checkpoint.source, resolve=plan.resolve, **options)
+    except TiedGPTError:
+        return False
+    return True
 
 
 def _first_difference(

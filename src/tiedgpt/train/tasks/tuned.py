@@ -199,7 +199,7 @@ class TunedExamples(Tuned):
         train = self.counted["train_examples"]
         share = train["trained"] / train["tokens"]
         more = f"{len(self.examples.held_out):,} more to validate on"
-        more = more if self.examples.holds_out else "validated on the same ones: memorized"
+        more = more if self.examples.holds_out else "validated on the same ones"
         return {
             "examples": f"{train['examples']:,}, {train['tokens']:,} tokens, of which {share:.0%} "
             f"are trained; {more}",
