@@ -68,15 +68,15 @@ def train(
             yield AlreadyFinished(directory.path)
             return
         yield from _hub_notes(options)
-        settled = adapt_options(fork_options(options, tables), sources)
-        task = _prepare(directory, settled, sources, tables, progress, world)
+        run_options = adapt_options(fork_options(options, tables), sources)
+        task = _prepare(directory, run_options, sources, tables, progress, world)
         del sources  # the text, which may be held in memory
         if tables:
             _, plan = recorded(tables)
         else:
             yield Note("measuring this machine")
-            settled, task, reason = choose_size(settled, task, world)
-            plan = make_plan(settled, task, world.device, world=world, reason=reason)
+            run_options, task, reason = choose_size(run_options, task, world)
+            plan = make_plan(run_options, task, world.device, world=world, reason=reason)
             tables = record(options, task.config, plan, task.counted, digest, world)
             world.on_main(lambda: directory.write_record(tables))
         yield Planned(directory, options, task, plan, world)

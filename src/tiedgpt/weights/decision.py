@@ -3,7 +3,7 @@
     decide_tie(checkpoint)           -> TieDecision
     decide_tie(checkpoint, roles)    the same, where the two matrices are known
 
-Loading, `tie show`, `tie audit` and `tie fix` go by it and decide nothing themselves.
+Loading, `tie show`, `tie audit` and `tie fix` use it and decide nothing themselves.
 """
 
 from __future__ import annotations
