@@ -106,7 +106,7 @@ def turn(runner: PackedRunner, prompt: list[int], batch: int, config: Generation
         scheduler.step()
     read = sum(len(text.new_ids) for text in texts)
     steps, began = 0, time.perf_counter()
-    while scheduler.is_busy:
+    while scheduler.running or scheduler.waiting:
         scheduler.step()
         steps += 1
     seconds = time.perf_counter() - began

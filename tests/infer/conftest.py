@@ -91,7 +91,7 @@ def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
 
 def drain(scheduler):
     """Run a scheduler's requests to their ends."""
-    while scheduler.is_busy:
+    while scheduler.running or scheduler.waiting:
         scheduler.step()
 
 

@@ -211,7 +211,7 @@ def test_the_slots_hold_what_the_pool_says(engine):
     running = scheduler(engine, slots=3)
     for number, prompt in enumerate(PROMPTS * 3):
         add(running, engine, prompt, seed=number, context_end="slide", max_new_tokens=40)
-    while running.is_busy:
+    while running.running or running.waiting:
         running.step()
         assert list(map(len, running.pool.held)) == running.session.lengths
     assert sorted(running.pool.free) == [0, 1, 2]

@@ -126,7 +126,7 @@ def test_text_that_repeats_itself_takes_fewer_steps(engine, draft_tokens):
         speculate="ngram", draft_tokens=draft_tokens,
     )  # fmt: skip
     steps = 0
-    while scheduler.is_busy:
+    while scheduler.running or scheduler.waiting:
         scheduler.step()
         steps += 1
     assert request.result.ids == [1] * 40

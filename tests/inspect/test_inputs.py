@@ -24,7 +24,7 @@ from tiedgpt.inspect import (
     random_head,
     vocabulary,
 )
-from tiedgpt.inspect.opening import piece
+from tiedgpt.inspect.subjects import piece
 
 OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
 

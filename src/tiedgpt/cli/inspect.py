@@ -186,7 +186,7 @@ def _draw(result: Result, path: Path) -> None:
 
 def _page(args: Arguments) -> None:
     """Write the page with the answers for the text."""
-    from tiedgpt.inspect.opening import open_model
+    from tiedgpt.inspect.subjects import open_model
     from tiedgpt.serve.export import export
 
     if args.html is None:

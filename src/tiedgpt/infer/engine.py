@@ -20,9 +20,9 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import search
 from tiedgpt.infer.constraints import Matcher, matcher_for
-from tiedgpt.infer.opening import BackendOptions, open_model, require_engine_options
 from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
+from tiedgpt.infer.runners import BackendOptions, open_model, require_engine_options
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score
 from tiedgpt.infer.sequence import SequenceState, Token, decode

@@ -152,11 +152,6 @@ class Scheduler:
         """Tokens by what they were: see `Engine.stats`."""
         self._pace = _Pace()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether any request is running or waits."""
-        return bool(self.running or self.waiting)
-
     def add(self, request: Request) -> None:
         """Let a request wait for its slots."""
         self.waiting.append(request)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.opening import Model, Text, numpy, open_subject, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, piece
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import head_layers, inference, is_tied, require_gpt

@@ -29,7 +29,6 @@ from tiedgpt.inspect.distributions import (
     put,
     wide,
 )
-from tiedgpt.inspect.opening import Model, Text, index, join, numpy, open_subject
 from tiedgpt.inspect.results import (
     LABELLED,
     MAX_TEXT_COLUMNS,
@@ -40,6 +39,7 @@ from tiedgpt.inspect.results import (
     lines,
     token_axis,
 )
+from tiedgpt.inspect.subjects import Model, Text, index, join, numpy, open_subject
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import inference

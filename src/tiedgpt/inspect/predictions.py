@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, put, wide
 from tiedgpt.inspect.faces import faces, final_bias
-from tiedgpt.inspect.opening import Model, Subject, Text, index, numpy, open_subject
 from tiedgpt.inspect.results import (
     LABELLED,
     SHOWN_ROWS,
@@ -21,6 +20,7 @@ from tiedgpt.inspect.results import (
     lines,
     token_axis,
 )
+from tiedgpt.inspect.subjects import Model, Subject, Text, index, numpy, open_subject
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import inference

@@ -22,8 +22,8 @@ from tiedgpt.data import Shards, documents
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
 from tiedgpt.inspect.faces import Face, final_bias, finite_faces
-from tiedgpt.inspect.opening import Model, numpy, open_model, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Columns, Figure, Result
+from tiedgpt.inspect.subjects import Model, numpy, open_model, piece
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
 from tiedgpt.text import Tokenizer

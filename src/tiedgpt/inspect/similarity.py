@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.faces import Face, finite_faces
-from tiedgpt.inspect.opening import Model, index, numpy, open_model, piece
 from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
+from tiedgpt.inspect.subjects import Model, index, numpy, open_model, piece
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.tie.heads import inference

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.opening import Model, Text, open_subject
 from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.inspect.subjects import Model, Text, open_subject
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.tie.heads import sharing

@@ -24,7 +24,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.data import Shards
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.opening import open_model, piece
+from tiedgpt.inspect.subjects import open_model, piece
 from tiedgpt.plots.table import visible
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie

@@ -118,6 +118,6 @@ def _run_curves(run: Path) -> dict[str, Any] | None:
 
 def token_texts(tokenizer: Tokenizer | None, size: int) -> str:
     """Return the text of every token, as `inspect` writes it."""
-    from tiedgpt.inspect.opening import piece
+    from tiedgpt.inspect.subjects import piece
 
     return json.dumps({"pieces": [piece(tokenizer, id) for id in range(size)]}, ensure_ascii=False)

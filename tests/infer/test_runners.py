@@ -10,7 +10,7 @@ import torch
 
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.infer import Engine, opening
+from tiedgpt.infer import Engine, runners
 from tiedgpt.weights.formats.packed import FILE
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
@@ -140,14 +140,14 @@ def test_an_unknown_option_of_an_engine_is_refused_before_anything_is_opened(pac
 
 def test_large_plain_models_get_kernels_on_a_cpu(source, monkeypatch):
     assert Engine(source).backend == "torch"
-    monkeypatch.setattr(opening, "LARGE", 1000)
+    monkeypatch.setattr(runners, "LARGE", 1000)
     assert Engine(source).backend == "kernels"
     assert Engine(source, "bf16").runner.packed.precision == "bf16"
     assert Engine(source, "fp16").backend == "torch"
 
 
 def test_a_model_stays_with_torch_as_its_weights_may_change(engine, monkeypatch):
-    monkeypatch.setattr(opening, "LARGE", 1000)
+    monkeypatch.setattr(runners, "LARGE", 1000)
     assert Engine(engine.model).backend == "torch"
     assert Engine(engine.model, "fp32", backend="kernels").backend == "kernels"
 
