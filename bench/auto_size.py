@@ -31,12 +31,12 @@ import torch
 
 from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choices
 from tiedgpt.train.events import Ended
+from tiedgpt.train.loop import Trainer
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import choose_size, make_plan, measure_speed, training_device
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.sources import open_sources, prepare
-from tiedgpt.train.trainer import Trainer
+from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.sizing import choose_size, make_plan, measure_speed, training_device
+from tiedgpt.train.storage import RunDirectory
 
 MEASURED_SECONDS = 2.0
 

@@ -30,10 +30,10 @@ import torch
 from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
 from tiedgpt.train.events import Ended
-from tiedgpt.train.plan import make_plan, training_device
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.sources import open_sources, prepare
-from tiedgpt.train.trainer import Trainer
+from tiedgpt.train.loop import Trainer
+from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.sizing import make_plan, training_device
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)

@@ -39,15 +39,15 @@ from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
 from tiedgpt.train.events import Ended, Evaluated, Stepped
+from tiedgpt.train.loop import Trainer
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import make_plan, training_device
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.sources import open_sources, prepare
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.sizing import make_plan, training_device
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.trainer import Trainer
+from tiedgpt.train.storage import RunDirectory
 
 MOST_EPOCHS = 4
 POINTS = 20

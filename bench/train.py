@@ -100,7 +100,7 @@ def stepper(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: 
 def ours(config: GPTConfig, device: str, compiled: bool) -> Step:
     """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
     from tiedgpt.train.optim import optimizers, parameter_groups
-    from tiedgpt.train.schedule import Plan
+    from tiedgpt.train.plan import Plan
     from tiedgpt.train.step import train_step
 
     model = GPT(config).to(device).train()

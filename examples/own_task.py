@@ -18,9 +18,9 @@ import torch
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.events import Ended, Evaluated
+from tiedgpt.train.objective import Task
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Task
+from tiedgpt.train.storage import RunDirectory
 
 LENGTH = len("12+34=046")
 

@@ -39,10 +39,10 @@ from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.tie import untie
 from tiedgpt.train import Trainer
 from tiedgpt.train.events import Evaluated
-from tiedgpt.train.history import read_history
+from tiedgpt.train.metrics import read_history
+from tiedgpt.train.objective import Task
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Task
+from tiedgpt.train.storage import RunDirectory
 
 OUT = Path("runs/tied-vs-untied")
 SEEDS = 0, 1, 2

@@ -22,7 +22,7 @@ from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import prune, resize_vocab, tie, untie
-from tiedgpt.train.objective import Objective
+from tiedgpt.train.objective import LossModule
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.weights.load import CheckpointWarning
 
@@ -304,7 +304,7 @@ def worker(rank: int, directory: str, model: GPT) -> None:
     results: dict[str, object] = {"received": (names, model.head is None)}
     for kind in ("ddp", "fsdp"):
         model = fresh_model()
-        objective = Objective(model)
+        objective = LossModule(model)
         if kind == "fsdp":
             for block in model.h:
                 fully_shard(block)
@@ -348,7 +348,7 @@ def test_a_model_sent_to_another_process_arrives_with_one_matrix(two_processes):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_step_as_one_does(two_processes, kind):
     model = fresh_model()
-    step(Objective(model), *whole_batch())
+    step(LossModule(model), *whole_batch())
     for result in two_processes:
         assert result[kind]["names"] == ["wte.weight"]
         for name, parameter in model.named_parameters():

@@ -112,7 +112,7 @@ def test_a_stop_counts_by_the_plan_in_force(text, capfd, monkeypatch):
         yield Replanned(3, dataclasses.replace(trainer.plan, steps=7), [])
         yield Ended(3, finished=False, score=None)
 
-    monkeypatch.setattr("tiedgpt.train.trainer.Trainer.run", planned_again)
+    monkeypatch.setattr("tiedgpt.train.loop.Trainer.run", planned_again)
     assert main(["train", "cats.txt", *QUICK, "--tokenizer", "char"]) == 75
     assert "stopped and saved after step 3 of 7" in capfd.readouterr().err
 

@@ -9,8 +9,8 @@ from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan, record
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.storage import RunDirectory, make_record
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
 
@@ -70,7 +70,7 @@ def ready_once(tmp_path_factory, text_file, options, config, plan) -> Path:
     tokenizer.save_pretrained(run.tokenizer)
     encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
     config = dataclasses.replace(config, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
-    run.write_record(record(options, config, plan, {}))
+    run.write_record(make_record(options, config, plan, {}))
     return run.path
 
 

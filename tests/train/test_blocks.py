@@ -10,8 +10,8 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import blocks
 from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.events import Started
-from tiedgpt.train.plan import make_plan
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.sizing import make_plan
 
 CONFIG = GPTConfig(vocab_size=90, n_positions=160, n_embd=32, n_layer=3, n_head=2)
 SAME = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}

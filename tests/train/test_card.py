@@ -14,10 +14,10 @@ from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.train.card import command, model_card
-from tiedgpt.train.history import history, read_history
+from tiedgpt.train.metrics import history, read_history
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import DEFAULT_SIZE
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w])")

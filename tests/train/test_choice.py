@@ -13,7 +13,7 @@ from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
-from tiedgpt.train import plan as plan_module
+from tiedgpt.train import sizing as plan_module
 from tiedgpt.train.choice import (
     LADDER,
     MOST_PASSES,
@@ -23,11 +23,11 @@ from tiedgpt.train.choice import (
     with_choices,
     worth,
 )
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import choose_size, make_plan, recorded
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.sizing import choose_size, make_plan
+from tiedgpt.train.storage import RunDirectory, read_plan
 
 SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
 """Tokens a second of two cores, as they were measured."""
@@ -166,7 +166,7 @@ def test_of_a_small_text_the_weights_that_validated_best_are_published(
     scored = [line["val_loss"] for line in lines if "val_loss" in line] + [last["part_val_loss"]]
     assert len(scored) >= 4 and min(scored) < scored[-1]
     run = RunDirectory(Path("run"))
-    config, plan = recorded(run.read_record())
+    config, plan = read_plan(run.read_record())
     task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
     published = GPT.from_pretrained(run.model)
     part = task.evaluate(published, plan, plan.eval_batches)

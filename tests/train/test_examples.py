@@ -8,8 +8,8 @@ import pytest
 from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.tasks import LABELLED
-from tiedgpt.train.tasks.labelled import Examples, read_examples
+from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objectives.labelled import Examples, read_examples
 
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
 BPE = Tokenizer.train(["Ada went to Paris. Where did Ada go? " * 20], 300)

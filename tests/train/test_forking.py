@@ -47,7 +47,7 @@ def test_other_options_are_refused_field_by_field_and_fork_is_named(one, capsys)
 
 def test_a_fork_begins_with_weights_and_optimizer_and_anew_with_the_steps(one, monkeypatch):
     command = ["train", one, "--fork", "one", "--steps", "4", "--lr", "1e-4", "--out", "two"]
-    from tiedgpt.train import trainer
+    from tiedgpt.train import loop as trainer
 
     train_step = trainer.train_step
     with monkeypatch.context() as patch:  # killed before its first step

@@ -24,11 +24,11 @@ from tiedgpt.heads import (
 )
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Ended, Evaluated, Stepped
+from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objectives.labelled import LabelScore, read_examples
 from tiedgpt.train.optim import parameter_groups
-from tiedgpt.train.run_directory import RunDirectory
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks import LABELLED
-from tiedgpt.train.tasks.labelled import LabelScore, read_examples
+from tiedgpt.train.storage import RunDirectory
 
 ANIMALS, THINGS = ("cat", "dog", "cow", "owl"), ("cup", "hat", "box", "pen")
 

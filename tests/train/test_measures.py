@@ -21,8 +21,8 @@ from tiedgpt.train.measures import (
     peak_flops,
     peak_memory,
 )
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
 
 
 @pytest.fixture

@@ -9,16 +9,15 @@ from tests.train.trials import SERVER
 from tiedgpt import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import memory
-from tiedgpt.train import plan as planning
+from tiedgpt.train import sizing
 from tiedgpt.train.measures import held_memory, peak_memory
-from tiedgpt.train.memory import Peak, measure_peak, memory_line, require_lasting, require_memory
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.sizing import Peak, measure_peak, memory_line, require_lasting, require_memory
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.storage import RunDirectory
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
 ONE = World(CPU)
@@ -45,7 +44,7 @@ def task(new_run, config):
 @pytest.fixture
 def free(monkeypatch):
     """Have so many bytes be free."""
-    return lambda size: monkeypatch.setattr(memory, "free", lambda device: size)
+    return lambda size: monkeypatch.setattr(sizing, "free", lambda device: size)
 
 
 @pytest.fixture
@@ -55,8 +54,8 @@ def known(monkeypatch):
     def peak(task, plan, at_most, device):
         return Peak(250 * MB, 300 * MB, 2 * MB if plan.recompute == "blocks" else 10 * MB)
 
-    monkeypatch.setattr(planning, "measure_peak", peak)
-    monkeypatch.setattr(memory, "held_memory", lambda device: 250 * MB)
+    monkeypatch.setattr(sizing, "measure_peak", peak)
+    monkeypatch.setattr(sizing, "held_memory", lambda device: 250 * MB)
 
 
 @pytest.fixture
@@ -140,11 +139,11 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_read(rows):
 def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(task, options, free, known):
     asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
     free(800 * MB)
-    assert planning.make_plan(asked, task, CPU).micro_batch == 64
+    assert sizing.make_plan(asked, task, CPU).micro_batch == 64
     free(300 * MB)
-    assert planning.make_plan(asked, task, CPU).micro_batch == 16
+    assert sizing.make_plan(asked, task, CPU).micro_batch == 16
     with pytest.raises(NoRoomError, match="32 sequences at a time"):
-        planning.make_plan(dataclasses.replace(asked, micro_batch=32), task, CPU)
+        sizing.make_plan(dataclasses.replace(asked, micro_batch=32), task, CPU)
 
 
 def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed(
@@ -153,7 +152,7 @@ def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed
     asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
 
     def planned(budget, **more):
-        plan = planning.make_plan(dataclasses.replace(asked, memory=budget, **more), task, CPU)
+        plan = sizing.make_plan(dataclasses.replace(asked, memory=budget, **more), task, CPU)
         return plan.micro_batch, plan.recompute, memory_line(plan)
 
     assert planned("2GB")[:2] == (64, "off")

@@ -17,10 +17,9 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Ended, Evaluated, Started, Stepped
-from tiedgpt.train.objective import Loss
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.objective import Loss, Task
 from tiedgpt.train.step import train_step
-from tiedgpt.train.task import Task
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=12, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1)

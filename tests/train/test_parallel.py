@@ -21,12 +21,12 @@ from tiedgpt.heads import SequenceClassifier
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.events import Ended, Stepped
 from tiedgpt.train.objective import Loss
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.parallel import Shards, World, join_world, launched
-from tiedgpt.train.plan import Plan, recorded
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.storage import RunDirectory, read_plan
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 PLAN = Plan(
@@ -113,7 +113,7 @@ def exchanges(world):
     count = []
     model, batch = language_model()
     world.place(model)
-    world.objective(model).register_comm_hook(
+    world.loss_module(model).register_comm_hook(
         None, lambda state, bucket: (count.append(1), allreduce_hook(None, bucket))[1]
     )
     train_step(model, [], batch, PLAN, world)
@@ -218,7 +218,7 @@ def go_on(path, kind, stop_after):
     """Train the run at `path` up to a step, in however many processes there are."""
     run = RunDirectory(path)
     with join_world(kind, CPU) as world:
-        config, plan = recorded(run.read_record())
+        config, plan = read_plan(run.read_record())
         task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
         done = [0]
         events = train(
@@ -236,7 +236,7 @@ def planned(ready, name, **changes):
     path = shutil.copytree(ready, ready.with_name(name))
     run = RunDirectory(path)
     tables = run.read_record()
-    config, plan = recorded(tables)
+    config, plan = read_plan(tables)
     if not changes.pop("dropout", True):
         config = dataclasses.replace(config, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     run.write_record(tables | record_of(tables, config, dataclasses.replace(plan, **changes)))

@@ -6,11 +6,11 @@ import pytest
 from tests.train.conftest import CPU
 from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import UserError
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.pace import for_steps
-from tiedgpt.train.plan import make_plan, record, recorded
-from tiedgpt.train.run_directory import toml
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.storage import make_record, read_plan, toml
 
 
 def test_every_size_is_a_possible_model():
@@ -37,9 +37,9 @@ def test_half_of_the_time_is_for_steps_however_long_the_last_evaluation_takes():
 def test_what_run_toml_says_is_read_back_as_it_was(options, config, new_run):
     run, tokenizer = new_run()
     plan = make_plan(options, LanguageModelling(run, config, tokenizer), CPU)
-    text = toml(record(options, config, plan, {"train_text": {"tokens": 5}}))
+    text = toml(make_record(options, config, plan, {"train_text": {"tokens": 5}}))
     tables = tomllib.loads(text)
-    assert recorded(tables) == (config, plan)
+    assert read_plan(tables) == (config, plan)
     assert options.differences(tables["options"]) == []
     changed = dataclasses.replace(options, lr=0.5, seed=9)
     assert changed.differences(tables["options"]) == [

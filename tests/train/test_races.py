@@ -10,7 +10,7 @@ from tests.train.trials import Command, metrics
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Stepped
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.objectives.language import LanguageModelling
 
 ARGUMENTS = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),

@@ -13,7 +13,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Started, Stepped
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.storage import RunDirectory
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from tests.train.conftest import TEXT
 from tests.train.trials import metrics
 from tiedgpt.cli.main import main
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.train.history import read_history
+from tiedgpt.train.metrics import read_history
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.runs import can_generate, run_for, times_longer
+from tiedgpt.train.storage import RunDirectory, can_generate, run_for, times_longer
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 QUICK = ("--size", "tiny", "--width", "32", "--tokenizer", "char", "--context", "16")

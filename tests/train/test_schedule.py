@@ -6,10 +6,10 @@ import pytest
 
 from tests.train.conftest import CPU
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import make_plan
-from tiedgpt.train.schedule import learning_rate, transferred_rate
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.plan import learning_rate, transferred_rate
+from tiedgpt.train.sizing import make_plan
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):

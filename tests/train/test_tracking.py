@@ -11,8 +11,8 @@ import pytest
 from tests.train.conftest import CPU, train
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended
-from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker, parts
+from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker, parts
+from tiedgpt.train.objectives.language import LanguageModelling
 
 
 class Fake:
@@ -67,7 +67,7 @@ def test_what_a_tracker_raises_becomes_one_line_and_it_is_given_no_more(tmp_path
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiedgpt.train.tracking.QUEUE", 5)
+    monkeypatch.setattr("tiedgpt.train.metrics.QUEUE", 5)
     release, warnings = threading.Event(), []
     fake = Fake()
     fake.start = lambda run, config, step: release.wait(60)

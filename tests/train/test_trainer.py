@@ -9,13 +9,13 @@ from tests.train.conftest import CPU, train
 from tests.train.trials import metrics as metrics_of
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
-from tiedgpt.train import trainer as trainer_module
+from tiedgpt.train import loop as trainer_module
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
-from tiedgpt.train.plan import record, recorded
-from tiedgpt.train.runs import make_longer
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.sizing import make_longer
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.storage import make_record, read_plan
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
@@ -210,7 +210,7 @@ def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(
 
 def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(new_run, config, plan, monkeypatch):
     not_finite_at(monkeypatch, 3, 5, 6)
-    monkeypatch.setattr("tiedgpt.train.health.MOST_SKIPS", 3)
+    monkeypatch.setattr("tiedgpt.train.step.MOST_SKIPS", 3)
     run, tokenizer = new_run()
     plan = dataclasses.replace(plan, steps=12)
     says = (
@@ -330,9 +330,11 @@ def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(
 
 def longer(run, options, plan):
     """Have a run that ended go on for twice as long; return its plan."""
-    run.write_record(record(options, options.model_config(vocab_size=9, bos=0, eos=0), plan, {}))
+    run.write_record(
+        make_record(options, options.model_config(vocab_size=9, bos=0, eos=0), plan, {})
+    )
     tables = make_longer(run, dataclasses.replace(options, steps=None, minutes=6.0), 2.0)
-    return recorded(tables)[1]
+    return read_plan(tables)[1]
 
 
 def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(
@@ -412,7 +414,7 @@ def test_a_run_is_planned_again_after_a_quarter_of_the_time_or_of_the_steps(
         plan, steps=40, minutes=1.0, eval_every=5, save_every=7, dtype="fp32"
     )
     run, tokenizer = new_run()
-    run.write_record(record(options, config, plan, {}))
+    run.write_record(make_record(options, config, plan, {}))
     clock = FakeClock(monkeypatch, a_step)
     events = clock.train(run, config, plan, tokenizer)
     (event,) = [e for e in events if isinstance(e, Replanned)]
@@ -423,7 +425,7 @@ def test_a_run_is_planned_again_after_a_quarter_of_the_time_or_of_the_steps(
     assert lrs[:replanned_at] == [plan.rate(step) for step in range(replanned_at)]
     assert lrs[-1] == event.plan.rate(event.plan.steps - 1) < 0.05 * plan.lr
 
-    _, made = recorded(run.read_record())
+    _, made = read_plan(run.read_record())
     assert made == event.plan and made.before == plan and made.since == replanned_at
     again, _ = new_run("again")  # by the recorded plan, stopped before and after it came in
     for stop in (3, replanned_at + 4, None):
@@ -470,7 +472,7 @@ def test_two_trainings_cannot_share_a_directory(new_run):
 
 
 def test_a_directory_of_other_things_is_not_taken_for_a_run(tmp_path):
-    from tiedgpt.train.run_directory import RunDirectory
+    from tiedgpt.train.storage import RunDirectory
 
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")

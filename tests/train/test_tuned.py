@@ -19,10 +19,11 @@ from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped
+from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.parallel import join_world
-from tiedgpt.train.plan import make_plan
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.sources import Pretrained, open_sources, prepare
+from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.safetensors_file import SafetensorsFile

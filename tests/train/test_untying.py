@@ -19,10 +19,10 @@ from tiedgpt.errors import UserError
 from tiedgpt.train.card import command
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped, Untied
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import groups_and_optimizers, untie_in_training
-from tiedgpt.train.plan import make_plan
+from tiedgpt.train.sizing import make_plan
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 

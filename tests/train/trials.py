@@ -20,15 +20,14 @@ import torch._dynamo  # which the optimizers import when they are made
 
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
-import tiedgpt.train.plan
-import tiedgpt.train.sources
+import tiedgpt.train.prepare
+import tiedgpt.train.sizing
 from tests.train.conftest import train
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import checkpoints, verify
 from tiedgpt.train.measures import of_the_machine
-from tiedgpt.train.plan import recorded
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.storage import RunDirectory, read_plan
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
@@ -84,7 +83,7 @@ def _main(arguments: list[str], run: Path, log: Path, fault: "Fault | None") -> 
 
 def _loop(run: RunDirectory) -> int:
     with run.locked():
-        config, plan = recorded(run.read_record())
+        config, plan = read_plan(run.read_record())
         if not run.finished():
             task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
             for event in train(run, task, plan, torch.device("cpu")):

@@ -88,7 +88,7 @@ def _of_torch() -> dict[str, Any]:
 
     from tiedgpt.core.config import GPTConfig
     from tiedgpt.train.pace import faster_dtype
-    from tiedgpt.train.plan import training_device
+    from tiedgpt.train.sizing import training_device
 
     device = training_device()
     return {

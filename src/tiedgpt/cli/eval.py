@@ -20,7 +20,7 @@ from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.evaluate.saved import keep, read_saved
 from tiedgpt.options import argument, option
-from tiedgpt.train.run_directory import RunDirectory
+from tiedgpt.train.storage import RunDirectory
 
 if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExamplesScore

@@ -13,7 +13,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import duration, validated
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
-from tiedgpt.train.runs import RUNS, Standing, runs_in
+from tiedgpt.train.storage import RUNS, Standing, runs_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,15 +21,15 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.infer import Engine
 from tiedgpt.train import events
 from tiedgpt.train.blocks import decide
-from tiedgpt.train.memory import memory_line
+from tiedgpt.train.objectives.labelled import Labelled
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.objectives.tuned import TunedExamples
 from tiedgpt.train.options import TrainOptions, counted
 from tiedgpt.train.parallel import World
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.sources import Trained
-from tiedgpt.train.tasks.labelled import Labelled
-from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.tasks.tuned import TunedExamples
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.prepare import Trained
+from tiedgpt.train.sizing import memory_line
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8

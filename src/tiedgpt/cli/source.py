@@ -104,7 +104,7 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
 
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
-    from tiedgpt.train.runs import RUNS, can_generate
+    from tiedgpt.train.storage import RUNS, can_generate
 
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
     runs = [run for run in runs if task is None or can_generate(run)]

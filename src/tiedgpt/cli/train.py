@@ -16,8 +16,8 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
 from tiedgpt.options import argument, option
+from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.tracking import TrackerName, Tracking, open_tracker
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""

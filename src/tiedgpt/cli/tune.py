@@ -12,7 +12,7 @@ from tiedgpt.cli.source import program, source_or_newest
 from tiedgpt.cli.train import RunArguments, report_once
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
-from tiedgpt.train.runs import RUNS, tuned_from
+from tiedgpt.train.storage import RUNS, tuned_from
 from tiedgpt.train.tune_options import TuneOptions
 
 ABOUT = """Fine-tune a GPT on text, or on examples with replies, one per line of .jsonl:

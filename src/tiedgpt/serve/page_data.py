@@ -14,7 +14,7 @@ from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.tie.findings import plain
-from tiedgpt.train.history import read_history
+from tiedgpt.train.metrics import read_history
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT

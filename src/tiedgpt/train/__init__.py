@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiedgpt.train.fast import fast_training
+    from tiedgpt.train.loop import Trainer
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.run import train
-    from tiedgpt.train.trainer import Trainer
     from tiedgpt.train.tune_options import TuneOptions
 
 __all__ = ["TrainOptions", "Trainer", "TuneOptions", "fast_training", "train"]
 _PLACES = {
     "TrainOptions": "tiedgpt.train.options",
-    "Trainer": "tiedgpt.train.trainer",
+    "Trainer": "tiedgpt.train.loop",
     "TuneOptions": "tiedgpt.train.tune_options",
     "fast_training": "tiedgpt.train.fast",
     "train": "tiedgpt.train.run",

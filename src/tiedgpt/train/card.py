@@ -16,11 +16,10 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
-from tiedgpt.train.history import History, history
-from tiedgpt.train.objective import Model, body_of, predicts_tokens
+from tiedgpt.train.metrics import History, history
+from tiedgpt.train.objective import Model, Task, body_of, predicts_tokens
 from tiedgpt.train.options import AUTO, SIZES, TrainOptions
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Task
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD

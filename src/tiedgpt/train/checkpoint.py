@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
+from tiedgpt.train.objective import Task
 from tiedgpt.train.parallel import World, distribute_like
-from tiedgpt.train.task import Task
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 

@@ -6,18 +6,17 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from tiedgpt.train.objective import Model
+from tiedgpt.train.objective import Model, Score
 from tiedgpt.train.optim import Group
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Score
+from tiedgpt.train.plan import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.parallel import World
-    from tiedgpt.train.run_directory import RunDirectory
-    from tiedgpt.train.sources import Trained
+    from tiedgpt.train.prepare import Trained
+    from tiedgpt.train.storage import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from tiedgpt.train.objective import Model, body_of, predicts_tokens
+from tiedgpt.train.objective import Model, Task, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Task
+from tiedgpt.train.plan import Plan
 from tiedgpt.weights.parameters import head_matrix
 
 PEAKS = {

@@ -17,10 +17,10 @@ from tiedgpt.core.model import GPT
 from tiedgpt.tie.surgery import tie, untie
 from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.schedule import Plan, Rule
+from tiedgpt.train.plan import Plan, Rule
 
 if TYPE_CHECKING:
-    from tiedgpt.train.task import Task
+    from tiedgpt.train.objective import Task
 
 Optimizers = list[torch.optim.Optimizer]
 BETAS = (0.9, 0.95)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.options import option
-from tiedgpt.train.schedule import Keep, Rule, Schedule, transferred_rate
+from tiedgpt.train.plan import Keep, Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
@@ -486,11 +486,11 @@ class TrainOptions:
             eos_token_id=eos,
         )
 
-    def differences(self, recorded: dict[str, Any]) -> list[str]:
+    def differences(self, read_plan: dict[str, Any]) -> list[str]:
         """Name what differs between these options and those of an earlier command."""
         found = []
         for each in fields(self):
-            now, then = getattr(self, each.name), recorded.get(each.name, each.default)
+            now, then = getattr(self, each.name), read_plan.get(each.name, each.default)
             then = tuple(then) if isinstance(then, list) else then
             if now != then and not (now in (None, ()) and then in (None, ())):
                 found.append(f"{flag(each.name)} was {_shown(then)} and is {_shown(now)}")

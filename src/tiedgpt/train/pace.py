@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.train.blocks import in_training
+from tiedgpt.train.objective import Task
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.parallel import World
-from tiedgpt.train.schedule import Dtype, Plan
+from tiedgpt.train.plan import Dtype, Plan
 from tiedgpt.train.step import train_step
-from tiedgpt.train.task import Task
 
 MEASURED = 0.01
 """Of the time: so long a size is measured, if its steps are not longer."""

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.muon import Muon
-from tiedgpt.train.objective import Arrays, Loss, Model, Objective, body_of, on_device
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Task
+from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Task, body_of, on_device
+from tiedgpt.train.plan import Plan
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
@@ -57,7 +56,7 @@ class World:
         if parallel:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._objective: Any = None
+        self._loss_module: Any = None
         self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
 
     @property
@@ -70,16 +69,16 @@ class World:
         self.release()
         return model.to(self.device)
 
-    def objective(self, model: Model) -> nn.Module:
-        """Return the `Objective` of a model that was placed here, as it is to be called.
+    def loss_module(self, model: Model) -> nn.Module:
+        """Return the `LossModule` of a model that was placed here, as it is to be called.
 
         DDP's is made once: `release` of it where the model gets other parameters.
         """
         if self.size == 1:
-            return Objective(model)
-        if self._objective is None:
-            self._objective = torch.nn.parallel.DistributedDataParallel(Objective(model))
-        return self._objective
+            return LossModule(model)
+        if self._loss_module is None:
+            self._loss_module = torch.nn.parallel.DistributedDataParallel(LossModule(model))
+        return self._loss_module
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return optimizers that can work on the parameters as they lie here."""
@@ -138,7 +137,7 @@ class World:
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""
-        return nullcontext() if self.size == 1 or part.last else self._objective.no_sync()
+        return nullcontext() if self.size == 1 or part.last else self._loss_module.no_sync()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes."""
@@ -216,8 +215,8 @@ class World:
 
         Those may be waiting for Python, which that wait would block.
         """
-        if self._objective is not None:
-            self._objective = None
+        if self._loss_module is not None:
+            self._loss_module = None
             gc.collect()
 
 
@@ -235,15 +234,15 @@ class Shards(World):
 
         self.release()
         mesh = init_device_mesh(self.device.type, (self.size,))
-        objective = Objective(model)
+        objective = LossModule(model)
         for block in body_of(model).h:
             fully_shard(block, mesh=mesh)
-        self._objective = fully_shard(objective, mesh=mesh)  # W is whole for both its uses
+        self._loss_module = fully_shard(objective, mesh=mesh)  # W is whole for both its uses
         return model
 
-    def objective(self, model: Model) -> nn.Module:
-        """Return the `Objective` that was sharded last."""
-        return self._objective
+    def loss_module(self, model: Model) -> nn.Module:
+        """Return the `LossModule` that was sharded last."""
+        return self._loss_module
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Have Muon, whose update is of a matrix as a whole, gather each."""
@@ -254,7 +253,7 @@ class Shards(World):
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Exchange gradients in the last part only."""
-        self._objective.set_requires_gradient_sync(part.last)
+        self._loss_module.set_requires_gradient_sync(part.last)
         return nullcontext()
 
     def with_full_model(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:

@@ -1,310 +1,153 @@
-"""Everything that is decided before the first step, so that a run is a function of it."""
+"""A run's plan, and the learning rate of each of its steps."""
 
 from __future__ import annotations
 
 import math
-import platform
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-import torch
+from tiedgpt.errors import CorruptInputError
 
-import tiedgpt
-from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
-from tiedgpt.train.blocks import decide
-from tiedgpt.train.choice import choose
-from tiedgpt.train.measures import describe
-from tiedgpt.train.memory import measure_peak, require_lasting, require_memory
-from tiedgpt.train.options import (
-    DEFAULT_MINUTES,
-    EVALUATIONS,
-    MOST_EPOCHS,
-    TrainOptions,
-    parse_bytes,
-)
-from tiedgpt.train.pace import (
-    MEASURED,
-    SAMPLE_SHARE,
-    faster_dtype,
-    for_steps,
-    measure_steps,
-    step_seconds,
-)
-from tiedgpt.train.parallel import World
-from tiedgpt.train.schedule import Plan, Recompute
-from tiedgpt.train.task import Task
+if TYPE_CHECKING:
+    import torch
 
-AnyTask = TypeVar("AnyTask", bound=Task)
-MICRO_BATCH_TOKENS = 8192
-FIRST_PART = 0.25
-"""Of the time: then the steps that are left are planned again, by the pace so far."""
-SAME_PACE = 0.05
-"""A plan stays as it is where its steps would change by less."""
-ENOUGH_HELD_OUT = 50
-"""Examples; the score of fewer is too noisy to end a run by."""
+Rule = Literal["adamw", "muon"]
+"""How matrices of the blocks are updated."""
+Schedule = Literal["linear", "wsd", "cosine"]
+Keep = Literal["best", "last"]
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["off", "blocks"]
+COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
+"""Numbers of a plan that are 1 at the least."""
+COSINE_FLOOR = 0.1
+"""Of the peak, where cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
+WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
 
 
-def training_device(name: str = "auto") -> torch.device:
-    """Return the device of that name; auto is the GPU where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here: {why}") from None
-
-
-def choose_size(
-    options: TrainOptions, task: AnyTask, world: World
-) -> tuple[TrainOptions, AnyTask, str]:
-    """Return the options, the task and why: of the size that suits the text, where it is not given.
-
-    All processes of a `world` must call this, and get the same.
-    """
-    if not options.chooses or task.text_tokens is None:
-        return options, task, ""
-    seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
-    chosen, reason, warning = choose(
-        options, task.text_tokens, lambda sized: measure_speed(sized, task, world, seconds=seconds)
-    )
-    return chosen, task_of_size(task, chosen), f"{reason}; {warning}" if warning else reason
-
-
-def make_plan(
-    options: TrainOptions,
-    task: Task,
-    device: torch.device,
+def learning_rate(
+    step: int,
     *,
-    world: World | None = None,
-    reason: str = "",
-) -> Plan:
-    """Derive what was not set, measuring where the machine decides.
+    peak: float,
+    warmup: int,
+    steps: int,
+    schedule: Schedule = "linear",
+    cooldown: int = 0,
+) -> float:
+    """Return the rate of a step, from 0: it rises linearly to `peak` in `warmup` steps.
 
-    `reason` says why the task has its size. Raises `NoRoomError` for a model that cannot fit in
-    memory, before anything is built. In a `world` of several processes all must call this, and get
-    the same.
+    Then it goes by `schedule`:
+    - linear: falls to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
+    - wsd: stays, and falls linearly to 0 over the last `cooldown` steps (Hägele et al. 2024, arXiv
+      2405.18392);
+    - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
     """
-    world = world or World(device)
-    draft = world.on_main(lambda: draft_plan(options, task, world))
-    world.on_main(lambda: world.require_work(draft))
-    unit, amount = options.duration
-    minutes, steps = None, int(amount)
-    if unit == "epochs":
-        steps = math.ceil(amount * task.epoch_rows / draft.batch_size)
-        rows = draft.batch_size
-        least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
-        if steps < least:
-            steps, epochs = least, least * rows / task.epoch_rows
-            reason = (
-                f"{task.n_examples:,} examples are few: {steps:,} steps see each of them about "
-                f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
-            )
-    elif unit == "minutes":
-        minutes = amount
-        steps = measure_steps(minutes, task, draft, world)
-    return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "cosine":
+        wave = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+        return peak * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
+    falling = steps - warmup if schedule == "linear" else cooldown
+    return peak * min(1.0, (steps - step) / max(1, falling))
 
 
-def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
-    """Return a plan of which all is decided but the number of steps, and what depends on it."""
-    config, device = task.config, world.device
-    if options.untie_at is not None and not config.tie_word_embeddings:
-        raise UserError("--untie-at: the model to start from is untied already")
-    compiles, _ = decide(options.compile, device, one_shape=task.unit == "tokens")
-    draft = Plan(
-        steps=1,
-        batch_size=options.batch_rows(task.context, task.epoch_rows),
-        micro_batch=1,
-        optimizer=options.rule,
-        lr=options.peak_rate(config),
-        warmup=0,
-        weight_decay=options.decay,
-        grad_clip=options.grad_clip,
-        dtype="bf16" if options.dtype == "auto" else options.dtype,
-        seed=options.seed,
-        eval_every=1,
-        eval_batches=1,
-        save_every=1,
-        patience=options.limit_of_patience,
-        can_end_early=_can_end_early(options, task),
-        keep=options.keep,
-        size="" if options.continues else options.named_size,
-        schedule=options.schedule,
-        untie_at=None if options.untie_at is None else 0,
-        memory=None if options.memory is None else parse_bytes(options.memory),
-        compile="on" if compiles else "off",
-    )
-    require_lasting(config, draft, task.row_tokens, world, task.trained)
-    if options.dtype == "auto":
-        draft = replace(draft, dtype=faster_dtype(config, device))
-    return fit_micro_batch(draft, options, task, world)
+def transferred_rate(rate: float, *, width: int, to: int, rule: Rule) -> float:
+    """Return the peak rate at the width `to` that does what `rate` does at `width`.
 
-
-def _can_end_early(options: TrainOptions, task: Task) -> bool:
-    """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
-    return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
-
-
-def task_of_size(task: AnyTask, options: TrainOptions) -> AnyTask:
-    """Return the task for a model of the shape that the options name, with its vocabulary."""
-    size, bos, eos = task.config.vocab_size, task.config.bos_token_id, task.config.eos_token_id
-    return task.with_config(options.model_config(vocab_size=size, bos=bos, eos=eos))
-
-
-def measure_speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
-    """Return the tokens a second at which a size of a fresh model is trained."""
-    sized = task_of_size(task, options)
-    plan = world.on_main(lambda: draft_plan(options, sized, world))
-    step = step_seconds(sized, plan, world, seconds=seconds)
-    return plan.batch_size * sized.row_units / step
-
-
-def fit_micro_batch(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
-    """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
-
-    Fewer at a time come first, which costs little; then recomputing, about a third of a step.
+    An update should change a unit's output equally at every width. AdamW's elements are of one size
+    and add up over the inputs: 1 / width (Yang et al. 2022, arXiv 2203.03466, table 8). Muon's
+    update, scaled to match AdamW's (Liu et al. 2025, arXiv 2502.16982), has a spectral norm that
+    grows with the root of the width: 1 / sqrt(width) (Yang et al. 2023, arXiv 2310.17813). `rule`
+    is that of the blocks' matrices; one rate serves all groups.
     """
-    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
-    micro = min(world.share(draft.batch_size), at_most)
-    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
-    ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
-    if options.recompute != "auto":
-        ways = [options.recompute]
-    shared_out = world.n_shards > 1  # no device has room for all of it
-    place = torch.device("cpu") if shared_out else world.device
-    for recompute in ways:
-        peak = measure_peak(task, replace(draft, recompute=recompute), sizes[0], place)
-        for size in sizes:
-            plan = replace(draft, micro_batch=size, recompute=recompute)
-            try:
-                require_memory(task.config, plan, task.row_tokens, peak, world, task.trained)
-                return plan
-            except NoRoomError as error:
-                refused = error
-    raise refused
+    return rate * (width / to) ** WIDTH_EXPONENTS[rule]
 
 
-def set_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
-    """Return a draft as a plan of so many steps, of which options give shares."""
-    warmup, untie_at = round(options.warmup * steps), options.untie_at
-    cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
-    pauses = pause_intervals(steps, options.eval_every, options.evaluations())
-    rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
-    return replace(
-        draft,
-        steps=steps,
-        warmup=warmup,
-        cooldown=min(cooldown, steps - warmup),
-        untie_at=None if untie_at is None else min(round(untie_at * steps), steps - 1),
-        eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
-        **pauses,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run's numbers; with the data and the seed they decide every weight."""
+
+    steps: int
+    batch_size: int
+    """Sequences in a step."""
+    micro_batch: int
+    """Sequences computed at a time."""
+    optimizer: Rule
+    """Of the blocks' matrices."""
+    lr: float
+    warmup: int
+    """Steps of warm-up."""
+    weight_decay: float
+    grad_clip: float
+    dtype: Dtype
+    seed: int
+    eval_every: int
+    """Steps between evaluations on a part of the validation text."""
+    eval_batches: int
+    """Batches of that part; the last evaluation takes all, up to two million tokens."""
+    save_every: int
+    patience: int | None = None
+    """Evaluations without improvement that end the run; None: it ends when validation has risen."""
+    can_end_early: bool = True
+    """Whether validation may end the run before its last step."""
+    keep: Keep = "best"
+    """Which weights are published."""
+    schedule: Schedule = "linear"
+    cooldown: int = 0
+    """Last steps, in which the rate of wsd falls."""
+    untie_at: int | None = None
+    """Steps after which W only reads, and a head that begins as its copy predicts."""
+    memory: int | None = None
+    """Bytes that training may take in all, where that was asked for."""
+    recompute: Recompute = "off"
+    """Whether "blocks" are computed again in backward; the same bits."""
+    compile: Literal["on", "off"] = "off"
+    """Whether blocks are compiled."""
+    minutes: float | None = None
+    """The time from which the steps were measured; None where it does not decide."""
+    size: str = ""
+    """The name of the shape, of a fresh model."""
+    reason: str = ""
+    """Why this size, or this number of steps, was chosen, where it was."""
+    since: int = 0
+    """Steps after which this plan came into force."""
+    before: Plan | None = None
+    """The plan of the steps until then."""
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Plan)
+        sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
+        if not sound or any(getattr(self, name) < 1 for name in COUNTS):
+            raise CorruptInputError(f"no training goes by this plan: {self}")
+
+    def at(self, step: int) -> Plan:
+        """Return the plan that is in force for a step, from 0."""
+        return self if self.before is None or step >= self.since else self.before
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        plan = self.at(step)
+        return learning_rate(
+            step,
+            peak=plan.lr,
+            warmup=plan.warmup,
+            steps=plan.steps,
+            schedule=plan.schedule,
+            cooldown=plan.cooldown,
+        )
+
+    def untied(self, step: int) -> bool:
+        """Whether the state after `step` steps has the head that the run makes on its way."""
+        return self.untie_at is not None and step > self.untie_at
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of matrix products, where it is not the weights' own."""
+        import torch  # not for `--help`
+
+        return None if self.dtype == "fp32" else torch.bfloat16
 
 
-def pause_intervals(
-    steps: int, eval_every: int | None = None, evaluations: int = EVALUATIONS
-) -> dict[str, Any]:
-    """Return the fields of a plan of so many steps that say when it pauses."""
-    return {
-        "eval_every": eval_every or max(1, min(steps // evaluations, 1000)),
-        "save_every": max(1, min(steps // 4, 1000)),
-    }
-
-
-def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
-    """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
-
-    A pause is part of the pace. The rate goes on where the new number of steps has it. The warm-up
-    is never cut. None where the steps would change by less than `SAME_PACE`.
-    """
-    assert plan.minutes is not None
-    pace = seconds / step
-    last = pace / 3 * task.held_out_rows / plan.batch_size
-    steps = max(step + 1, plan.warmup, int(for_steps(plan.minutes, last) / pace))
-    if abs(steps / plan.steps - 1) < SAME_PACE:
-        return None
-    scale, usual = steps / plan.steps, pause_intervals(plan.steps)["eval_every"]
-    untie_at = plan.untie_at
-    if untie_at is not None and untie_at > step:
-        untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
-    return replace(
-        plan,
-        steps=steps,
-        cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
-        untie_at=untie_at,
-        **pause_intervals(steps, None if plan.eval_every == usual else plan.eval_every),
-        since=step,
-        before=plan,
-    )
-
-
-def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
-    """Return the plan by which a run that ended after `step` steps goes on for so many times.
-
-    Why its size was chosen is said of the first plan, whose time it was chosen for.
-    """
-    steps = max(step + 1, options.steps or round(plan.steps * times))
-    cooldown = set_steps(plan, options, steps).cooldown
-    return replace(
-        plan,
-        steps=steps,
-        cooldown=min(cooldown, steps - plan.warmup),
-        minutes=None if plan.minutes is None else plan.minutes * times,
-        reason="",
-        **pause_intervals(steps, options.eval_every),
-        since=step,
-        before=replace(plan, before=None),
-    )
-
-
-def record(
-    options: TrainOptions,
-    config: GPTConfig,
-    plan: Plan,
-    counted: dict[str, dict[str, Any]],
-    text_digest: str | None = None,
-    world: World | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml; `counted` are those that tell what the data holds."""
-    processes = {}
-    if world is not None and world.size > 1:
-        parallel = "fsdp" if world.n_shards > 1 else "ddp"
-        processes = {"processes": {"number": world.size, "parallel": parallel}}
-    return {
-        "options": asdict(options),
-        "model": asdict(config),
-        **plan_tables(plan),
-        "text": {"sha256": text_digest},
-        **counted,
-        **processes,
-        "machine": describe(),
-        "versions": {
-            "tiedgpt": tiedgpt.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-        },
-    }
-
-
-def plan_tables(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml that hold a plan and, if there was one, the plan before it."""
-    tables = {"training": plan, "training_before": plan.before}
-    return {name: asdict(replace(each, before=None)) for name, each in tables.items() if each}
-
-
-def recorded(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
-    """Return the config and the plan that `record` wrote."""
-    try:
-        before = tables.get("training_before")
-        plan = Plan(**tables["training"], before=None if before is None else Plan(**before))
-        return GPTConfig(**tables["model"]), plan
-    except (KeyError, TypeError, TiedGPTError) as error:
-        wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
-        raise CorruptInputError(
-            f"run.toml is damaged or of another edition (tiedgpt {wrote} wrote it, this is "
-            f"{tiedgpt.__version__}): {error}",
-            hint="give another --out, with --start DIRECTORY/model to begin with its model",
-        ) from None
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of this type, of one of several, or one of a `Literal`."""
+    kinds = get_args(kind) or (kind,)
+    return value in kinds or type(value) in kinds or (type(value) is int and float in kinds)

@@ -17,12 +17,10 @@ from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
+from tiedgpt.train.loop import Trainer
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import Parallel, World, join_world
-from tiedgpt.train.plan import choose_size, make_plan, record, recorded, training_device
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.runs import make_longer, run_for, times_longer
-from tiedgpt.train.sources import (
+from tiedgpt.train.prepare import (
     Sources,
     Trained,
     adapt_options,
@@ -30,7 +28,8 @@ from tiedgpt.train.sources import (
     open_sources,
     prepare,
 )
-from tiedgpt.train.trainer import Trainer
+from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
+from tiedgpt.train.storage import RunDirectory, make_record, read_plan, run_for, times_longer
 
 Progress = Callable[[int, int], None]
 
@@ -72,12 +71,12 @@ def train(
         task = _prepare(directory, run_options, sources, tables, progress, world)
         del sources  # the text, which may be held in memory
         if tables:
-            _, plan = recorded(tables)
+            _, plan = read_plan(tables)
         else:
             yield Note("measuring this machine")
             run_options, task, reason = choose_size(run_options, task, world)
             plan = make_plan(run_options, task, world.device, world=world, reason=reason)
-            tables = record(options, task.config, plan, task.counted, digest, world)
+            tables = make_record(options, task.config, plan, task.counted, digest, world)
             world.on_main(lambda: directory.write_record(tables))
         yield Planned(directory, options, task, plan, world)
         fork = None if options.fork is None else Path(options.fork) / "checkpoints"
@@ -117,7 +116,7 @@ def _open_record(
     if (times := require_same(options, directory)) is not None:
         return make_longer(directory, options, times)
     if tables:
-        recorded(tables)  # raises where the record is of another edition
+        read_plan(tables)  # raises where the record is of another edition
     return tables
 
 
@@ -137,5 +136,5 @@ def _prepare(
     world: World,
 ) -> Trained:
     """Return the task of the run, on data that are encoded now or were by an earlier call."""
-    config = recorded(dict(tables))[0] if tables else None
+    config = read_plan(dict(tables))[0] if tables else None
     return world.main_first(lambda: prepare(directory, options, sources, config, progress))

@@ -1,18 +1,37 @@
-"""One step: the gradient of a batch, in parts that fit, clipped and applied."""
+"""One step of training, and what a run remembers of its steps to judge whether it is sound.
+
+A step is the gradient of a batch, in parts that fit, clipped and applied. `Health` goes into every
+checkpoint, so that a run that was stopped judges its steps as an unbroken one does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from tiedgpt.errors import DivergedError
+from tiedgpt.errors import CorruptInputError, DivergedError
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
-from tiedgpt.train.parallel import World
-from tiedgpt.train.schedule import Plan
+from tiedgpt.train.parallel import World, local_shard
+from tiedgpt.train.plan import Plan
+
+MOST_SKIPS, SKIPS_AMONG = 10, 200
+"""So many skipped steps of the last so many end the run."""
+RECENT = 100
+"""Losses and gradient norms that are remembered."""
+SHOWN = 5
+WORSE = 1.01
+"""A validation is worse than the best, and not just unlucky, where it is by this factor."""
+TURNED = 3
+"""Evaluations since the best after which validation has turned, if the newest is `WORSE`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ def train_step(
     """
     device = body_of(model).wte.weight.device
     world = world or World(device)
-    objective = world.objective(model)
+    objective = world.loss_module(model)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
     if not any(task.n_targets(batch)):
@@ -65,3 +84,132 @@ def train_step(
     for optimizer in optimizers:
         optimizer.step()
     return result
+
+
+@dataclass
+class Health:
+    """The recent past of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_loss: float | None = None
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were skipped, of the last `SKIPS_AMONG`."""
+    skipped_in_all: int = 0
+    best_step: int | None = None
+    """The step after which validation was best; its checkpoint is kept."""
+    best_loss: float = math.inf
+    stale: int = 0
+    """Evaluations since the best."""
+    newest_loss: float = math.inf
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Health:
+        """Return what a checkpoint's state holds; empty where it is of an older version."""
+        try:
+            return cls(**state.get("health", {}))
+        except TypeError:
+            raise CorruptInputError(
+                "the checkpoint was written by another version of tiedgpt"
+            ) from None
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain data for a checkpoint."""
+        return {"health": {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}}
+
+    def stepped(self, loss: float, norm: float) -> None:
+        """Remember a step that was done."""
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.losses = [*self.losses, loss][-RECENT:]
+        self.norms = [*self.norms, norm][-RECENT:]
+
+    def skip(self, step: int) -> None:
+        """Remember a step that was skipped."""
+        self.skipped.append(step)
+        self.skipped_in_all += 1
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """Remember a validation loss; return whether none was better."""
+        self.newest_loss = loss
+        if loss < self.best_loss:
+            self.best_step, self.best_loss, self.stale = step, loss, 0
+            return True
+        self.stale += 1
+        return False
+
+    def reopened(self, step: int, loss: float) -> None:
+        """Remember the last validation of a run that had ended, and let it go on."""
+        self.evaluated(step, loss)
+        self.stale = 0
+
+    def ends(self, plan: Plan) -> bool:
+        """Whether validation ends the run: out of patience, or it has turned."""
+        if plan.keep == "last" or not plan.can_end_early:
+            return False
+        if plan.patience is not None:
+            return self.stale >= plan.patience
+        return self.stale >= TURNED and self.newest_loss > WORSE * self.best_loss
+
+    def require_sound(self, step: int) -> None:
+        """Raise `DivergedError` where too many steps were skipped or the loss has run away."""
+        self.skipped = [skipped for skipped in self.skipped if skipped > step - SKIPS_AMONG]
+        if len(self.skipped) >= MOST_SKIPS:
+            raise DivergedError(
+                f"{len(self.skipped)} of the last {SKIPS_AMONG} steps had no finite loss or "
+                "gradient"
+            )
+        if self.first_loss is not None and len(self.losses) == RECENT:
+            mean = math.fsum(self.losses) / RECENT
+            if mean > 2 * self.first_loss + 1:
+                raise DivergedError(
+                    f"the mean loss of the last {RECENT} steps is {mean:.3f}, and the first was "
+                    f"{self.first_loss:.3f}"
+                )
+
+    def __str__(self) -> str:
+        if not self.norms:
+            return "no step was done before"
+        norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN:])
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN:])
+        return f"losses before: {losses}; gradient norms before: {norms}"
+
+
+def require_finite(model: Model, world: World) -> None:
+    """Raise `DivergedError` in all processes where weights are not finite in any."""
+    parts = ((name, local_shard(p)) for name, p in model.named_parameters())
+    name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+    if world.any(name is not None):
+        raise DivergedError(f"{name or 'a matrix'} is no longer finite")
+
+
+def first_not_finite(task: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
+    """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
+    for name, parameter in model.named_parameters():
+        if n := _not_finite(parameter):
+            return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
+    found: list[str] = []
+
+    def look(what: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and (n := _not_finite(tensor)):
+            found.append(f"{what} ({n:,} of {tensor.numel():,})")
+
+    def watch(name: str, part: nn.Module | nn.Parameter) -> RemovableHandle:
+        if isinstance(part, nn.Module):
+            return part.register_forward_hook(lambda *args: look(f"the output of {name}", args[-1]))
+        return part.register_post_accumulate_grad_hook(
+            lambda held: look(f"the gradient of {name}", held.grad)
+        )
+
+    with contextlib.ExitStack() as watched:
+        for name, part in (*model.named_modules(), *model.named_parameters()):
+            if name and (isinstance(part, nn.Module) or part.requires_grad):
+                watched.enter_context(watch(name, part))
+        with contextlib.suppress(DivergedError):
+            train_step(model, [], batch, plan, task=task)
+    model.zero_grad(set_to_none=True)
+    return f"; first not finite: {found[0]}" if found else ""
+
+
+@torch.no_grad()
+def _not_finite(tensor: Tensor) -> int:
+    return int(tensor.numel() - tensor.isfinite().sum())

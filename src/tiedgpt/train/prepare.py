@@ -33,15 +33,14 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import checkpoints, first_good, load_moments, load_weights, step_of
 from tiedgpt.train.choice import vocabulary
+from tiedgpt.train.objective import Pretrained, Task
+from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objectives.example_set import ExampleSet, has_examples, read_example_set
+from tiedgpt.train.objectives.labelled import Examples, Labelled, read_examples
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.objectives.tuned import Tuned, TunedExamples, TunedText
 from tiedgpt.train.options import AUTO, TrainOptions
-from tiedgpt.train.plan import recorded
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.task import Pretrained, Task
-from tiedgpt.train.tasks import LABELLED
-from tiedgpt.train.tasks.example_set import ExampleSet, has_examples, read_example_set
-from tiedgpt.train.tasks.labelled import Examples, Labelled, read_examples
-from tiedgpt.train.tasks.language import LanguageModelling
-from tiedgpt.train.tasks.tuned import Tuned, TunedExamples, TunedText
+from tiedgpt.train.storage import RunDirectory, read_plan
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune.freezing import moving
 
@@ -66,7 +65,7 @@ class Forked:
                 f"--fork {source}: no run with a checkpoint is there",
                 hint="give the --out of a run, or a model's directory to --start",
             )
-        self.config, self.plan = recorded(self.tables)
+        self.config, self.plan = read_plan(self.tables)
         self.step = step_of(found[-1])
         if self.plan.untied(self.step):
             self.config = replace(self.config, tie_word_embeddings=False)

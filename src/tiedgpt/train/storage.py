@@ -1,4 +1,4 @@
-"""A run's directory: one process at a time in it, its record in run.toml, its metrics a line each.
+"""Runs on disk: a run's directory, its record in run.toml, and which run a command means. No torch.
 
 model/            the trained model, a Hugging Face directory with its tokenizer
 tokenizer/        the tokenizer, made before the first step
@@ -13,15 +13,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from tiedgpt.errors import CorruptInputError, UserError
+import tiedgpt
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
-from tiedgpt.train.history import PART, metric_lines
+from tiedgpt.train.metrics import PART, History, metric_lines, read_history
+from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.tune_options import TuneOptions
 
+if TYPE_CHECKING:
+    from tiedgpt.train.parallel import World
+
+RUNS = Path("runs")
 GOES_ON = "goes_on"
 """The key of the line after which a run went on that had ended."""
 
@@ -194,6 +206,61 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
+def make_record(
+    options: TrainOptions,
+    config: GPTConfig,
+    plan: Plan,
+    counted: dict[str, dict[str, Any]],
+    text_digest: str | None = None,
+    world: World | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return the tables of run.toml; `counted` are those that tell what the data holds."""
+    import torch
+
+    from tiedgpt.train.measures import describe
+
+    processes = {}
+    if world is not None and world.size > 1:
+        parallel = "fsdp" if world.n_shards > 1 else "ddp"
+        processes = {"processes": {"number": world.size, "parallel": parallel}}
+    return {
+        "options": asdict(options),
+        "model": asdict(config),
+        **plan_tables(plan),
+        "text": {"sha256": text_digest},
+        **counted,
+        **processes,
+        "machine": describe(),
+        "versions": {
+            "tiedgpt": tiedgpt.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def plan_tables(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the tables of run.toml that hold a plan and, if there was one, the plan before it."""
+    tables = {"training": plan, "training_before": plan.before}
+    return {name: asdict(replace(each, before=None)) for name, each in tables.items() if each}
+
+
+def read_plan(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
+    """Return the config and the plan that `make_record` made."""
+    try:
+        before = tables.get("training_before")
+        plan = Plan(**tables["training"], before=None if before is None else Plan(**before))
+        return GPTConfig(**tables["model"]), plan
+    except (KeyError, TypeError, TiedGPTError) as error:
+        wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
+        raise CorruptInputError(
+            f"run.toml is damaged or of another edition (tiedgpt {wrote} wrote it, this is "
+            f"{tiedgpt.__version__}): {error}",
+            hint="give another --out, with --start DIRECTORY/model to begin with its model",
+        ) from None
+
+
 def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Return tables of plain values as TOML; None is left out."""
     parts = []
@@ -211,3 +278,107 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+def run_name(options: TrainOptions) -> str:
+    """Return NAME of the data, with -SIZE, -TASK, -fork or -tuned where one of them was given."""
+    first = options.data[0] if options.data else "python-docs"
+    stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
+    kind = options.size if options.task == "lm" and options.start is None else options.task
+    kind = kind if options.fork is None else "fork"
+    kind = "tuned" if isinstance(options, TuneOptions) else kind
+    return name if kind == AUTO else f"{name}-{kind}"
+
+
+def run_for(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> Path:
+    """Return the run under `folder` that these options on this data mean: NAME-1, NAME-2, ...
+
+    It is the newest that has the same options, or has ended and is asked to go on longer. Else it
+    is a new one. `digest` is that of the data.
+    """
+    name = run_name(options)
+    numbered = {n: path for path in folder.glob(f"{name}-*") if (n := _number(path, name))}
+    longer = None
+    for _, path in sorted(numbered.items(), reverse=True):
+        run = RunDirectory(path)
+        tables = _tables(run)
+        if not run.record.exists() and not run.in_use():
+            return path  # what an attempt left that never came to its first step
+        if not tables or tables.get("text", {}).get("sha256") != digest:
+            continue
+        if not options.differences(tables.get("options", {})):
+            return path
+        if longer is None and times_longer(options, tables) and run.finished():
+            longer = path
+    return longer or folder / f"{name}-{max(numbered, default=0) + 1}"
+
+
+def tuned_from(options: TuneOptions, runs: Iterable[Path]) -> str | None:
+    """Return what the newest run of these options was tuned from, whichever `start` they name."""
+    records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
+    for record in sorted(records, key=os.path.getmtime, reverse=True):
+        tables = _tables(RunDirectory(record.parent))
+        then = tables.get("options", {})
+        if "too_long" in then:
+            same = replace(options, start=then["start"])
+            if not same.differences(then) or times_longer(same, tables):
+                return str(then["start"])
+    return None
+
+
+def _tables(run: RunDirectory) -> dict[str, Any]:
+    """Return what run.toml says; {} where there is none, or it is damaged."""
+    try:
+        return run.read_record()
+    except CorruptInputError:
+        return {}
+
+
+def _number(path: Path, name: str) -> int:
+    ending = path.name.removeprefix(f"{name}-")
+    return int(ending) if re.fullmatch(r"[1-9]\d{0,8}", ending) else 0
+
+
+def times_longer(options: TrainOptions, tables: dict[str, Any]) -> float | None:
+    """Return how many times as long options ask for as a recorded run; None where more differs."""
+    then = tables.get("options", {})
+    as_then = replace(options, **{name: then.get(name) for name in DURATIONS})
+    if as_then.differences(then):
+        return None
+    (unit, before), (now_unit, now) = as_then.duration, options.duration
+    return now / before if unit == now_unit and now > before else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands."""
+
+    path: Path
+    task: str
+    history: History
+    steps: int | None
+    """Planned; None where no record says so."""
+    changed: float
+    """When, in seconds since 1970."""
+
+
+def runs_in(folder: Path = RUNS) -> Iterator[Standing]:
+    """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
+    metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
+    for changed, path in sorted(metrics):
+        tables = _tables(RunDirectory(path))
+        steps = tables.get("training", {}).get("steps")
+        task = str(tables.get("options", {}).get("task", "lm"))
+        yield Standing(path, task, read_history(path), steps, changed)
+
+
+def can_generate(run: Path) -> bool:
+    """Whether a run's model writes texts: by its record, or of one without it by its config."""
+    try:
+        if tables := RunDirectory(run).read_record():
+            return bool(tables.get("options", {}).get("task", "lm") == "lm")
+        described = json.loads((run / "model" / "config.json").read_text(encoding="utf-8"))
+        return any("LMHead" in name for name in described["architectures"])
+    except (OSError, ValueError, TypeError, KeyError, CorruptInputError):
+        return False

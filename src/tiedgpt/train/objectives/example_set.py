@@ -17,7 +17,7 @@ from tiedgpt.data import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.task import Pretrained
+from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.hub import local_directory
 

@@ -17,11 +17,10 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import Arrays
+from tiedgpt.train.objective import Arrays, Pretrained, Task
 from tiedgpt.train.options import counted
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Pretrained, Task
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import freeze
 
 SAMPLE_TOKENS = 48

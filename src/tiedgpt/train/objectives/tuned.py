@@ -28,11 +28,10 @@ from tiedgpt.data import (
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import Arrays
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Pretrained, Task
-from tiedgpt.train.tasks.example_set import ExampleSet
-from tiedgpt.train.tasks.language import SAMPLE_TOKENS, LanguageModelling, what_predicts
+from tiedgpt.train.objective import Arrays, Pretrained, Task
+from tiedgpt.train.objectives.example_set import ExampleSet
+from tiedgpt.train.objectives.language import SAMPLE_TOKENS, LanguageModelling, what_predicts
+from tiedgpt.train.plan import Plan
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS

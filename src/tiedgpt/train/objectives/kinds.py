@@ -23,7 +23,7 @@ from tiedgpt.heads import (
 )
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.tasks.labelled import Example, Labelled, Row
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row
 
 OUTSIDE = "O"
 """The label of what no span covers."""

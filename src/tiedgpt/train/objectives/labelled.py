@@ -29,9 +29,8 @@ from tiedgpt.files import read_json_lines
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.heads import inference
-from tiedgpt.train.objective import Arrays, body_of, on_device
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.task import Pretrained, Task
+from tiedgpt.train.objective import Arrays, Pretrained, Task, body_of, on_device
+from tiedgpt.train.plan import Plan
 from tiedgpt.tune import freeze
 
 HELD_OUT = 10

@@ -36,17 +36,22 @@ from tiedgpt.train.events import (
     Stepped,
     Untied,
 )
-from tiedgpt.train.health import WORSE, Health, first_not_finite, require_finite
 from tiedgpt.train.measures import Measures
-from tiedgpt.train.objective import Model
+from tiedgpt.train.objective import Model, Score, Task
 from tiedgpt.train.optim import Optimizers, groups_and_optimizers, set_rate, untie_in_training
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import FIRST_PART, plan_tables, replan
-from tiedgpt.train.run_directory import RunDirectory
-from tiedgpt.train.schedule import Plan
-from tiedgpt.train.sources import begin_fork
-from tiedgpt.train.step import StepResult, train_step
-from tiedgpt.train.task import Score, Task
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.prepare import begin_fork
+from tiedgpt.train.sizing import FIRST_PART, replan
+from tiedgpt.train.step import (
+    WORSE,
+    Health,
+    StepResult,
+    first_not_finite,
+    require_finite,
+    train_step,
+)
+from tiedgpt.train.storage import RunDirectory, plan_tables
 
 T = TypeVar("T")
 

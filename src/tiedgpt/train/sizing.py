@@ -1,0 +1,436 @@
+"""Everything that is decided before the first step, so that a run is a function of it.
+
+The size of a fresh model, the numbers of the plan, and how many rows go at a time: memory is
+measured in a throw-away model, because a CPU that runs out of memory raises no error and the system
+ends the process. Weights, gradients and moments are counted before anything is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import DivergedError, NoRoomError, UserError
+from tiedgpt.infer.room import free_memory
+from tiedgpt.train.blocks import decide, in_training
+from tiedgpt.train.choice import choose
+from tiedgpt.train.measures import TensorMemory, held_memory
+from tiedgpt.train.objective import Task
+from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.options import (
+    DEFAULT_MINUTES,
+    DURATIONS,
+    EVALUATIONS,
+    MOST_EPOCHS,
+    TrainOptions,
+    parse_bytes,
+)
+from tiedgpt.train.pace import (
+    MEASURED,
+    SAMPLE_SHARE,
+    faster_dtype,
+    for_steps,
+    measure_steps,
+    step_seconds,
+)
+from tiedgpt.train.parallel import World
+from tiedgpt.train.plan import Plan, Recompute
+from tiedgpt.train.step import train_step
+from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
+
+AnyTask = TypeVar("AnyTask", bound=Task)
+MICRO_BATCH_TOKENS = 8192
+FIRST_PART = 0.25
+"""Of the time: then the steps that are left are planned again, by the pace so far."""
+SAME_PACE = 0.05
+"""A plan stays as it is where its steps would change by less."""
+ENOUGH_HELD_OUT = 50
+"""Examples; the score of fewer is too noisy to end a run by."""
+
+PLAIN = 100_000_000
+"""A row's share is known once rows added this much, or once all other rows add less than this."""
+HEAP = 1.2
+"""Resident memory over the bytes that tensors take on a CPU: malloc keeps freed blocks that are too
+small for the next request. Six models, 6 to 22 million parameters, took 0.93 to 1.27 of them."""
+
+
+def training_device(name: str = "auto") -> torch.device:
+    """Return the device of that name; auto is the GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here: {why}") from None
+
+
+def choose_size(
+    options: TrainOptions, task: AnyTask, world: World
+) -> tuple[TrainOptions, AnyTask, str]:
+    """Return the options, the task and why: of the size that suits the text, where it is not given.
+
+    All processes of a `world` must call this, and get the same.
+    """
+    if not options.chooses or task.text_tokens is None:
+        return options, task, ""
+    seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
+    chosen, reason, warning = choose(
+        options, task.text_tokens, lambda sized: measure_speed(sized, task, world, seconds=seconds)
+    )
+    return chosen, task_of_size(task, chosen), f"{reason}; {warning}" if warning else reason
+
+
+def make_plan(
+    options: TrainOptions,
+    task: Task,
+    device: torch.device,
+    *,
+    world: World | None = None,
+    reason: str = "",
+) -> Plan:
+    """Derive what was not set, measuring where the machine decides.
+
+    `reason` says why the task has its size. Raises `NoRoomError` for a model that cannot fit in
+    memory, before anything is built. In a `world` of several processes all must call this, and get
+    the same.
+    """
+    world = world or World(device)
+    draft = world.on_main(lambda: draft_plan(options, task, world))
+    world.on_main(lambda: world.require_work(draft))
+    unit, amount = options.duration
+    minutes, steps = None, int(amount)
+    if unit == "epochs":
+        steps = math.ceil(amount * task.epoch_rows / draft.batch_size)
+        rows = draft.batch_size
+        least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
+        if steps < least:
+            steps, epochs = least, least * rows / task.epoch_rows
+            reason = (
+                f"{task.n_examples:,} examples are few: {steps:,} steps see each of them about "
+                f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
+            )
+    elif unit == "minutes":
+        minutes = amount
+        steps = measure_steps(minutes, task, draft, world)
+    return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
+
+
+def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
+    """Return a plan of which all is decided but the number of steps, and what depends on it."""
+    config, device = task.config, world.device
+    if options.untie_at is not None and not config.tie_word_embeddings:
+        raise UserError("--untie-at: the model to start from is untied already")
+    compiles, _ = decide(options.compile, device, one_shape=task.unit == "tokens")
+    draft = Plan(
+        steps=1,
+        batch_size=options.batch_rows(task.context, task.epoch_rows),
+        micro_batch=1,
+        optimizer=options.rule,
+        lr=options.peak_rate(config),
+        warmup=0,
+        weight_decay=options.decay,
+        grad_clip=options.grad_clip,
+        dtype="bf16" if options.dtype == "auto" else options.dtype,
+        seed=options.seed,
+        eval_every=1,
+        eval_batches=1,
+        save_every=1,
+        patience=options.limit_of_patience,
+        can_end_early=_can_end_early(options, task),
+        keep=options.keep,
+        size="" if options.continues else options.named_size,
+        schedule=options.schedule,
+        untie_at=None if options.untie_at is None else 0,
+        memory=None if options.memory is None else parse_bytes(options.memory),
+        compile="on" if compiles else "off",
+    )
+    require_lasting(config, draft, task.row_tokens, world, task.trained)
+    if options.dtype == "auto":
+        draft = replace(draft, dtype=faster_dtype(config, device))
+    return fit_micro_batch(draft, options, task, world)
+
+
+def _can_end_early(options: TrainOptions, task: Task) -> bool:
+    """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
+    return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
+
+
+def task_of_size(task: AnyTask, options: TrainOptions) -> AnyTask:
+    """Return the task for a model of the shape that the options name, with its vocabulary."""
+    size, bos, eos = task.config.vocab_size, task.config.bos_token_id, task.config.eos_token_id
+    return task.with_config(options.model_config(vocab_size=size, bos=bos, eos=eos))
+
+
+def measure_speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
+    """Return the tokens a second at which a size of a fresh model is trained."""
+    sized = task_of_size(task, options)
+    plan = world.on_main(lambda: draft_plan(options, sized, world))
+    step = step_seconds(sized, plan, world, seconds=seconds)
+    return plan.batch_size * sized.row_units / step
+
+
+def fit_micro_batch(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
+    """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
+
+    Fewer at a time come first, which costs little; then recomputing, about a third of a step.
+    """
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
+    micro = min(world.share(draft.batch_size), at_most)
+    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
+    ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
+    if options.recompute != "auto":
+        ways = [options.recompute]
+    shared_out = world.n_shards > 1  # no device has room for all of it
+    place = torch.device("cpu") if shared_out else world.device
+    for recompute in ways:
+        peak = measure_peak(task, replace(draft, recompute=recompute), sizes[0], place)
+        for size in sizes:
+            plan = replace(draft, micro_batch=size, recompute=recompute)
+            try:
+                require_memory(task.config, plan, task.row_tokens, peak, world, task.trained)
+                return plan
+            except NoRoomError as error:
+                refused = error
+    raise refused
+
+
+def set_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
+    """Return a draft as a plan of so many steps, of which options give shares."""
+    warmup, untie_at = round(options.warmup * steps), options.untie_at
+    cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
+    pauses = pause_intervals(steps, options.eval_every, options.evaluations())
+    rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
+    return replace(
+        draft,
+        steps=steps,
+        warmup=warmup,
+        cooldown=min(cooldown, steps - warmup),
+        untie_at=None if untie_at is None else min(round(untie_at * steps), steps - 1),
+        eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
+        **pauses,
+    )
+
+
+def pause_intervals(
+    steps: int, eval_every: int | None = None, evaluations: int = EVALUATIONS
+) -> dict[str, Any]:
+    """Return the fields of a plan of so many steps that say when it pauses."""
+    return {
+        "eval_every": eval_every or max(1, min(steps // evaluations, 1000)),
+        "save_every": max(1, min(steps // 4, 1000)),
+    }
+
+
+def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
+    """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
+
+    A pause is part of the pace. The rate goes on where the new number of steps has it. The warm-up
+    is never cut. None where the steps would change by less than `SAME_PACE`.
+    """
+    assert plan.minutes is not None
+    pace = seconds / step
+    last = pace / 3 * task.held_out_rows / plan.batch_size
+    steps = max(step + 1, plan.warmup, int(for_steps(plan.minutes, last) / pace))
+    if abs(steps / plan.steps - 1) < SAME_PACE:
+        return None
+    scale, usual = steps / plan.steps, pause_intervals(plan.steps)["eval_every"]
+    untie_at = plan.untie_at
+    if untie_at is not None and untie_at > step:
+        untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
+    return replace(
+        plan,
+        steps=steps,
+        cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
+        untie_at=untie_at,
+        **pause_intervals(steps, None if plan.eval_every == usual else plan.eval_every),
+        since=step,
+        before=plan,
+    )
+
+
+def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
+    """Return the plan by which a run that ended after `step` steps goes on for so many times.
+
+    Why its size was chosen is said of the first plan, whose time it was chosen for.
+    """
+    steps = max(step + 1, options.steps or round(plan.steps * times))
+    cooldown = set_steps(plan, options, steps).cooldown
+    return replace(
+        plan,
+        steps=steps,
+        cooldown=min(cooldown, steps - plan.warmup),
+        minutes=None if plan.minutes is None else plan.minutes * times,
+        reason="",
+        **pause_intervals(steps, options.eval_every),
+        since=step,
+        before=replace(plan, before=None),
+    )
+
+
+def make_longer(run: RunDirectory, options: TrainOptions, times: float) -> dict[str, Any]:
+    """Let a run that has ended go on by a plan of more steps; return its new record.
+
+    The rate goes on where the longer plan has it. Raises `CorruptInputError` for a damaged record.
+    """
+    tables = run.read_record()
+    step = run.reopen()
+    plan = longer_plan(read_plan(tables)[1], options, step, times)
+    given = {name: getattr(options, name) for name in DURATIONS}
+    options_now = {"options": tables["options"] | given}
+    run.write_record({**tables, **options_now, **plan_tables(plan)})
+    return run.read_record()
+
+
+def said(size: float) -> str:
+    """Return bytes as they are read: 340 MB, 2.5 GB."""
+    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
+
+
+def free(device: torch.device) -> float:
+    """Return the free bytes of a device; infinitely many where the system does not tell."""
+    found = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return math.inf if found is None else found
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a process of its own holds as it trains, the program included."""
+
+    before: int
+    """Held before any of it."""
+    fixed: int
+    """Whatever the rows are."""
+    a_row: float
+    """More for each row that is computed at a time, the longest that there may be."""
+
+    def of(self, rows: int) -> int:
+        """Return the peak of so many rows at a time."""
+        return self.fixed + int(rows * self.a_row)
+
+
+def measure_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> Peak:
+    """Train a throw-away model on one row, two, four, until it is plain what a row takes.
+
+    The bytes of its tensors are counted, so the result does not depend on what the process did
+    before. Raises `NoRoomError` where a GPU has no room for one row.
+    """
+    gc.collect()
+    before, room = held_memory(device), free(device)
+    memory, per_byte = TensorMemory(device), 1.0 if device.type == "cuda" else HEAP
+    plan = replace(plan, compile="off", lr=1e-9)
+    with memory.counting():
+        model = in_training(task.build().train(), plan).to(device)
+        _, rules = groups_and_optimizers(task, model, plan, 0)
+    fewer = less = most = peak = 0
+    scale, a_row = 1.0, 0.0
+    for rows in (1, *sorted({min(1 << n, at_most) for n in range(at_most.bit_length() + 1)})):
+        plan = replace(plan, batch_size=rows, micro_batch=rows)
+        batch = task.batches(plan)(0)
+        scale = task.row_tokens / batch[0][0].size
+        try:
+            with memory.counting(), contextlib.suppress(DivergedError):
+                train_step(model, rules, batch, plan, task=task)
+        except torch.OutOfMemoryError:
+            if most == 0:
+                raise NoRoomError(f"{device} has no room for one row of the batch") from None
+            break
+        if most == 0:  # the first step loads libraries, which belong to the program
+            before = max(before, held_memory(device) - memory.peak)
+        fewer, less, most, peak = most, peak, rows, int(memory.peak * per_byte)
+        added = peak - less if most > fewer > 0 else 0
+        a_row = added / (most - fewer) if added else 0.0
+        others = a_row * (at_most - most)
+        if added > PLAIN or (fewer > 1 and others < PLAIN) or peak + 2 * added > room:
+            break
+    return Peak(before, before + int(peak - most * a_row), scale * a_row)
+
+
+def _lasting(config: GPTConfig, plan: Plan, trained: int | None) -> int:
+    """Return the bytes of weights, and of gradients and moments of those that are trained."""
+    if plan.untie_at is not None:
+        config = replace(config, tie_word_embeddings=False)  # as it will be
+    count = config.parameter_count()
+    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
+    moments = 8 * count - (4 * in_matrices if plan.optimizer == "muon" else 0)
+    return 8 * count + moments if trained is None else 4 * count + 12 * trained
+
+
+def require_lasting(
+    config: GPTConfig, plan: Plan, row_tokens: int, world: World, trained: int | None = None
+) -> None:
+    """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
+    room, has = _room(plan, world, held_memory(world.device))
+    lasting = _lasting(config, plan, trained) // world.n_shards
+    if lasting > room:
+        raise NoRoomError(
+            f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
+            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}",
+            hint="use a smaller model",
+        )
+    batch = 4 * 8 * plan.batch_size * row_tokens
+    if lasting + batch > room:
+        raise NoRoomError(
+            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {said(batch)} beside "
+            f"{said(lasting)} of weights, gradients and moments, and {world.device} has "
+            f"{said(room)} {has}",
+            hint="use a smaller --batch-size",
+        )
+
+
+def require_memory(
+    config: GPTConfig,
+    plan: Plan,
+    row_tokens: int,
+    peak: Peak,
+    world: World,
+    trained: int | None = None,
+) -> None:
+    """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
+
+    The peak is that of one process. Of several each has one part in `world.n_shards` of what lasts,
+    or, as DDP, all of it and the gradients twice.
+    """
+    room, has = _room(plan, world, peak.before)
+    lasting, need = _lasting(config, plan, trained), peak.of(plan.micro_batch) - peak.before
+    need -= lasting - lasting // world.n_shards
+    if world.size > world.n_shards:
+        need += 4 * (config.parameter_count() if trained is None else trained)
+    if plan.micro_batch < world.share(plan.batch_size):
+        need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
+    if need <= room:
+        return
+    ways = ["a smaller --batch-size or --micro-batch"]
+    ways += ["--recompute blocks"] if plan.recompute == "off" else []
+    ways += ["more --memory"] if plan.memory is not None else []
+    raise NoRoomError(
+        f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
+        f"at a time, needs about {said(need)}, {said(lasting // world.n_shards)} of them for "
+        f"weights, gradients and moments, and {world.device} has {said(room)} {has}",
+        hint=f"use {', or '.join(ways)}",
+    )
+
+
+def _room(plan: Plan, world: World, before: int) -> tuple[float, str]:
+    """Return the bytes that training may take beside the `before` of the program, and of what."""
+    device = world.device
+    room, has = free(device) + held_memory(device) - before, "free"
+    if device.type == "cpu" and world.n_local > 1:
+        room, has = room / world.n_local, "free for each process"
+    if plan.memory is None or room <= plan.memory - before:
+        return room, has
+    if plan.memory <= before:
+        raise NoRoomError(f"--memory {said(plan.memory)}: the program alone takes {said(before)}")
+    return plan.memory - before, f"of --memory {said(plan.memory)} left beside the program"
+
+
+def memory_line(plan: Plan) -> str:
+    """Return in words how a plan with a budget keeps to it."""
+    how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
+    return f"{plan.micro_batch:,} sequences at a time{how}, to stay in {said(plan.memory or 0)}"
