@@ -17,7 +17,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.formats.gguf import read_header, to_ours, to_theirs
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import QUANTIZED
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")

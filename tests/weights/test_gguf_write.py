@@ -17,7 +17,7 @@ from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_gguf
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

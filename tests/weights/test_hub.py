@@ -7,8 +7,7 @@ import pytest
 
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.hub import local_directory, select_files
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import local_directory, open_checkpoint, select_files
 
 CONFIG = ["config.json", "README.md", "tokenizer.json"]
 

@@ -11,7 +11,7 @@ from tests.weights.llmc_files import HEADER, number_of, write_checkpoint
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.llmc import count, parameters
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
 

@@ -15,7 +15,7 @@ from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.formats.llmc import write as write_llmc
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 
 @pytest.fixture

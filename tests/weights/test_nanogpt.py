@@ -20,7 +20,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

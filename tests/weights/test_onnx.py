@@ -19,7 +19,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

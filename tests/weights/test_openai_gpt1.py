@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.weights.gpt1_release import block_shapes, names, write_release
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 WIDTH, TOKENS, POSITIONS, LAYERS = 4, 11, 5, 2
 

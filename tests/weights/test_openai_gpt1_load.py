@@ -15,7 +15,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.formats.openai_gpt1 import SHAPES as SHAPES_FILE
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 WIDTH, TOKENS, POSITIONS, LAYERS, HEADS = 12, 23, 9, 3, 3
 

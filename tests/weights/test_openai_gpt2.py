@@ -13,7 +13,7 @@ from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 
 def theirs(model, arrays, embeddings):

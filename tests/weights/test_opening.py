@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.tie.checkpoints import matrix, write_gguf, write_onnx
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import by_storage
 
 

@@ -13,7 +13,7 @@ from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, TYPES, valu
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import mask_checksum as mask
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"

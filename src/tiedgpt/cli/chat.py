@@ -119,7 +119,7 @@ def run(arguments: list[str]) -> None:
     )
     source = source_or_newest(options.source, task="lm")
     from tiedgpt.data import read_template
-    from tiedgpt.weights.hub import local_directory
+    from tiedgpt.weights.sources import local_directory
 
     template = read_template(local_directory(options.tokenizer or source))
     if template is None:

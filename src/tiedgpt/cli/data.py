@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> None:
     args = parse(Arguments, "data", arguments, ABOUT)
     from tiedgpt.data import TEMPLATES, ExampleReader, documents
     from tiedgpt.text import Tokenizer
-    from tiedgpt.weights.hub import local_directory
+    from tiedgpt.weights.sources import local_directory
 
     corpus = documents(args.data)
     source = source_or_newest(args.tokenizer)

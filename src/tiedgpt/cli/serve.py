@@ -161,7 +161,7 @@ def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, por
 def _template(source: str) -> Template | None:
     """Return the chat template beside the tokenizer; there is no chat without one of ours."""
     from tiedgpt.data.templates import read_template
-    from tiedgpt.weights.hub import local_directory
+    from tiedgpt.weights.sources import local_directory
 
     try:
         return read_template(local_directory(source, ["chat_template.jinja", "*config.json"]))

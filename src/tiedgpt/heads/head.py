@@ -25,7 +25,7 @@ from tiedgpt.weights.formats.transformers.writer import (
     write_directory,
 )
 from tiedgpt.weights.load import OTHER_HEADS, load
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.torch_file import stored_tensor
 
 ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")

@@ -19,7 +19,7 @@ from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
-from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.sources import local_directory
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 if TYPE_CHECKING:

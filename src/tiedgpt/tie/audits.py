@@ -17,8 +17,8 @@ from tiedgpt.tie.findings import Finding, findings, plain
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
-from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.roles import Roles, find_roles
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import StoredTensor
 
 if TYPE_CHECKING:

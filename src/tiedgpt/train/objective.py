@@ -40,7 +40,7 @@ from tiedgpt.tie import add_tokens
 from tiedgpt.train.plan import Plan
 from tiedgpt.weights.checkpoint import to_gpt
 from tiedgpt.weights.formats.transformers.writer import save_tokenizer
-from tiedgpt.weights.opening import open_checkpoint
+from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
     from tiedgpt.train.optim import Group

@@ -22,6 +22,8 @@ TIE_KEY = "tie_word_embeddings"
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 """What torch.compile, activation checkpointing and DDP put into the names of parameters."""
+ADAPTER = re.compile(r"lora_A|\.lora_")
+"""What adapters put into them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Checkpoint:
 
 def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
     """Return what a config claims of the head, None where it is silent; `place` is its file."""
-    is_tied = text_config(config).get(TIE_KEY)
+    inner = config.get("text_config")
+    is_tied = config.get(TIE_KEY, inner.get(TIE_KEY) if isinstance(inner, dict) else None)
     if is_tied is None:
         return None
     if not isinstance(is_tied, bool):
@@ -103,14 +106,11 @@ def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
     return Claim(is_tied, f"{Path(place).name} says {TIE_KEY}: {str(is_tied).lower()}")
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with what a config of several models says of the text's."""
-    inner = config.get("text_config")
-    return {**inner, **config} if isinstance(inner, dict) else config
-
-
 def _size(config: Mapping[str, Any], *keys: str) -> int | None:
-    sizes = (text_config(config).get(key) for key in keys)
+    """Return the first of some sizes that a config, or the text's config in it, says."""
+    inner = config.get("text_config")
+    config = {**inner, **config} if isinstance(inner, dict) else config
+    sizes = (config.get(key) for key in keys)
     return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
@@ -148,25 +148,22 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
         raise type(error)(f"{checkpoint.source}: {error.problem()}", hint=error.hint) from None
 
 
-def unwrapped(name: str) -> str:
-    """Return a parameter's name without the parts that torch's wrappers put into it."""
-    return WRAPPERS.sub("", name)
-
-
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Return it with the names that parameters have in the module that was wrapped.
 
     Raises `UserError` for an adapter, or a model with one that is not merged.
     """
+    if not any(WRAPPERS.search(name) or ADAPTER.search(name) for name in checkpoint.tensors):
+        return checkpoint
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        if "lora_A" in name or ".lora_" in name:
+        if ADAPTER.search(name):
             raise UserError(
                 f"{checkpoint.source} holds an adapter ({printable(name)[:80]})",
                 hint="merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
                 "DIRECTORY`",
             )
-        bare = unwrapped(name)
+        bare = WRAPPERS.sub("", name)
         if bare in tensors:
             raise CorruptInputError(
                 f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"

@@ -18,13 +18,13 @@ from tiedgpt.weights.tensors import StoredTensor
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 INDEX = ".index.json"
-PICKLE = re.compile(rb"\x80[\x02-\x05]")
+BEGINS = re.compile(rb".{4}\0{4}\{|PK|\x80[\x02-\x05]", re.DOTALL)
+"""The first bytes of safetensors (as `is_safetensors`), of a zip file and of a pickle."""
 
 
 def detect(path: Path, head: bytes) -> bool:
     """Whether a file begins as safetensors, a zip file or a pickle, or is an index of shards."""
-    begins = is_safetensors(head) or head[:2] == b"PK" or PICKLE.match(head)
-    return bool(begins) or path.name.endswith(INDEX)
+    return bool(BEGINS.match(head)) or path.name.endswith(INDEX)
 
 
 def open_container(path: Path) -> Checkpoint:

@@ -26,9 +26,9 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, to_gpt
 from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
 from tiedgpt.weights.load import Loaded, Progress, load
-from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.parameters import PRECISIONS
 from tiedgpt.weights.registry import Writer, suffixes, writer_named, writers
+from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import by_storage
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}

@@ -2,10 +2,11 @@
 
 SOURCE is a directory, a file in any known format, a hub name, or a model of transformers in memory.
 
-    open_checkpoint (opening.py)        SOURCE -> Checkpoint: the file's tensors and claims
-    to_gpt (checkpoint.py)              -> GPTCheckpoint: our names, our layout, config fields
-    decide_tie (decision.py)            one matrix or two
-    load (here)                         checks all, reads, builds a `GPT`
+    open_checkpoint (sources.py)    SOURCE -> Checkpoint: the file's tensors and claims
+    to_gpt (checkpoint.py)          -> GPTCheckpoint: our names, our layout, config fields
+    decide_tie (decision.py)        one matrix or two
+    _matrices, _config              the matrices that the model has, and its config
+    _check_tensors, _build          all shapes first, then a `GPT` with each tensor read once
 
 Shapes are checked before any tensor is read, except when two matrices must be compared.
 """
@@ -37,9 +38,8 @@ from tiedgpt.weights.checkpoint import (
     to_gpt,
 )
 from tiedgpt.weights.decision import TieDecision, decide_tie
-from tiedgpt.weights.formats.transformers import FIELDS, drop_foreign_ids, read_module
-from tiedgpt.weights.opening import open_checkpoint
 from tiedgpt.weights.roles import roles_of
+from tiedgpt.weights.sources import open_checkpoint, open_module
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 Source = str | os.PathLike[str] | nn.Module
@@ -104,14 +104,14 @@ def load(
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
     if isinstance(source, nn.Module):
-        checkpoint = read_module(source)
+        checkpoint = open_module(source)
     else:
         checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
     path = Path(checkpoint.source)
     try:
         gpt = to_gpt(checkpoint)
         tensors = {name: t for name, t in gpt.tensors.items() if not (others and others(name))}
-        decision = decide_tie_of(checkpoint, tensors, config.get(TIE_KEY))
+        decision = _decide_tie(checkpoint, tensors, config.get(TIE_KEY))
         both = _matrices(decision, checkpoint, resolve)
         tensors = {n: t for n, t in tensors.items() if n not in (EMBEDDING, HEAD)} | both
         built, dropped = _config(path, gpt, tensors, config)
@@ -132,7 +132,7 @@ def load(
     )
 
 
-def decide_tie_of(
+def _decide_tie(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], is_tied: bool | None = None
 ) -> TieDecision:
     """Return the decision about tensors by our names; the caller's word fills in for the file's.
@@ -141,7 +141,7 @@ def decide_tie_of(
     """
     both = tensors.get(EMBEDDING), tensors.get(HEAD)
     for name, matrix in zip((EMBEDDING, HEAD), both, strict=True):
-        if matrix is not None and not (len(matrix.shape) == 2 and matrix.count):
+        if matrix is not None and not (len(matrix.shape) == 2 and all(matrix.shape)):
             shape = f"must be a matrix (V, D), got {matrix.shape}"
             raise CorruptInputError(f"{checkpoint.source}: {name} {shape}")
     if both == (None, None):
@@ -234,10 +234,9 @@ def _config(
             f"h.{last} is the last: layers are missing, or too many"
         )
     for name, value in given.items():
-        if name not in FIELDS:
-            raise UserError(
-                f"{name!r} is no field of a config", hint=f"there are {', '.join(FIELDS)}"
-            )
+        if name not in GPTConfig.__dataclass_fields__:
+            hint = f"there are {', '.join(GPTConfig.__dataclass_fields__)}"
+            raise UserError(f"{name!r} is no field of a config", hint=hint)
         if fields.get(name, value) != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
     fields = dict(gpt.assumed) | fields | dict(given) | {TIE_KEY: HEAD not in tensors}
@@ -246,13 +245,27 @@ def _config(
             f"{path} does not say how many heads it has, and shapes do not tell",
             hint="give n_head (--n-head)",
         )
-    note = drop_foreign_ids(fields)
+    note = _drop_foreign_ids(fields)
     try:
         return GPTConfig(**fields), note
     except UserError as error:
         if any(name in str(error) for name in given):  # the argument is wrong, not the file
             raise UserError(f"{path}: {error}") from None
         raise CorruptInputError(f"{path} describes no GPT: {error}") from None
+
+
+def _drop_foreign_ids(fields: dict[str, Any]) -> str:
+    """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
+    dropped = []
+    for name in ("bos_token_id", "eos_token_id"):
+        value = fields.get(name)
+        if isinstance(value, list):  # some configs list several ends; the first is the model's own
+            fields[name] = value = value[0] if value else None
+        if type(value) is int and not 0 <= value < fields["vocab_size"]:
+            fields[name] = None
+            dropped.append(f"{name}={value}")
+    outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
+    return f"{' and '.join(dropped)} {outside}" if dropped else ""
 
 
 def _check_tensors(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, shapes, unwrapped
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, WRAPPERS, shapes
 from tiedgpt.weights.registry import Writer
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -94,7 +94,7 @@ def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
             "the model's head and config.tie_word_embeddings disagree", hint=f"use {calls}"
         )
     named = model.named_parameters(remove_duplicate=False)
-    parameters: dict[str, Tensor] = {unwrapped(name): parameter for name, parameter in named}
+    parameters: dict[str, Tensor] = {WRAPPERS.sub("", name): p for name, p in named}
     expected = shapes(model.config)
     for name in [*(name for name in parameters if name not in expected), *expected]:
         if problem := _problem(name, parameters.get(name), expected.get(name)):

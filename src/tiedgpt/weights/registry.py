@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from tiedgpt.text.tokenizer import Tokenizer
     from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
 
@@ -116,6 +118,8 @@ class Format:
     """Whether a file is of this format, by its first bytes (or by a name that only it has)."""
     open: Callable[[Path], Checkpoint]
     """Open the file: headers only."""
+    open_module: Callable[[nn.Module], Checkpoint] | None = None
+    """Open a model in memory; `UserError` for any other."""
     to_gpt: Callable[[Checkpoint], GPTCheckpoint]
     """Translate names and layout into ours."""
     recognizes: Callable[[Checkpoint], bool] = is_any
@@ -201,3 +205,17 @@ def head_of(path: Path) -> bytes:
             return file.read(HEAD_BYTES)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def require_package(name: str, purpose: str) -> Any:
+    """Import a package of the extra `formats`; `UserError` where it is not installed.
+
+    `purpose` says what needs it: "reading ONNX files".
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{purpose} needs the package {name.partition('.')[0]} ({error})",
+            hint="pip install 'tiedgpt[formats]'",
+        ) from None

@@ -67,30 +67,22 @@ class SafetensorsFile:
                 raise
             raise CorruptInputError(f"{path} is damaged or no safetensors file: {error}") from None
         metadata = header.pop("__metadata__", None) or {}
-        entries = {name: _stored(path, name, 8 + length, value) for name, value in header.items()}
+        entries: dict[str, StoredTensor] = {}
+        for name, entry in header.items():
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            bits = re.search(r"\d+", dtype)
+            width = int(bits[0]) // 8 if bits else 1
+            reader = file_reader(path, start, shape[-1] if shape else 1, width) if width else None
+            entries[name] = StoredTensor(
+                name, shape, TORCH_NAMES.get(dtype, dtype.lower()), end - start,
+                Storage(str(path), start, end), reader,
+            )  # fmt: skip
         return cls(path, entries, metadata)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
         return self.entries[name].tensor()
-
-
-def _stored(path: Path, name: str, data: int, entry: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor that is read when it is asked for its numbers."""
-    dtype, shape = entry["dtype"], tuple(entry["shape"])
-    start, end = (data + offset for offset in entry["data_offsets"])
-    bits = re.search(r"\d+", dtype)
-    width = int(bits[0]) // 8 if bits else 1
-    reader = file_reader(path, start, shape[-1] if shape else 1, width) if width else None
-    torch_name, storage = TORCH_NAMES.get(dtype, dtype.lower()), Storage(str(path), start, end)
-    return StoredTensor(name, shape, torch_name, end - start, storage, reader)
-
-
-def format_name(tensor: StoredTensor) -> str:
-    """Return the format's name of a tensor's type; `UserError` if it has none."""
-    if tensor.dtype not in NAMES:
-        raise UserError(f"a tensor is {tensor.dtype}, which is not written to safetensors here")
-    return NAMES[tensor.dtype]
 
 
 def write_safetensors(
@@ -112,7 +104,9 @@ def write_safetensors(
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.n_bytes
-        dtype, shape = format_name(tensor), tensor.shape
+        if tensor.dtype not in NAMES:
+            raise UserError(f"a tensor is {tensor.dtype}, which is not written to safetensors here")
+        dtype, shape = NAMES[tensor.dtype], tensor.shape
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     raw = json.dumps(header, separators=(",", ":")).encode()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
-from tiedgpt.weights.packages import require_package
+from tiedgpt.weights.registry import require_package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,7 @@ QUANTIZED = (
     "TQ2_0", "MXFP4", "NVFP4",
 )  # fmt: skip
 """ggml's types that the package gguf decodes; their readers give rows of bytes."""
+DECODABLE = frozenset((*FLOATS, *PANEL_TYPES, *QUANTIZED))
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class StoredTensor:
     @property
     def is_decodable(self) -> bool:
         """Whether its elements can be had as numbers, not only as bytes."""
-        return self.read is not None and self.dtype in (*FLOATS, *PANEL_TYPES, *QUANTIZED)
+        return self.read is not None and self.dtype in DECODABLE
 
     def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
         """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""

@@ -16,8 +16,8 @@ import tokenizers
 from tiedgpt.errors import UserError
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.hub import local_directory
 from tiedgpt.weights.registry import formats, head_of, suffixes
+from tiedgpt.weights.sources import local_directory
 
 
 def open_tokenizer(source: str | Path) -> Tokenizer:

@@ -19,7 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.tune_options import TuneOptions
-from tiedgpt.weights.hub import local_directory
+from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, but 50 where that is not more than one in 10."""

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
-from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer, require_package
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
 
 if TYPE_CHECKING:

@@ -31,13 +31,13 @@ from tiedgpt.weights.formats.gguf import (
     to_theirs,
 )
 from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
-from tiedgpt.weights.packages import require_package
 from tiedgpt.weights.parameters import (
     PRECISIONS,
     convert_tensor,
     parameters_for,
     zero_biases,
 )
+from tiedgpt.weights.registry import require_package
 
 TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Precision -> gguf.GGMLQuantizationType."""

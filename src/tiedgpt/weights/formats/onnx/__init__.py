@@ -21,9 +21,8 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint, Usage
-from tiedgpt.weights.formats.transformers import is_transposed
-from tiedgpt.weights.packages import require_package
-from tiedgpt.weights.registry import Format, Writer
+from tiedgpt.weights.formats.transformers import CONV1D
+from tiedgpt.weights.registry import Format, Writer, require_package
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, file_reader, printable
 
 METADATA_KEY = "tiedgpt"
@@ -99,7 +98,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
             f"predicts with {predicts[:200]}: it was changed after tiedgpt wrote it"
         )
     tensors = {
-        name: tensor.transpose() if is_transposed(name) else tensor
+        name: tensor.transpose() if CONV1D.fullmatch(name) else tensor
         for name, tensor in checkpoint.tensors.items()
         if not name.startswith(CONSTANT)
     }

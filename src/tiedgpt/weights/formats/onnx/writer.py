@@ -38,13 +38,13 @@ from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY, WRITER
-from tiedgpt.weights.formats.transformers import is_transposed
-from tiedgpt.weights.packages import require_package
+from tiedgpt.weights.formats.transformers import CONV1D
 from tiedgpt.weights.parameters import (
     PRECISIONS,
     convert_tensor,
     parameters_for,
 )
+from tiedgpt.weights.registry import require_package
 
 if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
@@ -81,7 +81,9 @@ def write(
     path, config = Path(path), model.config
     parameters, precision = parameters_for(WRITER, model, precision)
     dtype = PRECISIONS[precision]
-    tensors = {n: p.detach().T if is_transposed(n) else p.detach() for n, p in parameters.items()}
+    tensors = {
+        n: p.detach().T if CONV1D.fullmatch(n) else p.detach() for n, p in parameters.items()
+    }
     n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     require_room(path.parent, n_bytes + (ALIGNMENT + 256) * len(tensors))
     kind = onnx.TensorProto.DataType.Value(TYPES[dtype])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
-from tiedgpt.weights.packages import require_package
+from tiedgpt.weights.registry import require_package
 from tiedgpt.weights.tensors import Native, Read, StoredTensor, printable, tensor_in_file
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """Causal masks that old versions saved beside the weights; they are no parameters."""
+CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
+"""Our names of the matrices that transformers stores as (in, out)."""
 BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
 """Biases of the body; a classifier's bias says nothing about them."""
 
@@ -55,14 +57,9 @@ class ModelType:
     """Ours -> theirs, where they differ (after the prefix)."""
     config_names: Mapping[str, str] = field(default_factory=dict)
     """Ours -> theirs, where they differ."""
+    fields: tuple[str, ...] = tuple(n for n in FIELDS if n not in ("norm", "attention_windows"))
+    """Our fields that its config.json can hold."""
     prefix: str = "transformer."
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Our fields that its config.json can hold."""
-        if self.norm is None:
-            return FIELDS
-        return tuple(name for name in FIELDS if name not in ("norm", "attention_windows"))
 
 
 GPT2 = ModelType(
@@ -76,7 +73,9 @@ GPT1 = ModelType(
     tensor_names={"wte.weight": "tokens_embed.weight", "wpe.weight": "positions_embed.weight"},
     config_names={"activation_function": "afn"},
 )
-TIEDGPT = ModelType("tiedgpt", "TiedGPTLMHeadModel", {name: name for name in ACTIVATIONS}, None)
+TIEDGPT = ModelType(
+    "tiedgpt", "TiedGPTLMHeadModel", {name: name for name in ACTIVATIONS}, None, fields=FIELDS
+)
 """Ours. transformers refuses the name, so that it never computes something else."""
 PACKED = replace(TIEDGPT, name="tiedgpt-packed", architecture="TiedGPTPackedLMHeadModel")
 """Ours, packed for CPU kernels."""
@@ -119,11 +118,6 @@ def model_type_from(config: Mapping[str, Any]) -> ModelType:
     return MODEL_TYPES[name]
 
 
-def is_transposed(name: str) -> bool:
-    """Whether transformers stores this parameter of ours as (in, out)."""
-    return bool(re.fullmatch(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight", name))
-
-
 def to_file(name: str, model_type: ModelType) -> str:
     """Return the name in a file of transformers of a parameter of ours."""
     theirs = model_type.prefix + model_type.tensor_names.get(name, name)
@@ -136,7 +130,7 @@ def recognizes(checkpoint: Checkpoint) -> bool:
     return isinstance(name, str) and name != PACKED.name and "model_args" not in checkpoint.config
 
 
-def read_module(module: nn.Module) -> Checkpoint:
+def open_module(module: nn.Module) -> Checkpoint:
     """Return a model of transformers in memory as a checkpoint; nothing is copied yet.
 
     Raises `UserError` for any other module.
@@ -173,7 +167,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
                 f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
         if not MASK_BUFFERS.fullmatch(name):
-            tensors[name] = stored.transpose() if is_transposed(name) else stored
+            tensors[name] = stored.transpose() if CONV1D.fullmatch(name) else stored
     fields, foreign = config_fields(checkpoint.config)
     notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need
@@ -220,20 +214,6 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return fields, config
 
 
-def drop_foreign_ids(fields: dict[str, Any]) -> str:
-    """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
-    dropped = []
-    for name in ("bos_token_id", "eos_token_id"):
-        value = fields.get(name)
-        if isinstance(value, list):  # some configs list several ends; the first is the model's own
-            fields[name] = value = value[0] if value else None
-        if type(value) is int and not 0 <= value < fields["vocab_size"]:
-            fields[name] = None
-            dropped.append(f"{name}={value}")
-    outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
-    return f"{' and '.join(dropped)} {outside}" if dropped else ""
-
-
 def config_json(
     config: GPTConfig, foreign: Mapping[str, Any], dtype: str, model_type: ModelType | None = None
 ) -> dict[str, Any]:
@@ -274,6 +254,7 @@ FORMAT = Format(
     about_tokenizer="`tokenizer.json`, or vocabulary and merges",
     detect=detect,
     open=open_container,
+    open_module=open_module,
     to_gpt=to_gpt,
     is_copied_by_fix=True,
     recognizes=recognizes,

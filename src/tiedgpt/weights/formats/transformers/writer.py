@@ -16,9 +16,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import read_json, replacing, require_room, write_json, writing
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.formats.transformers import (
+    CONV1D,
     TIEDGPT,
     config_json,
-    is_transposed,
     model_type_of,
     to_file,
 )
@@ -51,7 +51,7 @@ def tensors_of(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Stored
         parameters |= zero_biases(model.config, model.wte.weight.dtype)
     return {
         to_file(name, model_type): stored_tensor(
-            name, parameter.T if is_transposed(name) else parameter, dtype=dtype
+            name, parameter.T if CONV1D.fullmatch(name) else parameter, dtype=dtype
         )
         for name, parameter in parameters.items()
     }

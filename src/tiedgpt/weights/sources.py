@@ -1,0 +1,244 @@
+"""SOURCE -> Checkpoint: where it lies, which format it has, and what config.json beside it says.
+
+SOURCE: a path that exists, else a name on the Hugging Face hub. A path is a file of any format in
+`registry.py`, a directory with one, or a run directory, which stands for the model in it. A format
+is recognized by content, and only headers are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json, reading
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
+from tiedgpt.weights.registry import formats, head_of, suffixes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
+PREDICTING = re.compile(
+    r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
+)
+"""Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
+of any other name nothing is known."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CONFIGS = ("config.json", "generation_config.json")
+NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
+
+
+def open_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Return what a checkpoint holds, without reading its tensors.
+
+    A file is asked of each format by its first bytes. Formats that share a container open it
+    together, and names and shapes tell whose it is; one that nobody recognizes is read as the
+    first's, which says what is missing. `revision` and `cache_dir` are of a repository of the hub.
+
+    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
+    there is nothing at `source` or it is unclear what is meant.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        raise UserError(
+            f"a checkpoint must be a path or a hub name, got {type(source).__name__}; torch.save a "
+            "state dict first"
+        )
+    path = local_directory(source, revision=revision, cache_dir=cache_dir)
+    directory, file = path.parent, path
+    if path.is_dir():
+        names = (path / name for format in formats() for name in format.file_names)
+        directory, file = path, next(filter(Path.is_file, names), None) or _only_file(path)
+    if not file.is_file():
+        raise UserError(f"{file} is neither a file nor a directory")
+    head = head_of(file)
+    opened: dict[Callable[[Path], Checkpoint], Checkpoint] = {}
+    candidates: list[Checkpoint] = []
+    for format in formats() if head else ():
+        if format.detect(file, head):
+            if format.open not in opened:
+                opened[format.open] = _add_config(format.open(file), path, directory)
+            checkpoint = replace(opened[format.open], format=format)
+            if format.recognizes(checkpoint):
+                if checkpoint.claim.is_tied is None and (own := format.claim(checkpoint)):
+                    return replace(checkpoint, claim=own)
+                return checkpoint
+            candidates.append(checkpoint)
+    if candidates:
+        return candidates[0]
+    named = [format for format in formats() if file.name.endswith(format.suffixes)]
+    if head and named:
+        # Most often an error that says how it is damaged.
+        checkpoint = _add_config(named[0].open(file), path, directory)
+        return replace(checkpoint, format=named[0])
+    raise _unknown(file, head)
+
+
+def open_module(module: nn.Module) -> Checkpoint:
+    """Return a model in memory as a checkpoint; `UserError` where no format knows such a model."""
+    openers = (format.open_module for format in formats())
+    return next(filter(None, openers))(module)
+
+
+def _add_config(checkpoint: Checkpoint, source: Path, directory: Path) -> Checkpoint:
+    """Add the source, and what config.json says; what the file says of itself holds."""
+    checkpoint = replace(checkpoint, source=source)
+    path = directory / "config.json"
+    if not path.is_file():
+        return checkpoint
+    config, claim = read_json(path), checkpoint.claim
+    beside = claim_in(config, path)
+    if beside is not None and claim.is_tied is None:
+        claim = beside
+    elif claim == Claim():
+        claim = Claim(source=f"config.json does not say {TIE_KEY}")
+    names = config.get("architectures")
+    names = list(map(str, names)) if isinstance(names, list) else []
+    headless = names and all(BODIES.search(n) and not PREDICTING.search(n) for n in names)
+    usage = replace(checkpoint.usage, headless=bool(headless))
+    return replace(checkpoint, config=config | dict(checkpoint.config), claim=claim, usage=usage)
+
+
+def _only_file(directory: Path) -> Path:
+    """Return the one file of weights in a directory that has none of the usual names."""
+    with reading(directory, "directory of a model"):
+        files = [f for f in sorted(directory.iterdir()) if f.is_file() and _has_weights(f)]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:6])
+        raise UserError(
+            f"{directory} holds {len(files)} files of weights ({names})", hint="name one"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise UserError(
+            f"{directory} holds an adapter, not a model", hint="merge it first, then look"
+        )
+    raise UserError(f"{directory} has no weights: no {', '.join(suffixes())}")
+
+
+def _has_weights(file: Path) -> bool:
+    """Whether a file has a suffix of weights, and its content is not of a project's others."""
+    owners = [format for format in formats() if file.name.endswith(format.suffixes)]
+    return bool(owners) and all(owner.is_model_file(file, head_of(file)) for owner in owners)
+
+
+def _unknown(file: Path, head: bytes) -> UserError | CorruptInputError:
+    """Return the error about a file that no format knows."""
+    if file.suffix == ".json":
+        hint = f"name the directory {file.parent} instead"
+        return UserError(f"{file} holds no weights", hint=hint)
+    titles = ", ".join(format.title for format in formats())
+    return CorruptInputError(
+        f"{file} is {'of no known checkpoint format' if head else 'empty'}: read are those of "
+        f"{titles}"
+    )
+
+
+def local_directory(
+    source: str | os.PathLike[str],
+    patterns: Sequence[str] | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Return the directory or file that `source` names, fetched from the hub if need be.
+
+    A path that exists wins over a hub name; a run directory stands for the model in it. Of a hub
+    repository only files that match `patterns` are fetched; None means config.json and the weights
+    in one of the formats that the repository has. `revision` is a branch, a tag or a commit of it.
+    Raises `UserError` where there is neither a path nor a repository.
+    """
+    name = str(source)
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir():
+            return path / "model"
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
+        raise UserError(f"{name[:80]!r} is no path: {error}") from None
+    return _fetch(name, patterns, revision=revision, cache_dir=cache_dir)
+
+
+def _fetch(name: str, patterns: Sequence[str] | None, **options: Any) -> Path:
+    """Return the directory of the cache into which a repository's files were fetched."""
+    if not HUB_NAME.fullmatch(name) or name.startswith((".", "-")) or len(name) > 96:
+        raise UserError(f"{name} does not exist", hint="check the name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        files = patterns or select_files(name, _listing(name, options["revision"]))
+        patterns = list(files or _all_patterns())
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))
+    except UserError:
+        raise
+    except LocalEntryNotFoundError:
+        why = "the hub cannot be reached"
+    except HfHubHTTPError as error:
+        why = f"the hub says {error.response.status_code}"
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+    raise UserError(f"{name} is no file or directory here, and {why}", hint="check the name")
+
+
+def _listing(name: str, revision: str | None) -> list[str]:
+    """Return the files of a repository; none where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        siblings = HfApi().model_info(name, revision=revision).siblings
+    except HfHubHTTPError:
+        raise
+    except Exception:  # offline, by whichever HTTP library: the cache may have it all the same
+        return []
+    return [sibling.rfilename for sibling in siblings or []]
+
+
+def select_files(name: str, files: Sequence[str]) -> list[str]:
+    """Return the files of a repository to fetch: configs, and weights in one format.
+
+    Raises `UserError` where it holds several models in that format.
+    """
+
+    def matching(patterns: Sequence[str]) -> list[str]:
+        return [file for file in top if any(fnmatch(Path(file).name, p) for p in patterns)]
+
+    names = [name for format in formats() for name in format.file_names]
+    folders = {Path(name).parent for name in names}
+    top = [file for file in files if Path(file).parent in folders]
+    others = matching(NO_WEIGHTS)
+    configs = matching(_configs())
+    for format in formats():
+        for patterns in format.hub_patterns:
+            weights = [file for file in matching(patterns) if file not in others]
+            if format.is_whole_in_one_file and len(weights) > 1:
+                raise UserError(
+                    f"{name} holds {len(weights)} files of weights ({', '.join(weights[:6])})",
+                    hint="download one of them and name it",
+                )
+            if weights:
+                return configs + weights
+    return configs
+
+
+def _configs() -> list[str]:
+    return [*CONFIGS, *(name for format in formats() for name in format.hub_configs)]
+
+
+def _all_patterns() -> list[str]:
+    """Return the patterns of all files that a checkpoint may consist of."""
+    groups = (patterns for format in formats() for patterns in format.hub_patterns)
+    return [*_configs(), *(pattern for patterns in groups for pattern in patterns)]
