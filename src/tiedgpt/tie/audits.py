@@ -113,7 +113,7 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
         claim=decision.claim.is_tied,
         claim_source=decision.claim.source,
         matrices=_matrices(checkpoint, roles, verdict),
-        comparison=decision.comparison,
+        comparison=decision.roles.comparison,
         transposed=roles.transposed,
         wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.equal else 0,
         findings=tuple(findings(checkpoint, decision)),

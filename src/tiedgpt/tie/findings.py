@@ -2,7 +2,7 @@
 
     findings(checkpoint, decision)    a Finding for each fact, the matrices first, the claim last
 
-Nothing is decided here: a function for each fact words what `decide_tie` returned, or returns None.
+Nothing is decided here: what `decide_tie` returned is put in words.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
 from tiedgpt.weights.comparison import Comparison, initialization, nonzero_rows
 from tiedgpt.weights.decision import TieDecision
+from tiedgpt.weights.roles import Roles
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
@@ -32,9 +33,8 @@ class Finding:
 
 def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
     """Yield all there is to tell: the matrices first, the claim last."""
-    for tell in FACTS:
-        finding = tell(checkpoint, decision)
-        if finding is not None:
+    for tell in (_tell_one, _tell_two, _tell_rows_and_config, _tell_claim):
+        for finding in tell(checkpoint, decision):
             title, explain = printable(finding.title), printable(finding.explain)
             yield Finding(finding.kind, title, explain)
 
@@ -60,155 +60,134 @@ def megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 50_000 else f"{n_bytes:,} bytes"
 
 
-def _described(matrix: StoredTensor) -> str:
-    return f"{matrix.name} ({size(matrix.shape)})"
-
-
-# One matrix, or none that predicts
-
-
-def _derived(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    why = checkpoint.usage.derived
-    if not why:
-        return None
-    return Finding(
-        "derived",
-        "the head multiplies with something derived from W, or with something else",
-        f"{_described(decision.roles.matrix)} reads. The head {why}: it does not multiply with W "
-        "itself. Merge or remove that first, then audit again.",
-    )
-
-
-def _not_comparable(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    roles = decision.roles
-    heads = roles.unreadable[:4]
-    if roles.output is not None and roles.fits and not roles.shared and not decision.comparison:
+def _tell_one(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
+    """Tell of one matrix: its names, and whether it predicts."""
+    roles, matrix = decision.roles, decision.roles.matrix
+    shape, heads = size(matrix.shape), roles.unreadable[:4]
+    if checkpoint.usage.derived:
+        yield Finding(
+            "derived",
+            "the head multiplies with something derived from W, or with something else",
+            f"{matrix.name} ({shape}) reads. The head {checkpoint.usage.derived}: it does not "
+            "multiply with W itself. Merge or remove that first, then audit again.",
+        )
+        return
+    if roles.output is not None and roles.fits and not (roles.shared or roles.comparison):
         heads = (roles.output,)
-    if not heads or checkpoint.usage.derived:
-        return None
+    if heads:
+        listed = ", ".join(f"{head.name} ({size(head.shape)}, {head.dtype})" for head in heads)
+        yield Finding(
+            "not comparable",
+            f"{matrix.name} and the head were not compared",
+            f"{matrix.name} ({shape}, {matrix.dtype}) reads and {listed} predicts. One of them is "
+            "quantized, packed, in parts, or without data: audit the file that it was made from.",
+        )
+    if decision.kind == "no head":
+        yield Finding(
+            "no head",
+            "no head: this model does not predict tokens",
+            f"{matrix.name} ({shape}) reads. By its architecture this is a bare body or a "
+            "classifier, so there is no tie to judge.",
+        )
+    if decision.kind == "contradicts the claim" and roles.pair is None:
+        yield Finding(
+            "missing",
+            "an untied head is claimed, and there is one matrix",
+            f"{decision.claim.source}, but {matrix.name} ({shape}) has no second matrix beside it. "
+            "Either the claim is wrong and the one matrix does both, or the head was lost when "
+            "this was saved: go back to the file that still has it.",
+        )
+    if decision.kind == "tied" and roles.pair is None:
+        yield _tell_tied(matrix, has_heads_name=roles.input is None)
+    if roles.shared and roles.output is not None:
+        yield from _tell_shared(roles, roles.output)
+
+
+def _tell_tied(matrix: StoredTensor, *, has_heads_name: bool) -> Finding:
+    """Tell of one matrix under one name that does both."""
+    title = f"{matrix.name} reads and predicts"
+    explain = (
+        "Reading a token looks up its row. Predicting a token takes the dot product of the last "
+        f"hidden state with the same row: logits = h W^T. Its {matrix.count:,} numbers are "
+        "stored, counted and trained once."
+    )
+    if has_heads_name:
+        title = f"the one matrix has the head's name, {matrix.name}"
+        explain = (
+            "tiedgpt loads it as the embedding too; other readers may fill the embedding with "
+            "random numbers. `tiedgpt tie fix` renames it for GPT-2 and GPT; otherwise rename it "
+            "yourself."
+        )
+    there_is = f"There is one matrix of {size(matrix.shape)}, {matrix.name}."
+    return Finding("one matrix", title, f"{there_is} {explain}")
+
+
+def _tell_shared(roles: Roles, head: StoredTensor) -> Iterator[Finding]:
+    """Tell of one matrix under several names."""
     matrix = roles.matrix
-    listed = ", ".join(f"{head.name} ({size(head.shape)}, {head.dtype})" for head in heads)
-    return Finding(
-        "not comparable",
-        f"{matrix.name} and the head were not compared",
-        f"{matrix.name} ({size(matrix.shape)}, {matrix.dtype}) reads and {listed} predicts. One of "
-        "them is quantized, packed, in parts, or without data: audit the file that it was made "
-        "from.",
-    )
-
-
-def _no_head(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    if decision.kind != "no head":
-        return None
-    return Finding(
-        "no head",
-        "no head: this model does not predict tokens",
-        f"{_described(decision.roles.matrix)} reads. By its architecture this is a bare body or a "
-        "classifier, so there is no tie to judge.",
-    )
-
-
-def _missing(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    if decision.kind != "contradicts the claim" or decision.roles.pair is not None:
-        return None
-    return Finding(
-        "missing",
-        "an untied head is claimed, and there is one matrix",
-        f"{decision.claim.source}, but {_described(decision.roles.matrix)} has no second matrix "
-        "beside it. Either the claim is wrong and the one matrix does both, or the head was lost "
-        "when this was saved: go back to the file that still has it.",
-    )
-
-
-def _one_matrix(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    matrix = decision.roles.matrix
-    if decision.kind != "tied" or decision.roles.pair is not None:
-        return None
-    if decision.roles.input is None:
-        return Finding(
-            "one matrix",
-            f"the one matrix has the head's name, {matrix.name}",
-            f"There is one matrix of {size(matrix.shape)}, {matrix.name}. tiedgpt loads it as the "
-            "embedding too; other readers may fill the embedding with random numbers. `tiedgpt tie "
-            "fix` renames it for GPT-2 and GPT; otherwise rename it yourself.",
-        )
-    return Finding(
-        "one matrix",
-        f"{matrix.name} reads and predicts",
-        f"There is one matrix of {size(matrix.shape)}, {matrix.name}. Reading a token looks up its "
-        "row. Predicting a token takes the dot product of the last hidden state with the same row: "
-        f"logits = h W^T. Its {matrix.count:,} numbers are stored, counted and trained once.",
-    )
-
-
-def _same_storage(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    roles = decision.roles
-    if not roles.shared or roles.output is None or checkpoint.usage.derived:
-        return None
-    names = [roles.matrix.name, *(tensor.name for tensor in roles.aliases)]
-    return Finding(
+    shape, names = size(matrix.shape), [matrix.name, *(tensor.name for tensor in roles.aliases)]
+    yield Finding(
         "same storage",
-        f"{roles.output.name} is {roles.matrix.name}",
-        f"{' and '.join(names)} are names of the same {roles.matrix.n_bytes:,} bytes: one matrix "
-        f"of {size(roles.matrix.shape)}. A count by names counts it {len(names)} times.",
+        f"{head.name} is {matrix.name}",
+        f"{' and '.join(names)} are names of the same {matrix.n_bytes:,} bytes: one matrix of "
+        f"{shape}. A count by names counts it {len(names)} times.",
     )
-
-
-def _two_parameters(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    roles = decision.roles
-    if not roles.shared or not roles.two_parameters or checkpoint.usage.derived or not roles.output:
-        return None
-    return Finding(
-        "two parameters on one storage",
-        f"{roles.output.name} and {roles.matrix.name} are two Parameters on the same bytes",
-        f"Two Parameter objects hold one {size(roles.matrix.shape)} matrix "
-        "(load_state_dict(assign=True) does this). An optimizer steps the matrix twice, and the "
-        "next copy or move makes two matrices. Share the object: tiedgpt.tie.tie(model).",
-    )
-
-
-# Two matrices
-
-
-def _shapes(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    pair = decision.roles.pair
-    if pair is None or decision.roles.fits or checkpoint.usage.derived:
-        return None
-    reads, head = pair
-    return Finding(
-        "shapes",
-        f"{head.name} does not fit {reads.name}",
-        f"{reads.name} is {size(reads.shape)} and {head.name} is {size(head.shape)}. Their widths "
-        "differ: the head belongs to another model, or predicts something other than tokens.",
-    )
-
-
-def _equal_copies(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    roles, comparison = decision.roles, decision.comparison
-    if roles.pair is None or comparison is None or not comparison.equal or checkpoint.usage.derived:
-        return None
-    reads, head = roles.pair
-    follows = f"Dropping one loses nothing: the copy takes {megabytes(head.n_bytes)}."
-    if checkpoint.in_memory:
-        follows = (
-            "They agree now. The first training step moves each by its own gradient, and they "
-            "drift apart. Share the one: tiedgpt.tie.tie(model)."
+    if roles.two_parameters:
+        yield Finding(
+            "two parameters on one storage",
+            f"{head.name} and {matrix.name} are two Parameters on the same bytes",
+            f"Two Parameter objects hold one {shape} matrix (load_state_dict(assign=True) does "
+            "this). An optimizer steps the matrix twice, and the next copy or move makes two "
+            "matrices. Share the object: tiedgpt.tie.tie(model).",
         )
-    elif roles.extra_rows:
-        follows = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
-    return Finding(
-        "equal copies",
-        f"{head.name} is a second copy of {reads.name}",
-        f"{_described(reads)} and {_described(head)} are two tensors, equal in all "
-        f"{comparison.rows_compared:,} rows that both have. {follows}",
-    )
 
 
-def _drifted(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    roles, comparison = decision.roles, decision.comparison
-    if roles.pair is None or comparison is None or comparison.equal or checkpoint.usage.derived:
-        return None
+def _tell_two(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
+    """Tell how far two matrices are apart, and of rows that only one of them has."""
+    roles, comparison = decision.roles, decision.roles.comparison
+    if roles.pair is None or checkpoint.usage.derived:
+        return
     reads, head = roles.pair
+    both = [f"{matrix.name} ({size(matrix.shape)})" for matrix in roles.pair]
+    if not roles.fits:
+        yield Finding(
+            "shapes",
+            f"{head.name} does not fit {reads.name}",
+            f"{reads.name} is {size(reads.shape)} and {head.name} is {size(head.shape)}. Their "
+            "widths differ: the head belongs to another model, or predicts something other than "
+            "tokens.",
+        )
+    if comparison is not None and comparison.equal:
+        follows = f"Dropping one loses nothing: the copy takes {megabytes(head.n_bytes)}."
+        if checkpoint.in_memory:
+            follows = (
+                "They agree now. The first training step moves each by its own gradient, and they "
+                "drift apart. Share the one: tiedgpt.tie.tie(model)."
+            )
+        elif roles.extra_rows:
+            follows = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
+        yield Finding(
+            "equal copies",
+            f"{head.name} is a second copy of {reads.name}",
+            f"{' and '.join(both)} are two tensors, equal in all {comparison.rows_compared:,} rows "
+            f"that both have. {follows}",
+        )
+    elif comparison is not None:
+        yield from _tell_difference(reads, head, comparison)
+    if comparison is not None and comparison.not_finite_rows:
+        yield Finding(
+            "not finite",
+            f"{comparison.not_finite_rows:,} rows hold numbers that are not finite",
+            "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
+        )
+    if roles.extra_rows:
+        yield _tell_extra_rows(checkpoint, decision, *sorted(roles.pair, key=lambda m: m.shape[0]))
+
+
+def _tell_difference(
+    reads: StoredTensor, head: StoredTensor, comparison: Comparison
+) -> Iterator[Finding]:
+    """Tell how two matrices differ, and of one that looks like an initialization."""
     gap = ""
     if comparison.largest == 0:
         gap = "Where they differ, one of the two numbers is infinite or none at all. "
@@ -217,12 +196,30 @@ def _drifted(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
     angle = "unknown" if comparison.cosine is None else f"{comparison.cosine:.4f}"
     first = ", ".join(map(str, comparison.first_rows))
     differing = f"{comparison.differing_rows:,} of {comparison.rows_compared:,} rows"
-    return Finding(
+    yield Finding(
         "drifted",
         f"{head.name} differs from {reads.name} in {differing}",
-        f"{_described(reads)} reads; {_described(head)} predicts. They differ first at token "
-        f"{first}. {gap}Their cosine is {angle}. {_likely_cause(comparison)}",
+        f"{reads.name} ({size(reads.shape)}) reads; {head.name} ({size(head.shape)}) predicts. "
+        f"They differ first at token {first}. {gap}Their cosine is {angle}. "
+        f"{_likely_cause(comparison)}",
     )
+    n_items = comparison.rows_compared * reads.shape[1]
+    if comparison.cosine is None or abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:
+        return  # they are related
+    looks = {matrix.name: initialization(matrix) for matrix in (head, reads)}
+    fresh = {name: values for name, values in looks.items() if values}
+    if fresh:
+        like = [
+            f"The numbers of {name} have mean {mean:.2g} and standard deviation {std:.3g}: they "
+            f"look like {initialization}, never trained."
+            for name, (mean, std, initialization) in fresh.items()
+        ]
+        yield Finding(
+            "fresh",
+            f"{' and '.join(fresh)} {'look' if len(fresh) > 1 else 'looks'} freshly initialized",
+            f"{' '.join(like)} The cosine of the two is {comparison.cosine:.3f}. A loader that "
+            "does not find a matrix and makes one up leaves exactly this.",
+        )
 
 
 def _likely_cause(comparison: Comparison) -> str:
@@ -242,49 +239,11 @@ def _likely_cause(comparison: Comparison) -> str:
     return "They have nothing in common: the head was probably replaced or never loaded."
 
 
-def _fresh(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    """Tell of a matrix that looks like an initialization beside one that it has no part in."""
-    roles, comparison = decision.roles, decision.comparison
-    if roles.pair is None or comparison is None or comparison.equal or comparison.cosine is None:
-        return None
-    n_items = comparison.rows_compared * roles.matrix.shape[1]
-    if abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:  # they are related
-        return None
-    looks = {matrix.name: initialization(matrix) for matrix in reversed(roles.pair)}
-    fresh = {name: values for name, values in looks.items() if values}
-    if not fresh:
-        return None
-    like = [
-        f"The numbers of {name} have mean {mean:.2g} and standard deviation {std:.3g}: they look "
-        f"like {initialization}, never trained."
-        for name, (mean, std, initialization) in fresh.items()
-    ]
-    return Finding(
-        "fresh",
-        f"{' and '.join(fresh)} {'look' if len(fresh) > 1 else 'looks'} freshly initialized",
-        f"{' '.join(like)} The cosine of the two is {comparison.cosine:.3f}. A loader that does "
-        "not find a matrix and makes one up leaves exactly this.",
-    )
-
-
-def _not_finite(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    rows = 0 if decision.comparison is None else decision.comparison.not_finite_rows
-    if not rows:
-        return None
-    return Finding(
-        "not finite",
-        f"{rows:,} rows hold numbers that are not finite",
-        "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
-    )
-
-
-def _extra_rows(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
+def _tell_extra_rows(
+    checkpoint: Checkpoint, decision: TieDecision, shorter: StoredTensor, longer: StoredTensor
+) -> Finding:
     """Tell of rows that only one of the two matrices has."""
-    roles = decision.roles
-    if roles.pair is None or not roles.extra_rows or checkpoint.usage.derived:
-        return None
-    shorter, longer = sorted(roles.pair, key=lambda matrix: matrix.shape[0])
-    rows, extra = shorter.shape[0], abs(roles.extra_rows)
+    rows, extra = shorter.shape[0], abs(decision.roles.extra_rows)
     told = rows == checkpoint.vocabulary
     beyond = "tokens that config.json tells of" if told else f"rows of {shorter.name}"
     nonzero = ""
@@ -299,71 +258,53 @@ def _extra_rows(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None
     )
 
 
-# The layout of a matrix, its rows, the config and the claim
+def _tell_rows_and_config(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
+    """Tell of matrices that lie transposed, of padding on both sides, and of a key misspelt."""
+    matrix, names = decision.roles.matrix, decision.roles.transposed
+    if names:
+        sizes = [f"{name} is {size(checkpoint.tensors[name].shape)}" for name in names]
+        follows = (
+            "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
+        )
+        if checkpoint.any_layout:
+            follows = (
+                "This format stores the matrix of a product x W so; it is compared transposed."
+            )
+        yield Finding(
+            "transposed",
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} stored transposed",
+            f"{' and '.join(sizes)}: columns, not rows, are tokens. {follows}",
+        )
+    vocabulary = checkpoint.vocabulary or matrix.shape[0]
+    if matrix.shape[0] > vocabulary and decision.roles.extra_rows >= 0:
+        extra = f"{matrix.shape[0] - vocabulary:,} rows more than the {vocabulary:,} tokens"
+        yield Finding(
+            "padded",
+            f"{matrix.name} has {extra} that config.json tells of",
+            f"{matrix.name} is {size(matrix.shape)}. {PADDING}",
+        )
+    for key in sorted(MISSPELT & checkpoint.config.keys())[:1]:
+        yield Finding(
+            "config",
+            f"config.json has {key!r}, which nothing reads",
+            f"The key is {TIE_KEY}; {key!r} is ignored, so it changes nothing.",
+        )
 
 
-def _transposed(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    names = decision.roles.transposed
-    if not names:
-        return None
-    sizes = [f"{name} is {size(checkpoint.tensors[name].shape)}" for name in names]
-    follows = "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
-    if checkpoint.any_layout:
-        follows = "This format stores the matrix of a product x W so; it is compared transposed."
-    are = "is" if len(names) == 1 else "are"
-    return Finding(
-        "transposed",
-        f"{' and '.join(names)} {are} stored transposed",
-        f"{' and '.join(sizes)}: columns, not rows, are tokens. {follows}",
-    )
-
-
-def _padded_vocabulary(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    matrix, vocabulary = decision.roles.matrix, checkpoint.vocabulary
-    if vocabulary is None or matrix.shape[0] <= vocabulary or decision.roles.extra_rows < 0:
-        return None
-    extra = f"{matrix.shape[0] - vocabulary:,} rows more than the {vocabulary:,} tokens"
-    return Finding(
-        "padded",
-        f"{matrix.name} has {extra} that config.json tells of",
-        f"{matrix.name} is {size(matrix.shape)}. {PADDING}",
-    )
-
-
-def _misspelt(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
-    keys = sorted(MISSPELT & checkpoint.config.keys())
-    if not keys:
-        return None
-    return Finding(
-        "config",
-        f"config.json has {keys[0]!r}, which nothing reads",
-        f"The key is {TIE_KEY}; {keys[0]!r} is ignored, so it changes nothing.",
-    )
-
-
-def _claim(checkpoint: Checkpoint, decision: TieDecision) -> Finding | None:
+def _tell_claim(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
+    """Tell whether the claim holds; a claim about the head means nothing where there is none."""
     claim, is_module = decision.claim, checkpoint.in_memory
-    if decision.kind == "no head":  # a claim about the head means nothing
-        return None
-    if decision.is_sound:
-        title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
-        if is_module and claim.is_tied is None and decision.kind == "untied as claimed":
-            as_built = "The module has no config: two matrices, as built."
-            return Finding("claim", title, f"{as_built} tiedgpt.tie.tie(model) makes them one.")
-        sound = f"The matrices are sound: {decision.kind}."
-        return Finding("claim", title, f"{claim.source}. {sound}")
-    title = "the tie is broken"
-    if decision.kind == "contradicts the claim":
-        title = "the claim does not hold"
-    mends = f"{decision.command} writes a copy that loads."
-    if is_module:
-        mends = f"tiedgpt.tie.tie(model) makes them one; or set {TIE_KEY}=False."
-    return Finding("claim", title, f"{decision.reason}. {mends}")
-
-
-FACTS = (
-    _derived, _not_comparable, _no_head, _missing, _one_matrix, _same_storage, _two_parameters,
-    _shapes, _equal_copies, _drifted, _fresh, _not_finite, _extra_rows, _transposed,
-    _padded_vocabulary, _misspelt, _claim,
-)  # fmt: skip
-"""In the order in which they are told."""
+    title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
+    explain = f"{claim.source}. The matrices are sound: {decision.kind}."
+    if is_module and claim.is_tied is None and decision.kind == "untied as claimed":
+        as_built = "The module has no config: two matrices, as built."
+        explain = f"{as_built} tiedgpt.tie.tie(model) makes them one."
+    if not decision.is_sound:
+        is_contradiction = decision.kind == "contradicts the claim"
+        title = "the claim does not hold" if is_contradiction else "the tie is broken"
+        mends = f"{decision.command} writes a copy that loads."
+        if is_module:
+            mends = f"tiedgpt.tie.tie(model) makes them one; or set {TIE_KEY}=False."
+        explain = f"{decision.reason}. {mends}"
+    if decision.kind != "no head":
+        yield Finding("claim", title, explain)

@@ -9,10 +9,9 @@ Loading, `tie show`, `tie audit` and `tie fix` use it and decide nothing themsel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tiedgpt.weights.checkpoint import Checkpoint, Claim
-from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.roles import Roles, find_roles
 
@@ -23,12 +22,28 @@ SOUND: tuple[Kind, ...] = ("tied", "tied twice", "untied as claimed", "no head")
 """Kinds with which nothing is wrong."""
 Model = Literal["tied", "untied"]
 Keep = Literal["input", "output", "both"]
+Outcome = tuple[Kind, Model | None]
+UNTIED: Outcome = ("untied as claimed", "untied")
+BROKEN: Outcome = ("broken", None)
+CONTRADICTION: Outcome = ("contradicts the claim", None)
 
+TABLE: dict[str, tuple[Outcome, Outcome]] = {
+    # what the matrices are: where a tie or nothing is claimed, where an untied head is claimed
+    "one": (("tied", "tied"), CONTRADICTION),
+    "one in two Parameters": (("broken", "tied"), CONTRADICTION),
+    "two": (BROKEN, UNTIED),
+    "two equal": (("tied twice", "tied"), UNTIED),
+    "two equal in training": (("broken", "tied"), UNTIED),
+    "misfit": (BROKEN, BROKEN),
+    "computed head": (BROKEN, ("untied as claimed", None)),
+    "no head": (("no head", "tied"), ("no head", None)),
+}
+"""The kind, and what is loaded where nobody says more (None: that is an error).
 
-class _Judgement(NamedTuple):
-    kind: Kind
-    model: Model | None
-    reason: str
+The claim is the file's own, else that of the config.json beside it, else what the format or the
+project means: minGPT is untied by design. In GGUF, and in a module without a config, two matrices
+that differ are an untied head although nothing claims it.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,11 +66,6 @@ class TieDecision:
         return self.kind in SOUND
 
     @property
-    def comparison(self) -> Comparison | None:
-        """How far apart the two matrices are; None if there is one, or they cannot be compared."""
-        return self.roles.comparison
-
-    @property
     def command(self) -> str:
         """The command that mends a file, with the option that it asks for."""
         keep = f" --keep {' | '.join(self.choices)}" if self.choices else ""
@@ -63,88 +73,63 @@ class TieDecision:
 
 
 def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecision:
-    """Hold the claim against the matrices that are there.
+    """Hold the claim against the matrices that are there, by `TABLE`.
 
-    The claim comes first. It is the file's own, else that of the config.json beside it, else what
-    the format or the project means: minGPT is untied by design, and in a GGUF file output.weight
-    predicts where it differs from token_embd.weight.
-
-        claim            the matrices                            kind                   loads as
-        tied or nothing  one, or two names of one storage        tied                   tied
-        tied or nothing  two, equal, in a file                   tied twice             tied
-        tied or nothing  two that differ, or do not fit          broken                 an error
-        untied           two of one shape, equal or not          untied as claimed      untied
-        untied           one                                     contradicts the claim  an error
-        untied           two that do not fit                     broken                 an error
-        nothing          two that differ, in a module without a  untied as claimed      untied
-                         config or in GGUF
-        anything         no head: a body, a classifier           no head                tied
-
-    One stored as (D, V) where loaders expect (V, D) is broken. In memory, two Parameters where one
-    is meant are broken as well: the next training step parts them. A vocabulary has one size: with
-    rows on one side only, a GPT is broken whatever is claimed. Matrices are read only if both are
-    there and it depends on their numbers.
+    Matrices are read only if both are there and it depends on their numbers.
     """
     roles = find_roles(checkpoint) if roles is None else roles
-    judgement = _judge(checkpoint, roles)
-    sound = judgement.kind in SOUND
-    choices = () if sound else _choices(checkpoint, roles)
-    return TieDecision(*judgement, choices, checkpoint.claim, roles)
+    claim = checkpoint.claim
+    matrices, reason = _describe(checkpoint, roles)
+    is_untied = claim.is_tied is False or (matrices == "two" and claim.different_is_untied)
+    kind, model = TABLE[matrices][is_untied]
+    choices = () if kind in SOUND else _choices(checkpoint, roles)
+    return TieDecision(kind, model, reason, choices, claim, roles)
 
 
-def _judge(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
-    claim, in_memory = checkpoint.claim, checkpoint.in_memory
+def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
+    """Return what the matrices are, a key of `TABLE`, and in words why that decides.
+
+    A vocabulary has one size: two sizes do not fit in a GPT, whatever is claimed. One matrix
+    stored as (D, V) where loaders expect (V, D) does not fit either.
+    """
+    claim, name = checkpoint.claim, roles.matrix.name
+    is_untied = claim.is_tied is False
     if checkpoint.usage.derived or roles.unreadable:
-        reason = "the head computes with something other than the embedding, or is not read here"
-        kind: Kind = "untied as claimed" if claim.is_tied is False else "broken"
-        return _Judgement(kind, None, reason)
+        what = "something other than the embedding, or is not read here"
+        return "computed head", f"the head computes with {what}"
     if roles.transposed and not checkpoint.any_layout:
         names = " and ".join(roles.transposed)
-        return _Judgement("broken", None, f"{names} is transposed: its columns are tokens")
-    if roles.pair is None and checkpoint.usage.headless:
-        model: Model | None = None if claim.is_tied is False else "tied"
-        reason = f"{roles.matrix.name} reads, and by its architecture nothing predicts"
-        return _Judgement("no head", model, reason)
-    if roles.pair is None or (roles.shared and (in_memory or claim.is_tied is not False)):
-        return _judge_one(checkpoint, roles)
-    return _judge_two(checkpoint, roles)
-
-
-def _judge_one(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
-    """Judge one matrix, under one name or two."""
-    claim, name = checkpoint.claim, roles.matrix.name
-    if claim.is_tied is False:
-        reason = f"{claim.source}, and there is one matrix, {name}"
-        side = "head" if roles.input else "embedding"
-        missing = "" if roles.shared else f": the {side} is missing"
-        return _Judgement("contradicts the claim", None, reason + missing)
-    if roles.two_parameters:
-        reason = "two Parameters lie on one storage, and an optimizer steps both"
-        return _Judgement("broken", "tied", reason)
-    return _Judgement("tied", "tied", f"{name} reads and predicts")
-
-
-def _judge_two(checkpoint: Checkpoint, roles: Roles) -> _Judgement:
-    """Judge two matrices, each with a token in a row."""
-    assert roles.pair is not None
-    reads, predicts = roles.pair
-    claim, names = checkpoint.claim, f"{reads.name} and {predicts.name}"
+        return "misfit", f"{names} is transposed: its columns are tokens"
+    if roles.input is None or roles.output is None:
+        if checkpoint.usage.headless:
+            return "no head", f"{name} reads, and by its architecture nothing predicts"
+        missing = "head" if roles.input else "embedding"
+        lost = f"{claim.source}, and there is one matrix, {name}: the {missing} is missing"
+        return "one", lost if is_untied else f"{name} reads and predicts"
+    if roles.shared and (checkpoint.in_memory or not is_untied):
+        if is_untied:
+            return "one", f"{claim.source}, and there is one matrix, {name}"
+        if roles.two_parameters:
+            why = "two Parameters lie on one storage, and an optimizer steps both"
+            return "one in two Parameters", why
+        return "one", f"{name} reads and predicts"
+    reads, predicts = roles.input, roles.output
     shapes = f"{reads.name} is {reads.shape} and {predicts.name} is {predicts.shape}"
     if not roles.fits:
-        return _Judgement("broken", None, f"{shapes}: their widths differ")
+        return "misfit", f"{shapes}: their widths differ"
     if roles.extra_rows and _has_one_vocabulary(checkpoint):
-        return _Judgement("broken", None, f"{shapes}: both need a row for each token")
-    if claim.is_tied is False:
-        return _Judgement("untied as claimed", "untied", claim.source)
+        return "misfit", f"{shapes}: both need a row for each token"
+    if is_untied:
+        return "two", claim.source
+    names = f"{reads.name} and {predicts.name}"
     if roles.equal and not roles.extra_rows:
         if checkpoint.in_memory and (reads.trainable or predicts.trainable):
-            reason = f"{names} are equal, and the next training step parts them"
-            return _Judgement("broken", "tied", reason)
-        return _Judgement("tied twice", "tied", f"{names} are equal: tied")
-    if claim.different_is_untied:
-        return _Judgement("untied as claimed", "untied", claim.source)
+            why = f"{names} are equal, and the next training step parts them"
+            return "two equal in training", why
+        return "two equal", f"{names} are equal: tied"
     apart = roles.comparison or "cannot be compared"
-    return _Judgement("broken", None, f"{names} {apart}, and {claim.source}")
+    why = f"{names} {apart}, and {claim.source}"
+    return "two", claim.source if claim.different_is_untied else why
 
 
 def _has_one_vocabulary(checkpoint: Checkpoint) -> bool:
@@ -159,11 +144,12 @@ def _choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
         return ()
     if not roles.fits:
         return ("input",)
-    untied = checkpoint.claim.is_tied is False
-    if roles.extra_rows:
-        vocabulary = checkpoint.vocabulary
-        if roles.equal and not untied and vocabulary is not None:
-            return ()
-        is_short = vocabulary is not None and roles.pair[1].shape[0] < vocabulary
-        return ("input",) if is_short else ("input", "output")
-    return () if roles.equal or untied else ("input", "output", "both")
+    is_untied = checkpoint.claim.is_tied is False
+    if not roles.extra_rows:
+        return () if is_untied or roles.equal else ("input", "output", "both")
+    vocabulary = checkpoint.vocabulary
+    if vocabulary is None:
+        return "input", "output"
+    if roles.equal and not is_untied:
+        return ()
+    return ("input",) if roles.pair[1].shape[0] < vocabulary else ("input", "output")

@@ -122,8 +122,6 @@ def find_roles(
     if reads is None and head is None:
         why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
         raise _ask(checkpoint, "input", f"{why}; its largest", matrices)
-    if reads is None and head is not None:
-        _require_no_other_embedding(checkpoint, matrices, head)
     roles = roles_of(checkpoint, reads, None if head is reads else head)
     if roles.input is None:
         return roles
@@ -192,58 +190,6 @@ def _named(
     raise _ask(checkpoint, role, f"has no matrix {name!r}; the likeliest", matrices)
 
 
-@dataclass(frozen=True)
-class _Search:
-    """A search for the matrix that predicts beside one that reads."""
-
-    checkpoint: Checkpoint
-    matrices: list[StoredTensor]
-    reads: StoredTensor
-
-    @property
-    def products(self) -> list[StoredTensor]:
-        """The matrices that are known to multiply."""
-        return [t for t in self.matrices if t.name in self.checkpoint.usage.predicts]
-
-    @property
-    def alike(self) -> list[StoredTensor]:
-        """The other matrices with the embedding's shape, straight or transposed."""
-        rows = self.reads.shape[0]
-        others = (t for t in self.matrices if t is not self.reads)
-        return [t for t in others if _n_rows(t, self.reads) == rows]
-
-
-def _last_product(search: _Search) -> list[StoredTensor]:
-    """The last product of a graph that covers the vocabulary: a graph knows better than names."""
-    if not search.checkpoint.usage.is_of_graph:
-        return []
-    rows = search.reads.shape[0]
-    return [t for t in search.products if _n_rows(t, search.reads) >= rows][-1:]
-
-
-def _certain_name(search: _Search) -> list[StoredTensor]:
-    """A name that only an output head has."""
-    return _ranked(search.matrices, "output", 2)
-
-
-def _possible_name(search: _Search) -> list[StoredTensor]:
-    """A name that a head may have, of a matrix about as large as the embedding."""
-    possible = _ranked(search.matrices, "output", 1)
-    return [t for t in possible if _is_similar(t, search.reads)]
-
-
-def _linear_layer(search: _Search) -> list[StoredTensor]:
-    """In memory: a linear layer of the embedding's shape, unless the embedding itself predicts."""
-    products = search.products
-    if not search.checkpoint.in_memory or search.reads in products:
-        return []
-    return [t for t in search.alike if t in products]
-
-
-OUTPUT_RULES = (_last_product, _certain_name, _possible_name, _linear_layer)
-"""Asked in this order; the first with a candidate decides."""
-
-
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
     """By a certain name, else by what is looked up, else by a possible name."""
     read = checkpoint.usage.reads
@@ -257,48 +203,51 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
-    """By the first of OUTPUT_RULES that has a candidate; in doubt an error that asks."""
+    """By the first of four rules that has a candidate; in doubt an error that asks."""
+    certain, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
-        certain, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
-        return _only(checkpoint, "output", certain or possible)
-    search = _Search(checkpoint, matrices, reads)
-    for rule in OUTPUT_RULES:
-        if candidates := rule(search):
-            same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
-            return _only(checkpoint, "output", same or candidates)
-    if not checkpoint.usage.derived:
-        _require_no_doubt(search)
-    return None
+        head = _only(checkpoint, "output", certain or possible)
+        if head is not None:
+            alike = [t for t in matrices if sorted(t.shape) == sorted(head.shape)]
+            _require_no_doubt(checkpoint, "input", head, alike)
+        return head
+    usage = checkpoint.usage
+    products = [t for t in matrices if t.name in usage.predicts]
+    alike = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
+    rules = (
+        # A graph knows better than names: its last product that covers the vocabulary.
+        [t for t in products if usage.is_of_graph and _n_rows(t, reads) >= reads.shape[0]][-1:],
+        # A name that only an output head has.
+        certain,
+        # A name that a head may have, of a matrix about as large as the embedding.
+        [t for t in possible if _is_similar(t, reads)],
+        # In memory: a linear layer of the embedding's shape, unless the embedding itself predicts.
+        [t for t in alike if checkpoint.in_memory and t in products and reads not in products],
+    )
+    candidates = next(filter(None, rules), [])
+    if not candidates and not usage.derived:
+        sure = (t for t in alike if _may_hide_a_head(t, reads) or name_rank(t.name, "input") == 2)
+        names = {t.name for t in sure}
+        _require_no_doubt(checkpoint, "output", reads, [t for t in alike if t.name not in names])
+    same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
+    return _only(checkpoint, "output", same or candidates)
 
 
-def _require_no_other_embedding(
-    checkpoint: Checkpoint, matrices: list[StoredTensor], head: StoredTensor
+def _require_no_doubt(
+    checkpoint: Checkpoint, role: str, known: StoredTensor, alike: list[StoredTensor]
 ) -> None:
-    """Raise `UserError` where a matrix beside a head may read, under a name that no rule knows."""
+    """Raise `UserError` where a matrix of the known one's shape may have the other role."""
+    usage = checkpoint.usage
     doubtful = [
-        t for t in matrices
-        if sorted(t.shape) == sorted(head.shape) and not t.is_view_of(head)
-        and not (_is_numbered(t) or POSITIONS.search(t.name))
+        t for t in alike
+        if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(known))
     ]  # fmt: skip
     if doubtful:
-        why = f"has a matrix with the shape of {head.name}, and its name does not tell what it does"
-        raise _ask(checkpoint, "input", why, doubtful)
-
-
-def _require_no_doubt(search: _Search) -> None:
-    """Raise `UserError` where something may predict that no rule knows of."""
-    checkpoint, reads, usage = search.checkpoint, search.reads, search.checkpoint.usage
-    doubtful = [
-        t for t in search.alike
-        if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(reads))
-        and not _may_hide_a_head(t, reads) and name_rank(t.name, "input") < 2
-    ]  # fmt: skip
-    if doubtful:
-        does = "does not tell whether it predicts"
-        why = f"has a matrix with the shape of {reads.name}, and its name {does}"
-        raise _ask(checkpoint, "output", why, doubtful)
-    if usage.products and usage.predicts and reads.name not in usage.products:
-        why = f"multiplies nowhere with {reads.name}; its last product (quantized, or no head)"
+        does = "what it does" if role == "input" else "whether it predicts"
+        why = f"has a matrix with the shape of {known.name}, and its name does not tell {does}"
+        raise _ask(checkpoint, role, why, doubtful)
+    if role == "output" and usage.products and usage.predicts and known.name not in usage.products:
+        why = f"multiplies nowhere with {known.name}; its last product (quantized, or no head)"
         raise _ask(checkpoint, "output", why, [checkpoint.tensors[usage.predicts[-1]]])
 
 
