@@ -6,37 +6,53 @@
         top_k: int | None = option(None, "Sample from the k likeliest tokens.", "sampling")
 
 The library reads such a dataclass as any other; the command line makes `--top-k` of the same field
-(`cli/options.py`). Like `errors`, this imports nothing heavy and everyone may import it.
+(`cli/options.py`). A class may have a table `DEFAULTS`: in words, what its options become that are
+not given. Like `errors`, this imports nothing heavy and everyone may import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, field
+from dataclasses import MISSING, Field, field
 from typing import Any
 
 
 def option(
     default: Any,
     help: str,
-    group: str = "options",
+    group: str = "",
     *,
     metavar: str = "",
     short: str = "",
+    long: str = "",
     repeated: bool = False,
     choices: Callable[[], tuple[str, ...]] | None = None,
 ) -> Any:
     """Return a field that is an option of the command line.
 
-    It is listed under the heading `group`. In the help, `metavar` stands for its value; `short` is
-    its letter. A `repeated` option may be given several times; its type is a tuple. `choices`
-    returns the values that it may have, where its type does not name them. An option whose
-    `default` is `MISSING` is required.
+    It is listed under the heading `group`, or else under the `GROUP` of its class. In the help,
+    `metavar` stands for its value; `short` is its letter, and `long` its name where that is not the
+    field's. A `repeated` option may be given several times; its type is a tuple. `choices` returns
+    the values that it may have, where its type does not name them. An option whose `default` is
+    `MISSING` is required.
     """
-    facts = {"help": help, "group": group, "metavar": metavar, "short": short}
+    facts = {"help": help, "group": group, "metavar": metavar, "short": short, "long": long}
     return field(default=default, metadata=facts | {"repeated": repeated, "choices": choices})
 
 
 def argument(help: str, *, default: Any = MISSING, metavar: str = "") -> Any:
     """Return a field that is an argument without a flag; of a tuple's type, it takes all left."""
     return field(default=default, metadata={"help": help, "metavar": metavar, "positional": True})
+
+
+def is_argument(field: Field[Any]) -> bool:
+    """Whether a field has no flag."""
+    return "positional" in field.metadata
+
+
+def flag(field: Field[Any]) -> str:
+    """Return how a field is typed: `--top-k`; of an argument its placeholder."""
+    if is_argument(field):
+        return str(field.metadata["metavar"] or field.name.upper())
+    no = "no-" if field.default is True else ""
+    return f"--{no}{field.metadata.get('long') or field.name.replace('_', '-')}"

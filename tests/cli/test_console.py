@@ -16,9 +16,9 @@ import pytest
 
 from tiedgpt.cli import console
 from tiedgpt.cli.main import VERBS, main
-from tiedgpt.cli.options import UsageError, flag, is_argument, option_fields, parse
+from tiedgpt.cli.options import UsageError, option_fields, parse
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.options import argument, option
+from tiedgpt.options import argument, flag, is_argument, option
 
 FLAGS = Path(__file__).with_name("flags.json")
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"

@@ -11,9 +11,10 @@ import pytest
 from tests.docs.conftest import PAGES, ROOT
 from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
-from tiedgpt.cli.options import flag, option_fields
+from tiedgpt.cli.options import option_fields
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.options import flag
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")

@@ -13,7 +13,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
-from tiedgpt.train.card import command, model_card
+from tiedgpt.train.card import exact_command, model_card
 from tiedgpt.train.metrics import history, read_history
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import DEFAULT_SIZE
@@ -85,12 +85,12 @@ def test_the_card_tells_of_tie_data_result_and_hardware(trained):
 
 def test_the_command_on_the_card_asks_for_the_same_run(trained):
     record = tomllib.loads((trained / "run.toml").read_text())
-    words = shlex.split(command(record))
+    words = shlex.split(exact_command(record))
     assert (
         words[:2] == ["tiedgpt", "train"]
-        and command(record) in (trained / "model" / "README.md").read_text()
+        and exact_command(record) in (trained / "model" / "README.md").read_text()
     )
-    again = parse(Arguments, "train", words[2:], "").options()
+    again = parse(Arguments, "train", words[2:], "").options
     assert (again.steps, again.minutes) == (20, None)
     for name in ("batch_size", "micro_batch", "optimizer", "lr", "dtype", "seed"):
         assert getattr(again, name) == record["training"][name], name
@@ -99,12 +99,24 @@ def test_the_command_on_the_card_asks_for_the_same_run(trained):
     )  # fmt: skip
 
 
+def test_the_card_prints_the_command_as_it_was_given_and_its_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cats.txt").write_text(TEXT * 9)
+    asked = ["cats.txt", "--size", "nano", "--minutes", "0.01", "--no-bias"]
+    assert main(["train", *asked, "--out", "run", "--verbose"]) == 0
+    record = RunDirectory(Path("run")).read_record()
+    card = Path("run/model/README.md").read_text()
+    (printed,) = (line for line in card.splitlines() if "--minutes" in line)
+    assert sorted(printed.split()) == sorted(["$", "tiedgpt", "train", *asked])
+    assert f"{record['training']['steps']:,} steps" in card and exact_command(record) in card
+
+
 def test_minutes_become_the_steps_that_they_were(trained):
     record = tomllib.loads((trained / "run.toml").read_text())
     record["options"] |= {"minutes": 3.0, "size": "mini", "val": "a b.txt"}
     del record["options"]["steps"]
-    assert "--minutes" not in command(record)
-    assert "--steps 20" in command(record) and "--val 'a b.txt'" in command(record)
+    assert "--minutes" not in exact_command(record)
+    assert "--steps 20" in exact_command(record) and "--val 'a b.txt'" in exact_command(record)
 
 
 @pytest.mark.parametrize("asked", [["--tokenizer", "char", "--warmup", "0.1"], []])
@@ -114,7 +126,7 @@ def test_the_command_of_a_run_whose_size_was_chosen_names_it(tmp_path, monkeypat
     assert main(["train", "cats.txt", "--out", "run", "--minutes", "0.01", *asked]) == 0
     first = RunDirectory(Path("run")).read_record()
     assert first["training"]["reason"] and first["training"]["size"] != DEFAULT_SIZE
-    assert main([*shlex.split(command(first))[1:], "--out", "again"]) == 0
+    assert main([*shlex.split(exact_command(first))[1:], "--out", "again"]) == 0
     again = RunDirectory(Path("again")).read_record()
     assert again["model"] == first["model"]
     timed = ("reason", "minutes", "since")
@@ -126,7 +138,7 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
     record = RunDirectory(trained).read_record()
     record["options"]["schedule"] = "wsd"
     record["training"] |= {"steps": 4321, "warmup": 33, "cooldown": 1000}
-    again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
+    again = parse(Arguments, "train", shlex.split(exact_command(record))[2:], "").options
     assert (round(again.warmup * 4321), round(again.cooldown * 4321)) == (33, 1000)
     record["training"]["since"] = 9
     card = str(model_card(history("a", ""), record, GPT(GPTConfig(**record["model"])), {}))
@@ -135,7 +147,7 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
 
 def test_the_command_starts_as_many_processes(trained):
     tables = {**RunDirectory(trained).read_record(), "processes": {"number": 2, "parallel": "fsdp"}}
-    words = shlex.split(command(tables))
+    words = shlex.split(exact_command(tables))
     assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", "tiedgpt", "train"]
     assert words[words.index("--parallel") + 1] == "fsdp"
 

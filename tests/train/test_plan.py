@@ -74,13 +74,13 @@ def test_text_shorter_than_the_context_is_refused_with_both_numbers(
     [
         ({"size": "huge"}, "no size 'huge'"),
         ({"minutes": 1.0, "steps": 5}, "only one of"),
-        ({"minutes": -1.0}, "--minutes"),
-        ({"lr": float("nan")}, "--lr"),
-        ({"steps": 0}, "--steps"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"warmup": 2.0}, "--warmup"),
-        ({"dropout": 1.0}, "--dropout"),
-        ({"seed": -1}, "--seed"),
+        ({"minutes": -1.0}, "minutes must be"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"warmup": 2.0}, "warmup must be"),
+        ({"dropout": 1.0}, "dropout must be"),
+        ({"seed": -1}, "seed must be"),
     ],
 )
 def test_impossible_options_are_named(wrong, says):
@@ -94,5 +94,5 @@ def test_gpt3s_bands_and_no_biases_are_asked_for_by_name():
     assert config.attention_windows == (0, 16) and not config.bias
     assert TrainOptions().model_config(vocab_size=97, bos=None, eos=None).attention_windows is None
     for wrong in ({"window": 0}, {"start": "x", "window": 4}, {"start": "x", "bias": False}):
-        with pytest.raises(UserError, match=r"--window|--bias"):
+        with pytest.raises(UserError, match=r"window|-bias"):
             TrainOptions(**wrong)

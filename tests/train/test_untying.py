@@ -16,7 +16,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.errors import UserError
-from tiedgpt.train.card import command
+from tiedgpt.train.card import exact_command
 from tiedgpt.train.checkpoint import checkpoints
 from tiedgpt.train.events import Stepped, Untied
 from tiedgpt.train.objectives.language import LanguageModelling
@@ -174,7 +174,7 @@ def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_pa
     assert record["training"]["untie_at"] == 4 and record["options"]["untie_at"] == 0.4
     card = (out / "model" / "README.md").read_text()
     assert "**Untied** after 4 steps" in card and "| cooldown | 3 |" in card
-    again = parse(Arguments, "train", shlex.split(command(record))[2:], "").options()
+    again = parse(Arguments, "train", shlex.split(exact_command(record))[2:], "").options
     for name in ("untie_at", "schedule", "cooldown", "width"):
         assert getattr(again, name) == record["options"][name], name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import UsageError, parse, prompt_hint
@@ -75,8 +75,6 @@ class Arguments(EngineOptions, GenerationConfig):
     grammar: Path | None = option(
         None, "The text follows the grammar in this file, written in Lark's syntax.", "form"
     )  # type: ignore[assignment]
-
-    HIDDEN: ClassVar = "logit_bias", "processors", "stop_ids", "top_logprobs", "prompt_logprobs"
 
     def __post_init__(self) -> None:
         """Leave the checks to `GenerationConfig`, whose errors are one line."""

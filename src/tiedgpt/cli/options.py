@@ -1,7 +1,8 @@
 """The command line of a verb: the fields of a frozen dataclass as arguments of `argparse`.
 
 `tiedgpt.options` says what a field carries: help, placeholder, letter, group. Its type and default
-say the rest. Errors are `UsageError`, with a hint for what was misspelt.
+say the rest. A field whose type is a dataclass stands for the fields of that one. Errors are
+`UsageError`, with a hint for what was misspelt.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import argparse
 import dataclasses
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
+from tiedgpt.options import flag, is_argument
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -49,22 +52,38 @@ def parse(options: type[Options], verb: str, arguments: Sequence[str], descripti
     parser = make_parser(options, verb, description)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     dashed = [_as_typed(argument) for argument in arguments[:end]]
-    whole = end == len(arguments)  # the other method knows no `--`
-    read = parser.parse_known_intermixed_args if whole else parser.parse_known_args
+    has_end = end < len(arguments)  # which the intermixed method does not know
+    read = parser.parse_known_args if has_end else parser.parse_known_intermixed_args
     values, rest = read([*dashed, *arguments[end:]])
     if rest:
         unknown = next((argument for argument in rest if argument.startswith("-")), rest[0])
         raise _unknown(unknown, options, verb)
     tuples = {name: tuple(x) for name, x in vars(values).items() if isinstance(x, list)}
-    return options(**vars(values) | tuples)
+    made: Options = _build(options, vars(values) | tuples)
+    return made
+
+
+def _build(options: Any, values: dict[str, Any]) -> Any:
+    """Return a dataclass, and those that it is made of, of values by name."""
+    own = {f.name: values[f.name] for f in dataclasses.fields(options) if f.name in values}
+    parts = {name: _build(kind, values) for name, kind in _parts(options).items()}
+    return options(**own, **parts)
+
+
+def _parts(options: type) -> dict[str, type]:
+    """Return the dataclasses that one is made of, by the name of the field."""
+    hints = get_type_hints(options).items()
+    return {name: kind for name, kind in hints if hasattr(kind, "__dataclass_fields__")}
 
 
 def make_parser(options: type, verb: str, description: str) -> Parser:
-    """Return argparse's parser for the fields of a dataclass, its own fields first."""
-    known, hints = option_fields(options), get_type_hints(options)
+    """Return argparse's parser for the fields of a dataclass, and of those that it is made of."""
     blocks = description.strip().split("\n\n")
     blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
-    arguments = [_placeholder(field, hints[field.name]) for field in known if is_argument(field)]
+    kinds = (options, *_parts(options).values())
+    hints = {kind: get_type_hints(kind) for kind in kinds}
+    known = [(kind, field) for kind in kinds for field in _fields(kind)]
+    arguments = (_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
     parser = Parser(
         prog=f"tiedgpt {verb}",
         usage=" ".join([f"tiedgpt {verb}", *arguments, "[options]"]),
@@ -76,40 +95,39 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     groups: dict[str, Any] = {"options": parser}
-    for each in dataclasses.fields(options):  # in which the parts come before the whole
-        heading = each.metadata.get("group", "options")
-        if heading not in groups and each in known:
-            groups[heading] = parser.add_argument_group(heading)
-    for field in known:
-        facts, how = field.metadata, _how(field, hints[field.name])
+    for kind in kinds:
+        for field in dataclasses.fields(kind):  # in which the parts come before the whole
+            heading = _heading(kind, field)
+            if heading not in groups and "help" in field.metadata:
+                groups[heading] = parser.add_argument_group(heading)
+    for kind, field in known:
+        how = _how(field, hints[kind][field.name], getattr(kind, "DEFAULTS", {}))
         if is_argument(field):
             parser.add_argument(field.name, **how)
             continue
-        short = [f"-{facts['short']}"] if facts["short"] else []
-        groups[facts["group"]].add_argument(*short, flag(field), dest=field.name, **how)
+        short = [f"-{field.metadata['short']}"] if field.metadata["short"] else []
+        to = groups[_heading(kind, field)]
+        to.add_argument(*short, flag(field), dest=field.name, **how)
     return parser
 
 
 def option_fields(options: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields that the command line asks for, those of the class itself first.
-
-    They carry a help, and the class does not name them in `HIDDEN`.
-    """
-    own, hidden = options.__annotations__, getattr(options, "HIDDEN", ())
-    every = [field for field in dataclasses.fields(options) if "help" in field.metadata]
-    shown = [field for field in every if field.name not in hidden]
-    return sorted(shown, key=lambda field: field.name not in own)
+    """Return the fields that the command line asks for: those that carry a help."""
+    return [field for kind in (options, *_parts(options).values()) for field in _fields(kind)]
 
 
-def is_argument(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no flag."""
-    return "positional" in field.metadata
+def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of one dataclass that carry a help, those of the class itself first."""
+    fields = (field for field in dataclasses.fields(kind) if "help" in field.metadata)
+    return sorted(fields, key=lambda field: field.name not in get_annotations(kind))
 
 
-def flag(field: dataclasses.Field[Any]) -> str:
-    """Return how a field is typed: `from_`, no word of Python, is `--from`."""
-    no = "no-" if field.default is True else ""
-    return f"--{no}{field.name.rstrip('_').replace('_', '-')}"
+def _heading(kind: type, field: dataclasses.Field[Any]) -> str:
+    """Return the heading under which the help lists a field."""
+    if group := field.metadata.get("group"):
+        return str(group)
+    owner = next(base for base in kind.__mro__ if field.name in get_annotations(base))
+    return str(getattr(owner, "GROUP", "options"))
 
 
 def _as_typed(argument: str) -> str:
@@ -118,10 +136,12 @@ def _as_typed(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-def _how(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """Return the keywords of `add_argument` for a field of a type."""
+def _how(field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
     choices, kind = _choices(field, hint), next(iter(_kinds(hint)), str)
+    if meaning := defaults.get(field.name):
+        text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
     if is_argument(field) and choices:
         text = f"{text.rstrip('.')}: {_listed(choices)}"
     elif default not in ("", None) and type(default) in (str, int, float):

@@ -24,12 +24,13 @@ from tiedgpt.train.blocks import decide
 from tiedgpt.train.objectives.labelled import Labelled
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.objectives.tuned import TunedExamples
-from tiedgpt.train.options import TrainOptions, counted
+from tiedgpt.train.options import format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.prepare import Trained
 from tiedgpt.train.sizing import memory_line
 from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.tune_options import AnyOptions
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
@@ -99,7 +100,7 @@ class Display:
                 f"heads, {config.n_positions} positions",
                 "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
-                "evaluated": f"every {counted(plan.eval_every, 'step')} on about {part:,} "
+                "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {part:,} "
                 f"{task.unit}, at the end on all",
             }
         for label, text in facts.items():
@@ -112,11 +113,11 @@ class Display:
         """Return in words how long is trained, on what, and what is unusual about it."""
         where = str(world.device)
         if world.device.type == "cpu":
-            where = counted(torch.get_num_threads(), "CPU thread")
+            where = format_count(torch.get_num_threads(), "CPU thread")
         if world.size > 1:
             where += f" in each of {world.size} processes"
         rows = f" x {task.row_units}" if task.row_units > 1 else ""
-        takes = "" if plan.minutes is None else f", about {counted(plan.minutes, 'minute')}"
+        takes = "" if plan.minutes is None else f", about {format_count(plan.minutes, 'minute')}"
         epochs = plan.steps * plan.batch_size / task.epoch_rows
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
@@ -126,7 +127,7 @@ class Display:
         }
         return "; ".join(
             [
-                f"{counted(plan.steps, 'step')} of {plan.batch_size}{rows} {task.unit}, "
+                f"{format_count(plan.steps, 'step')} of {plan.batch_size}{rows} {task.unit}, "
                 f"{epochs:.1f} epochs{takes}",
                 f"in {plan.dtype} on {where}",
                 *(what for what, so in changes.items() if so),
@@ -273,7 +274,7 @@ def _show_samples(
     out: Console,
     directory: RunDirectory,
     task: LanguageModelling | TunedExamples,
-    options: TrainOptions,
+    options: AnyOptions,
 ) -> tuple[GPTConfig, str]:
     """Show the first lines of two texts that the model wrote, or replies.
 

@@ -7,17 +7,20 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
-from tiedgpt.options import argument, option
+from tiedgpt.options import option
 from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker
 from tiedgpt.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from tiedgpt.train.tune_options import AnyOptions
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -38,19 +41,17 @@ To resume a stopped run, give the same command again."""
 class RunArguments:
     """Options of `train` and `tune` that do not decide the weights."""
 
+    GROUP: ClassVar = "output"
     out: str | None = option(
         None,
         "The run's directory; default: runs/NAME-1, or -2 and so on for other options.",
-        "output",
         metavar="PATH",
         short="o",
     )
-    track: TrackerName | None = option(None, "Also send the metrics to this tracker.", "output")
-    verbose: bool = option(
-        False, "Also show the schedule and the parameter groups.", "output", short="v"
-    )
+    track: TrackerName | None = option(None, "Also send the metrics to this tracker.")
+    verbose: bool = option(False, "Also show the schedule and the parameter groups.", short="v")
     format: Literal["human", "json"] = option(
-        "human", "json: one object with the result, on stdout.", "output", short="f"
+        "human", "json: one object with the result, on stdout.", short="f"
     )
     parallel: Literal["ddp", "fsdp"] | None = option(
         None,
@@ -59,82 +60,68 @@ class RunArguments:
     )
 
     def __post_init__(self) -> None:
-        """Leave the checks to `TrainOptions`, whose errors are one line."""
+        if PROCESSES in os.environ or self.parallel is not None:
+            from tiedgpt.train.parallel import require_launch
 
-    def require_processes(self) -> None:
-        """Raise `UserError` for what does not go with how many processes were started."""
-        if PROCESSES not in os.environ and self.parallel is None:
-            return
-        from tiedgpt.train.parallel import require_launch
-
-        require_launch(self.parallel)
-
-    def run(self, options: TrainOptions, command: str) -> int:
-        """Train, and show it; return the exit code. `command` is what resumes the run."""
-        from tiedgpt.cli.show_training import Display, Show
-        from tiedgpt.train.events import AlreadyFinished, Ended, Planned
-        from tiedgpt.train.run import train
-
-        display = Display(Show(verbose=self.verbose, format=self.format), silent=not is_main())
-        tracker = open_tracker(self.track) if self.track is not None and is_main() else None
-        signals, trackings = StopSignals(), list[Tracking]()
-
-        def track(line: Mapping[str, Any]) -> None:
-            for tracking in trackings:
-                tracking.log(line)
-
-        with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(bar("reading text", to=display.err))
-            for event in train(
-                options,
-                self.out,
-                parallel=self.parallel,
-                stop_requested=signals.have_come,
-                track=track,
-                progress=progress,
-            ):
-                if isinstance(event, Planned):
-                    stack.pop_all().close()
-                    stack.enter_context(signals)
-                    if tracker is not None:
-                        run = event.directory
-                        tracking = Tracking(
-                            self.track or "", tracker, run.path, run.read_record(), warn=display.say
-                        )
-                        trackings.append(stack.enter_context(tracking))
-                    stack.enter_context(display.training(event.plan))
-                display.event(event)
-        assert isinstance(event, Ended | AlreadyFinished)
-        if isinstance(event, Ended) and not event.finished:
-            display.stopped(event, command)
-            return EXIT_INTERRUPTED
-        display.finished(event)
-        return EXIT_OK
+            require_launch(self.parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(RunArguments, TrainOptions):
+class Arguments:
     """Train a GPT. To resume a stopped run, give the same command again."""
 
-    data: tuple[str, ...] = argument(
-        "Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs.",
-        default=(),
-    )
-
-    def options(self) -> TrainOptions:
-        """Return what decides the run, checked."""
-        names = (field.name for field in fields(TrainOptions))
-        return TrainOptions(**{name: getattr(self, name) for name in names})
+    options: TrainOptions
+    run: RunArguments
 
 
 def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
     with report_once():
-        given = parse(Arguments, "train", arguments, ABOUT)
-        options = given.options()
-        given.require_processes()
-    command = f"{program()} train {shlex.join(arguments)}".rstrip()
-    return given.run(options, command)
+        args = parse(Arguments, "train", arguments, ABOUT)
+    return show_run(args.options, args.run, "train", arguments)
+
+
+def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
+    """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
+    from tiedgpt.cli.show_training import Display, Show
+    from tiedgpt.train.events import AlreadyFinished, Ended, Planned
+    from tiedgpt.train.run import train
+
+    display = Display(Show(verbose=args.verbose, format=args.format), silent=not is_main())
+    tracker = open_tracker(args.track) if args.track is not None and is_main() else None
+    signals, trackings = StopSignals(), list[Tracking]()
+
+    def track(line: Mapping[str, Any]) -> None:
+        for tracking in trackings:
+            tracking.log(line)
+
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(bar("reading text", to=display.err))
+        for event in train(
+            options,
+            args.out,
+            parallel=args.parallel,
+            stop_requested=signals.have_come,
+            track=track,
+            progress=progress,
+        ):
+            if isinstance(event, Planned):
+                stack.pop_all().close()
+                stack.enter_context(signals)
+                if tracker is not None:
+                    run = event.directory
+                    tracking = Tracking(
+                        args.track or "", tracker, run.path, run.read_record(), warn=display.say
+                    )
+                    trackings.append(stack.enter_context(tracking))
+                stack.enter_context(display.training(event.plan))
+            display.event(event)
+    assert isinstance(event, Ended | AlreadyFinished)
+    if isinstance(event, Ended) and not event.finished:
+        display.stopped(event, f"{program()} {shlex.join([verb, *arguments])}")
+        return EXIT_INTERRUPTED
+    display.finished(event)
+    return EXIT_OK
 
 
 def is_main() -> bool:

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
+from tiedgpt.options import flag, is_argument
 from tiedgpt.train.metrics import History, history
 from tiedgpt.train.objective import Model, Task, body_of, predicts_tokens
 from tiedgpt.train.options import AUTO, SIZES, TrainOptions
@@ -88,10 +90,16 @@ def model_card(
 
 {_facts(_training(found, tables))}
 
-The same again:
+The command:
 
 ```console
 $ {command(tables)}
+```
+
+Here it meant {training["steps"]:,} steps. With all that was chosen, the same run on any machine:
+
+```console
+$ {exact_command(tables)}
 ```{_replanned(tables)}
 
 ## Use
@@ -103,37 +111,42 @@ $ {command(tables)}
 
 
 def command(tables: Mapping[str, Any]) -> str:
+    """Return the command of a run as it was given, without where it was written."""
+    return _spell(tables, {})
+
+
+def exact_command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
-    options, plan = tables["options"], tables["training"]
+    plan = tables["training"]
     planned = {name: plan[name] for name in PLANNED if name in plan}
-    given = options | _chosen(tables) | planned | _shares(tables)
-    given |= {"minutes": None, "epochs": None}
-    kind = TuneOptions if "lora" in options or "too_long" in options else TrainOptions
-    parts, processes = ["tiedgpt"], tables.get("processes")
+    timeless = {"minutes": None, "epochs": None}
+    return _spell(tables, _chosen(tables) | planned | _shares(tables) | timeless)
+
+
+def _spell(tables: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
+    """Return the command of the options of a run, and of what was decided."""
+    options, processes = tables["options"], tables.get("processes")
+    kind = TuneOptions if "too_long" in options else TrainOptions
+    words = ["tiedgpt"]
     if processes:
-        parts = ["torchrun", "--nproc-per-node", str(processes["number"]), "-m", "tiedgpt"]
-    parts += ["train" if kind is TrainOptions else "tune", *map(str, options.get("data") or ())]
-    parts += ["--parallel", processes["parallel"]] if processes else []
-    for option in fields(kind):
-        value = given.get(option.name, option.default)
-        if option.name in ("data", "examples", "memorizes") or value in (None, option.default):
+        words = ["torchrun", "--nproc-per-node", str(processes["number"]), "-m", "tiedgpt"]
+    words += ["train" if kind is TrainOptions else "tune", *map(str, options.get("data") or ())]
+    words += ["--parallel", processes["parallel"]] if processes else []
+    for field in sorted(fields(kind), key=lambda field: field.name not in get_annotations(kind)):
+        value = (options | decided).get(field.name, field.default)
+        if "help" not in field.metadata or is_argument(field) or value in (None, field.default):
             continue
-        flag = option.name.replace("_", "-")
-        flag = "from" if kind is TuneOptions and flag == "start" else flag
-        if isinstance(value, bool):
-            parts.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            parts += [f"--{flag}", str(value)]
-    return shlex.join(parts)
+        words += [flag(field)] if isinstance(value, bool) else [flag(field), str(value)]
+    return shlex.join(words)
 
 
 def _replanned(tables: Mapping[str, Any]) -> str:
-    """Return what the command does not repeat of a run whose steps were planned again."""
+    """Return what the exact command does not repeat of a run that was planned again."""
     if not (since := tables["training"].get("since")):
         return ""
     return (
         f"\n\nThis run was planned again after step {since:,}. Until then its learning rate "
-        "followed an earlier plan, which the command does not repeat."
+        "followed an earlier plan, which this command does not repeat."
     )
 
 

@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from tiedgpt.train.options import DEFAULT_MINUTES, SIZES, TrainOptions, counted
+from tiedgpt.train.options import DEFAULT_MINUTES, SIZES, TrainOptions, format_count
 
 LADDER = ("nano", "tiny", "little", "mini", "small", "medium")
 FIRST = "tiny"
@@ -131,15 +131,16 @@ def choose(
             at += way
     _, seen, fast = found[sizes[at]]
     made = with_choices(options, sizes[at], seen, text_tokens)
+    time = format_count(minutes, "minute")
     reason = (
         f"{sizes[at]} has the lowest expected loss of {', '.join(s for s in sizes if s in found)} "
-        f"in {counted(minutes, 'minute')} at {fast:,.0f} tokens/s here; dropout {made.dropout:g}"
+        f"in {time} at {fast:,.0f} tokens/s here; dropout {made.dropout:g}"
     )
     passes = 60 * minutes * fast / text_tokens
     if options.epochs or passes <= MOST_PASSES:
         return made, reason, ""
     warning = (
-        f"{text_tokens:,} tokens are too little text for {counted(minutes, 'minute')}: "
+        f"{text_tokens:,} tokens are too little text for {time}: "
         f"{passes:,.0f} epochs would memorize it, so this run ends after {MOST_PASSES}, in about "
         f"{most / fast:,.0f} s; more text helps more than more time"
     )

@@ -13,10 +13,10 @@ from tiedgpt.train.plan import Plan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.parallel import World
     from tiedgpt.train.prepare import Trained
     from tiedgpt.train.storage import RunDirectory
+    from tiedgpt.train.tune_options import AnyOptions
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Planned:
     """Everything is decided: what is trained, where, and by which plan."""
 
     directory: RunDirectory
-    options: TrainOptions
+    options: AnyOptions
     task: Trained
     plan: Plan
     world: World

@@ -1,15 +1,19 @@
-"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this."""
+"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this.
+
+Options are declared once, in groups: `DataOptions`, `NetworkOptions`, `TimeOptions`,
+`OptimizationOptions`, `ComputeOptions`. `TrainOptions` and `TuneOptions` are made of all of them.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.options import option
+from tiedgpt.options import argument, flag, option
 from tiedgpt.train.plan import Keep, Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
@@ -54,6 +58,16 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
 )
 """Numbers, the least and the most that each may be, and that in words."""
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
+
+
+class Duration(NamedTuple):
+    """For how long is trained."""
+
+    unit: str
+    """One of `DURATIONS`."""
+    amount: float
+    least_steps: int = 1
+    """Over few examples more epochs are trained, until there are so many steps."""
 
 
 @dataclass(frozen=True)
@@ -112,253 +126,144 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def counted(count: float, noun: str) -> str:
+def format_count(count: float, noun: str) -> str:
     """Return so many of something in words: `1 minute`, `2,400 documents`."""
     return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
 
 
-def flag(name: str) -> str:
-    """Return an option's name on the command line."""
-    return "the data" if name == "data" else f"--{name.replace('_', '-')}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What was not set is derived: from the time, the text and the machine, or from `size`."""
+class DataOptions:
+    """What is trained on."""
 
-    data: tuple[str, ...] = option(
-        (),
+    GROUP: ClassVar = "data"
+    data: tuple[str, ...] = argument(
         "Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs.",
-        metavar="DATA",
+        default=(),
     )
-    task: TaskName = option(
-        "lm",
-        "lm: predict text. The others need .jsonl: classify texts, tag words, choose an "
-        "answer, or find the answer in a text.",
-        "data",
-    )
-    start: str | None = option(
-        None,
-        "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
-        "model",
-        metavar="MODEL",
-    )
-    size: str = option(
-        AUTO,
-        "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
-        "little, mini, small, medium, gpt1 .. gpt3-175b.",
-        "model",
-        metavar="SIZE",
-        short="s",
-    )
-    width: int | None = option(
-        None,
-        "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
-        "model",
-    )
-    minutes: float | None = option(
-        None,
-        "Train for about this many minutes; default: 3, or 3 epochs of labelled examples and "
-        "at least 100 steps.",
-        "time",
-        short="m",
-    )
-    steps: int | None = option(None, "Train for this many steps instead.", "time")
-    epochs: float | None = option(None, "Train for this many passes over the data instead.", "time")
-    tokenizer: str = option(
-        "bpe",
-        "bpe: trained on the data (with --start: the model's own); char: the data's "
-        "characters; or a directory, file or hub name.",
-        "data",
-        metavar="TOKENIZER",
-    )
-    val: str | None = option(
-        None,
-        "Validate on this text, or these examples; default: about a tenth of the data.",
-        "data",
-        metavar="DATA",
-    )
+    val: str | None = option(None, "Validate on this data.", metavar="DATA")
     text_field: str = option(
-        "text", "The field of .jsonl lines that holds the text.", "data", metavar="NAME"
+        "text", "The field of .jsonl lines that holds the text.", metavar="NAME"
     )
     encoding: str = option(
         "auto",
         "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
-        "data",
     )
-    fork: str | None = option(
-        None,
-        "Begin a new run with the weights and the optimizer state of this run (its --out).",
-        "model",
-        metavar="RUN",
-    )
-    seed: int = option(
-        0, "Seed of the initial weights and of the order of the data.", "optimization"
-    )
-    vocab_size: int | None = option(
-        None,
-        "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
-        "characters of text, 384 to 8,192; else the size's.",
-        "data",
-    )
-    context: int | None = option(
-        None,
-        "Tokens per sequence; default: the size's, or fewer for short text with --size auto; "
-        "with --start, the model's context.",
-        "model",
-    )
-    batch_size: int | None = option(
-        None,
-        "Sequences per step; default: the size's, or fewer for short runs with --size auto; 8 "
-        "with --start; 32 labelled examples.",
-        "optimization",
-        short="b",
-    )
-    micro_batch: int | None = option(
-        None,
-        "Sequences computed at a time (gradient accumulation); default: what fits, at most "
-        "8,192 tokens.",
-        "memory and speed",
-    )
-    optimizer: Literal["auto", "muon", "adamw"] = option(
-        "auto",
-        "Optimizer of the blocks' matrices; auto: muon, or adamw with --start. AdamW trains "
-        "all other parameters.",
-        "optimization",
-    )
-    lr: float | None = option(
-        None,
-        "Peak learning rate; default: by size, width and optimizer, shown by --verbose.",
-        "optimization",
-    )
-    warmup: float = option(
-        0.05, "Share of the steps in which the learning rate rises to its peak.", "optimization"
-    )
-    schedule: Schedule = option(
-        "linear",
-        "Learning rate after the warm-up: linear decays to 0; wsd stays constant, then decays "
-        "to 0; cosine decays to a tenth.",
-        "optimization",
-    )
-    cooldown: float = option(
-        DEFAULT_COOLDOWN,
-        "With --schedule wsd: share of the steps in which the learning rate decays.",
-        "optimization",
-    )
-    untie_at: float | None = option(
-        None,
-        "Untie after this share of the steps: a copy of W becomes the head, and W only reads.",
-        "model",
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """What is trained, of a fresh model and of one to start from."""
+
+    GROUP: ClassVar = "model"
+    context: int | None = option(None, "Tokens per sequence.")
     freeze: str | None = option(
         None,
         "Parameters to freeze, separated by commas: wte, h.0, h.*.attn, body (all but the "
         "head). +h.11 is trained again; the last match decides.",
-        "model",
     )
-    weight_decay: float | None = option(
-        None,
-        "Weight decay of the blocks' matrices; W, norms and biases have none; default: 0.1, or "
-        "0.3 for small sizes.",
-        "optimization",
+    dropout: float | None = option(
+        None, "Dropout of embeddings, residual branches and, in `tiedgpt train`, attention."
     )
-    grad_clip: float = option(1.0, "Clip the gradient to this norm.", "optimization")
-    eval_every: int | None = option(
-        None, "Steps between evaluations; default: a tenth of the steps.", "time"
-    )
-    sample_prompt: str | None = option(
-        None, "Prompt of the samples that are shown at evaluations.", "output"
-    )
-    patience: int | None = option(
-        None,
-        "Stop after this many evaluations without improvement; default: when the validation "
-        "loss has risen again, but not with fewer than 50 held-out examples.",
-        "time",
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeOptions:
+    """For how long is trained, and how often the model is evaluated."""
+
+    GROUP: ClassVar = "time"
+    minutes: float | None = option(None, "Train for about this many minutes.", short="m")
+    steps: int | None = option(None, "Train for this many steps instead.")
+    epochs: float | None = option(None, "Train for this many passes over the data instead.")
+    eval_every: int | None = option(None, "Steps between evaluations.")
+    patience: int | None = option(None, "Stop after this many evaluations without improvement.")
     keep: Keep = option(
         "best",
         "best: keep the weights with the best validation loss; last: train all steps and keep "
         "the last weights.",
-        "time",
     )
-    dropout: float | None = option(
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """The optimizer, its learning rate, and the order of the data."""
+
+    GROUP: ClassVar = "optimization"
+    seed: int = option(0, "Seed of the initial weights and of the order of the data.")
+    batch_size: int | None = option(None, "Sequences per step.", short="b")
+    optimizer: Literal["auto", "muon", "adamw"] = option(
+        "auto",
+        "Optimizer of the blocks' matrices; AdamW trains all other parameters.",
+    )
+    lr: float | None = option(None, "Peak learning rate.")
+    warmup: float = option(0.05, "Share of the steps in which the learning rate rises to its peak.")
+    schedule: Schedule = option(
+        "linear",
+        "Learning rate after the warm-up: linear decays to 0; wsd stays constant, then decays "
+        "to 0; cosine decays to a tenth.",
+    )
+    cooldown: float = option(
+        DEFAULT_COOLDOWN,
+        "With --schedule wsd: share of the steps in which the learning rate decays.",
+    )
+    weight_decay: float | None = option(
+        None, "Weight decay of the blocks' matrices; W, norms and biases have none."
+    )
+    grad_clip: float = option(1.0, "Clip the gradient to this norm.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """How a step is computed."""
+
+    GROUP: ClassVar = "memory and speed"
+    micro_batch: int | None = option(
         None,
-        "Dropout of embeddings, attention and residual branches; default: the model's with "
-        "--start; 0.1 for published sizes, or if --size auto expects many epochs; else 0.",
-        "model",
-    )
-    window: int | None = option(
-        None,
-        "Every second block sees only the last N positions, as in GPT-3; default: all.",
-        "model",
-    )
-    bias: bool = option(
-        True, "Train without biases in linear layers and LayerNorms, as nanoGPT does.", "model"
+        "Sequences computed at a time (gradient accumulation); default: what fits, at most "
+        "8,192 tokens.",
     )
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto",
         "dtype of the matmuls; auto: the faster one, measured here. Weights stay in fp32.",
-        "memory and speed",
     )
     device: str = option(
         "auto",
         "Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one.",
-        "memory and speed",
     )
     memory: str | None = option(
         None,
         "Memory limit of a process, as 2 (GB) or 800MB; decides --micro-batch; default: no limit.",
-        "memory and speed",
         metavar="SIZE",
     )
     recompute: Literal["auto", "off", "blocks"] = option(
         "auto",
         "blocks: activation checkpointing (recompute blocks in backward); auto: if --memory "
         "needs it.",
-        "memory and speed",
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the blocks with torch.compile; auto: only on a GPU. Results are not "
         "bit-identical to uncompiled training.",
-        "memory and speed",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(  # the help lists the options of the last one first
+    ComputeOptions, OptimizationOptions, TimeOptions, NetworkOptions, DataOptions
+):
+    """The options of every run: what was not set is derived."""
+
+    sample_prompt: str | None = option(
+        None, "Prompt of the samples that are shown at evaluations.", "output"
     )
 
     def __post_init__(self) -> None:
-        if self.task != "lm" and not self.data:
-            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
-        if self.start is not None and self.fork is not None:
-            raise UserError(
-                "--start begins with a model's weights, --fork with a run's weights and optimizer",
-                hint="give one of them",
-            )
-        if self.size not in (AUTO, *SIZES):
-            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
         if sum(getattr(self, name) is not None for name in DURATIONS) > 1:
             raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
             for name in names.split():
-                value = getattr(self, name)
+                value = getattr(self, name, None)
                 if value is not None and not least <= value <= most:
-                    raise UserError(f"{flag(name)} must be {expected}, got {value}")
-        self._require_together()
-        if self.memory is not None:
-            parse_bytes(self.memory)
-
-    def _require_together(self) -> None:
-        """Raise `UserError` for options that cannot be given together."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        for name in given:
-            value = getattr(self, name)
-            own = name != "tokenizer" or value == "char" or self.fork is not None
-            if self.task != "lm" and name in TEXT_ONLY:
-                raise UserError(f"{flag(name)} {value} is for --task lm")
-            if (origin := self.start or self.fork) and name in FRESH_ONLY and own:
-                raise UserError(f"{flag(name)} {value} is for a fresh model: {origin} has its own")
-        if self.tokenizer != "bpe" and self.vocab_size is not None:
-            raise UserError(
-                "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
-            )
+                    raise UserError(f"must be {expected}, got {value}", option=name)
         if self.keep == "last" and self.patience is not None:
             raise UserError(
                 f"--patience {self.patience} is for --keep best",
@@ -370,11 +275,150 @@ class TrainOptions:
             raise UserError(
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} add up to more than 1"
             )
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    def duration_or(self, default: Duration) -> Duration:
+        """Return for how long is trained, by the default where nothing says it."""
+        amounts = ((name, getattr(self, name)) for name in DURATIONS)
+        return next((Duration(*each) for each in amounts if each[1] is not None), default)
+
+    def fill_in(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """Return options by name, with these defaults for those that were not given."""
+        options = {name: getattr(self, name) for name in defaults}
+        return {n: defaults[n] if x in (None, AUTO) else x for n, x in options.items()}
+
+    def differences(self, recorded: dict[str, Any]) -> list[str]:
+        """Name what differs between these options and those of an earlier command."""
+        differences = []
+        for each in fields(self):
+            now, then = getattr(self, each.name), recorded.get(each.name, each.default)
+            then = tuple(then) if isinstance(then, list) else then
+            if now != then and not (now in (None, ()) and then in (None, ())):
+                was, is_ = (_format(value, each.default) for value in (then, now))
+                differences.append(f"{flag(each)} was {was} and is {is_}")
+        return differences
+
+
+def _format(value: Any, default: Any) -> str:
+    if isinstance(value, bool):
+        return "not given" if value == default else "given"
+    if value in (None, ()):
+        return "not given"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Training, of a fresh model or on from another one.
+
+    What was not set is derived: from the time, the text and the machine, or from `size`.
+    """
+
+    GROUP: ClassVar = "model"
+    evaluations: ClassVar = EVALUATIONS
+    task: TaskName = option(
+        "lm",
+        "lm: predict text. The others need .jsonl: classify texts, tag words, choose an "
+        "answer, or find the answer in a text.",
+        "data",
+    )
+    tokenizer: str = option(
+        "bpe",
+        "bpe: trained on the data (with --start: the model's own); char: the data's "
+        "characters; or a directory, file or hub name.",
+        "data",
+        metavar="TOKENIZER",
+    )
+    vocab_size: int | None = option(
+        None,
+        "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
+        "characters of text, 384 to 8,192; else the size's.",
+        "data",
+    )
+    start: str | None = option(
+        None,
+        "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
+        metavar="MODEL",
+    )
+    fork: str | None = option(
+        None,
+        "Begin a new run with the weights and the optimizer state of this run (its --out).",
+        metavar="RUN",
+    )
+    size: str = option(
+        AUTO,
+        "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
+        "little, mini, small, medium, gpt1 .. gpt3-175b.",
+        metavar="SIZE",
+        short="s",
+    )
+    width: int | None = option(
+        None,
+        "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
+    )
+    window: int | None = option(
+        None,
+        "Every second block sees only the last N positions, as in GPT-3; default: all.",
+    )
+    bias: bool = option(
+        True, "Train without biases in linear layers and LayerNorms, as nanoGPT does."
+    )
+    untie_at: float | None = option(
+        None,
+        "Untie after this share of the steps: a copy of W becomes the head, and W only reads.",
+    )
+    DEFAULTS: ClassVar = {
+        "val": "about a tenth of the data",
+        "context": "the size's, or fewer for short text with --size auto; with --start, the "
+        "model's context",
+        "dropout": "the model's with --start; 0.1 for published sizes, or if --size auto expects "
+        "many epochs; else 0",
+        "minutes": "3, or 3 epochs of labelled examples and at least 100 steps",
+        "eval_every": "a tenth of the steps",
+        "patience": "when the validation loss has risen again, but not with fewer than 50 "
+        "held-out examples",
+        "batch_size": "the size's, or fewer for short runs with --size auto; 8 with --start; 32 "
+        "labelled examples",
+        "optimizer": "muon, or adamw with --start",
+        "lr": "by size, width and optimizer, shown by --verbose",
+        "weight_decay": "0.1, or 0.3 for small sizes",
+    }
+
+    def __post_init__(self) -> None:
+        if self.task != "lm" and not self.data:
+            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
+        if self.start is not None and self.fork is not None:
+            raise UserError(
+                "--start begins with a model's weights, --fork with a run's weights and optimizer",
+                hint="give one of them",
+            )
+        if self.size not in (AUTO, *SIZES):
+            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
+        super().__post_init__()
+        self._require_task_and_origin()
+        if self.tokenizer != "bpe" and self.vocab_size is not None:
+            raise UserError(
+                "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
+            )
         if self.width is not None and (self.width < 1 or self.width % self._head_width()):
             raise UserError(
                 f"--width must be a multiple of {self._head_width()}, the head size of --size "
                 f"{self.named_size}, got {self.width}"
             )
+
+    def _require_task_and_origin(self) -> None:
+        """Raise `UserError` for options of another task, or of a fresh model where none is made."""
+        origin = self.start or self.fork
+        for each in fields(self):
+            value, name = getattr(self, each.name), each.name
+            if value == each.default:
+                continue
+            if self.task != "lm" and name in TEXT_ONLY:
+                raise UserError(f"{flag(each)} {value} is for --task lm")
+            may_differ = name == "tokenizer" and value != "char" and self.fork is None
+            if origin and name in FRESH_ONLY and not may_differ:
+                raise UserError(f"{flag(each)} is for a fresh model: {origin} has its own")
 
     @property
     def continues(self) -> bool:
@@ -388,21 +432,10 @@ class TrainOptions:
         return fresh and self.size == AUTO and self.width is None and self.steps is None
 
     @property
-    def duration(self) -> tuple[str, float]:
-        """For how long is trained: in which of `DURATIONS` it is said, and how many."""
-        given = {name: getattr(self, name) for name in DURATIONS}
-        default = ("minutes", DEFAULT_MINUTES) if self.task == "lm" else ("epochs", DEFAULT_EPOCHS)
-        return next(((name, many) for name, many in given.items() if many is not None), default)
-
-    @property
-    def least_steps(self) -> int:
-        """The steps that few examples need, where nothing says for how long is trained."""
-        return LEAST_STEPS if self.task != "lm" and not self.says_duration else 1
-
-    @property
-    def says_duration(self) -> bool:
-        """Whether it is given for how long is trained."""
-        return any(getattr(self, name) is not None for name in DURATIONS)
+    def duration(self) -> Duration:
+        """For how long is trained."""
+        text, labelled = ("minutes", DEFAULT_MINUTES), ("epochs", DEFAULT_EPOCHS, LEAST_STEPS)
+        return self.duration_or(Duration(*(text if self.task == "lm" else labelled)))
 
     @property
     def named_size(self) -> str:
@@ -414,53 +447,26 @@ class TrainOptions:
         """What belongs to the size."""
         return SIZES[self.named_size]
 
-    @property
-    def rows(self) -> int:
-        """The rows of a step."""
-        fresh = self.shape.batch_size if self.start is None else START_BATCH
-        return self.batch_size or (fresh if self.task == "lm" else LABELLED_BATCH)
+    def plan_fields(self, config: GPTConfig, context: int, epoch_rows: int) -> dict[str, Any]:
+        """Return the fields of a plan that options decide.
 
-    @property
-    def rule(self) -> Rule:
-        """The optimizer of the blocks' matrices."""
-        if self.optimizer != "auto":
-            return self.optimizer
-        return "muon" if self.start is None else "adamw"
-
-    @property
-    def decay(self) -> float:
-        """The weight decay of the blocks' matrices."""
-        if self.weight_decay is not None:
-            return self.weight_decay
-        return self.shape.weight_decay if self.start is None else 0.1
-
-    def peak_rate(self, config: GPTConfig) -> float:
-        """Return the peak learning rate."""
-        if self.lr is not None:
-            return self.lr
-        if self.start is not None:
-            return START_RATE / config.n_embd
-        size, rule = self.shape, self.rule
+        The data have `epoch_rows` rows of `context` tokens.
+        """
+        size, is_fresh = self.shape, self.start is None
+        usual: Rule = "muon" if is_fresh else "adamw"
+        rule = usual if self.optimizer == "auto" else self.optimizer
         rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
-        return transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
-
-    @property
-    def start_dropout(self) -> float | None:
-        """The dropout of a model that is begun with; None: its own."""
-        return self.dropout
-
-    @property
-    def limit_of_patience(self) -> int | None:
-        """The evaluations without improvement that end the run; None: when validation has risen."""
-        return self.patience
-
-    def batch_rows(self, context: int, epoch_rows: int) -> int:
-        """Return the rows of a step, of data that has so many rows of so many tokens."""
-        return self.rows
-
-    def evaluations(self) -> int:
-        """Return how often a run is evaluated on its way."""
-        return EVALUATIONS
+        rate = transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+        batch = size.batch_size if is_fresh else START_BATCH
+        return {"size": "" if self.continues else self.named_size} | self.fill_in(
+            {
+                "optimizer": rule,
+                "lr": rate if is_fresh else START_RATE / config.n_embd,
+                "batch_size": batch if self.task == "lm" else LABELLED_BATCH,
+                "weight_decay": size.weight_decay if is_fresh else 0.1,
+                "patience": None,
+            }
+        )
 
     def _head_width(self) -> int:
         return self.shape.n_embd // self.shape.n_head
@@ -485,19 +491,3 @@ class TrainOptions:
             bos_token_id=bos,
             eos_token_id=eos,
         )
-
-    def differences(self, read_plan: dict[str, Any]) -> list[str]:
-        """Name what differs between these options and those of an earlier command."""
-        found = []
-        for each in fields(self):
-            now, then = getattr(self, each.name), read_plan.get(each.name, each.default)
-            then = tuple(then) if isinstance(then, list) else then
-            if now != then and not (now in (None, ()) and then in (None, ())):
-                found.append(f"{flag(each.name)} was {_shown(then)} and is {_shown(now)}")
-        return found
-
-
-def _shown(value: Any) -> str:
-    if value in (None, ()):
-        return "not given"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)

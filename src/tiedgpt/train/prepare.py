@@ -41,7 +41,7 @@ from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.objectives.tuned import Tuned, TunedExamples, TunedText
 from tiedgpt.train.options import AUTO, TrainOptions
 from tiedgpt.train.storage import RunDirectory, read_plan
-from tiedgpt.train.tune_options import TuneOptions
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.tune.freezing import moving
 
 HELD_CHARACTERS = 100_000_000
@@ -81,7 +81,7 @@ class Forked:
             )
 
 
-def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
+def fork_options(options: AnyOptions, tables: dict[str, Any]) -> AnyOptions:
     """Return the options, of a fork with its run's numbers where none were given.
 
     `tables` are the fork's own run.toml, {} before there is one. Raises `UserError` for a --task
@@ -109,7 +109,7 @@ def fork_options(options: TrainOptions, tables: dict[str, Any]) -> TrainOptions:
     )
 
 
-def adapt_options(options: TrainOptions, sources: Sources) -> TrainOptions:
+def adapt_options(options: AnyOptions, sources: Sources) -> AnyOptions:
     """Return the options with what follows from the data: a few examples are learned by heart."""
     if isinstance(options, TuneOptions) and isinstance(sources, ExampleSet):
         return replace(options, examples=True, memorizes=not sources.holds_out)
@@ -184,14 +184,16 @@ Trained = LanguageModelling | Labelled | TunedExamples
 """The task of a run."""
 
 
-def open_sources(options: TrainOptions) -> Sources:
+def open_sources(options: AnyOptions) -> Sources:
     """Open what is to be trained on: examples, texts, or Python's documentation."""
     if isinstance(options, TuneOptions):
+        if options.start is None:
+            raise UserError("name the model to tune: --from MODEL")
         examples = has_examples(options)
         options.require_fit(examples=examples)
         if examples:
             return read_example_set(options)
-    if options.task != "lm":
+    elif options.task != "lm":
         return read_examples(LABELLED[options.task], options.data, options.val)
     how = {"text_field": options.text_field, "encoding": options.encoding}
     return Texts(
@@ -202,7 +204,7 @@ def open_sources(options: TrainOptions) -> Sources:
 
 def prepare(
     run: RunDirectory,
-    options: TrainOptions,
+    options: AnyOptions,
     sources: Sources,
     config: GPTConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -235,9 +237,11 @@ def prepare(
     else:
         own = options.start if forked is None else forked.run.tokenizer
         tokenizer = _tokenizer(run, options, sources, config, own, progress)
-    config = config or options.model_config(
-        vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
-    )
+    if config is None:
+        assert isinstance(options, TrainOptions)
+        config = options.model_config(
+            vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
+        )
     made: dict[str, Any] = {"context": options.context, "start": start}
     task: Trained
     if isinstance(sources, ExampleSet):
@@ -265,9 +269,9 @@ def prepare(
     return task
 
 
-def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
+def _begun_with(config: GPTConfig, options: AnyOptions) -> GPTConfig:
     """Return the config of the model to begin with, with the dropout that was asked for."""
-    dropout = options.start_dropout
+    dropout = options.start_dropout if isinstance(options, TuneOptions) else options.dropout
     if options.context is not None and options.context > config.n_positions:
         raise UserError(
             f"--context {options.context}: {options.start or options.fork} has "
@@ -282,7 +286,7 @@ def _begun_with(config: GPTConfig, options: TrainOptions) -> GPTConfig:
 
 def _tokenizer(
     run: RunDirectory,
-    options: TrainOptions,
+    options: AnyOptions,
     sources: Texts | Examples,
     config: GPTConfig | None,
     own: str | Path | None,
@@ -294,12 +298,12 @@ def _tokenizer(
     """
     train: Iterable[str]
     whole: Iterable[str]
-    vocabulary_size = options.vocab_size or options.shape.vocab_size
+    vocabulary_size: int | None = None
     if isinstance(sources, Texts):
         split = plan_split(sources.corpus, sources.validation)
         train = (document.text for side, document in split if side == "train")
         whole = (document.text for _, document in split)
-        if options.size == AUTO and options.vocab_size is None:
+        if options.size == AUTO:
             vocabulary_size = vocabulary(split.characters)
     else:
         sides = (sources.train, sources.train + sources.held_out)
@@ -308,7 +312,9 @@ def _tokenizer(
     if source == "char":
         tokenizer = Tokenizer.characters(whole)
     elif source is None:
-        tokenizer = Tokenizer.train(_at_most(train, TOKENIZER_CHARACTERS), vocabulary_size)
+        assert isinstance(options, TrainOptions)
+        size = options.vocab_size or vocabulary_size or options.shape.vocab_size
+        tokenizer = Tokenizer.train(_at_most(train, TOKENIZER_CHARACTERS), size)
     else:
         tokenizer = Tokenizer.from_pretrained(source)
     if config is not None and len(tokenizer) > config.vocab_size:

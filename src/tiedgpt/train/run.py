@@ -18,7 +18,6 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import Parallel, World, join_world
 from tiedgpt.train.prepare import (
     Sources,
@@ -30,12 +29,13 @@ from tiedgpt.train.prepare import (
 )
 from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
 from tiedgpt.train.storage import RunDirectory, make_record, read_plan, run_for, times_longer
+from tiedgpt.train.tune_options import AnyOptions
 
 Progress = Callable[[int, int], None]
 
 
 def train(
-    options: TrainOptions,
+    options: AnyOptions,
     out: str | Path | None = None,
     *,
     parallel: Parallel | None = None,
@@ -86,7 +86,7 @@ def train(
         ).run()  # fmt: skip
 
 
-def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
+def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
     """Raise `UserError` where a run has other options; return how many times as long it goes on."""
     out, tables = directory.path, directory.read_record()
     differences = options.differences(tables.get("options", {})) if tables else []
@@ -101,7 +101,7 @@ def require_same(options: TrainOptions, directory: RunDirectory) -> float | None
 
 
 def _open_record(
-    options: TrainOptions, directory: RunDirectory, digest: str | None
+    options: AnyOptions, directory: RunDirectory, digest: str | None
 ) -> dict[str, Any]:
     """Return run.toml's tables, {} for a fresh run; a finished run is made longer where asked.
 
@@ -120,7 +120,7 @@ def _open_record(
     return tables
 
 
-def _hub_notes(options: TrainOptions) -> Iterator[Note]:
+def _hub_notes(options: AnyOptions) -> Iterator[Note]:
     """Yield a note for each model or tokenizer that is not on this machine by its name."""
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():
@@ -129,7 +129,7 @@ def _hub_notes(options: TrainOptions) -> Iterator[Note]:
 
 def _prepare(
     directory: RunDirectory,
-    options: TrainOptions,
+    options: AnyOptions,
     sources: Sources,
     tables: Mapping[str, Any],
     progress: Progress | None,

@@ -43,6 +43,7 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan, Recompute
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 MICRO_BATCH_TOKENS = 8192
@@ -72,13 +73,13 @@ def training_device(name: str = "auto") -> torch.device:
 
 
 def choose_size(
-    options: TrainOptions, task: AnyTask, world: World
-) -> tuple[TrainOptions, AnyTask, str]:
+    options: AnyOptions, task: AnyTask, world: World
+) -> tuple[AnyOptions, AnyTask, str]:
     """Return the options, the task and why: of the size that suits the text, where it is not given.
 
     All processes of a `world` must call this, and get the same.
     """
-    if not options.chooses or task.text_tokens is None:
+    if isinstance(options, TuneOptions) or not options.chooses or task.text_tokens is None:
         return options, task, ""
     seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
     chosen, reason, warning = choose(
@@ -88,7 +89,7 @@ def choose_size(
 
 
 def make_plan(
-    options: TrainOptions,
+    options: AnyOptions,
     task: Task,
     device: torch.device,
     *,
@@ -104,12 +105,12 @@ def make_plan(
     world = world or World(device)
     draft = world.on_main(lambda: draft_plan(options, task, world))
     world.on_main(lambda: world.require_work(draft))
-    unit, amount = options.duration
+    unit, amount, least = options.duration
     minutes, steps = None, int(amount)
     if unit == "epochs":
         steps = math.ceil(amount * task.epoch_rows / draft.batch_size)
         rows = draft.batch_size
-        least = min(options.least_steps, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
+        least = min(least, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
         if steps < least:
             steps, epochs = least, least * rows / task.epoch_rows
             reason = (
@@ -122,7 +123,7 @@ def make_plan(
     return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
 
 
-def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
+def draft_plan(options: AnyOptions, task: Task, world: World) -> Plan:
     """Return a plan of which all is decided but the number of steps, and what depends on it."""
     config, device = task.config, world.device
     if options.untie_at is not None and not config.tie_word_embeddings:
@@ -130,26 +131,21 @@ def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
     compiles, _ = decide(options.compile, device, one_shape=task.unit == "tokens")
     draft = Plan(
         steps=1,
-        batch_size=options.batch_rows(task.context, task.epoch_rows),
         micro_batch=1,
-        optimizer=options.rule,
-        lr=options.peak_rate(config),
         warmup=0,
-        weight_decay=options.decay,
         grad_clip=options.grad_clip,
         dtype="bf16" if options.dtype == "auto" else options.dtype,
         seed=options.seed,
         eval_every=1,
         eval_batches=1,
         save_every=1,
-        patience=options.limit_of_patience,
         can_end_early=_can_end_early(options, task),
         keep=options.keep,
-        size="" if options.continues else options.named_size,
         schedule=options.schedule,
         untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
+        **options.plan_fields(config, task.context, task.epoch_rows),
     )
     require_lasting(config, draft, task.row_tokens, world, task.trained)
     if options.dtype == "auto":
@@ -157,7 +153,7 @@ def draft_plan(options: TrainOptions, task: Task, world: World) -> Plan:
     return fit_micro_batch(draft, options, task, world)
 
 
-def _can_end_early(options: TrainOptions, task: Task) -> bool:
+def _can_end_early(options: AnyOptions, task: Task) -> bool:
     """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
     return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
 
@@ -176,7 +172,7 @@ def measure_speed(options: TrainOptions, task: Task, world: World, *, seconds: f
     return plan.batch_size * sized.row_units / step
 
 
-def fit_micro_batch(draft: Plan, options: TrainOptions, task: Task, world: World) -> Plan:
+def fit_micro_batch(draft: Plan, options: AnyOptions, task: Task, world: World) -> Plan:
     """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
@@ -201,11 +197,11 @@ def fit_micro_batch(draft: Plan, options: TrainOptions, task: Task, world: World
     raise refused
 
 
-def set_steps(draft: Plan, options: TrainOptions, steps: int) -> Plan:
+def set_steps(draft: Plan, options: AnyOptions, steps: int) -> Plan:
     """Return a draft as a plan of so many steps, of which options give shares."""
     warmup, untie_at = round(options.warmup * steps), options.untie_at
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
-    pauses = pause_intervals(steps, options.eval_every, options.evaluations())
+    pauses = pause_intervals(steps, options.eval_every, options.evaluations)
     rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
     return replace(
         draft,
@@ -255,7 +251,7 @@ def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     )
 
 
-def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
+def longer_plan(plan: Plan, options: AnyOptions, step: int, times: float) -> Plan:
     """Return the plan by which a run that ended after `step` steps goes on for so many times.
 
     Why its size was chosen is said of the first plan, whose time it was chosen for.
@@ -274,7 +270,7 @@ def longer_plan(plan: Plan, options: TrainOptions, step: int, times: float) -> P
     )
 
 
-def make_longer(run: RunDirectory, options: TrainOptions, times: float) -> dict[str, Any]:
+def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[str, Any]:
     """Let a run that has ended go on by a plan of more steps; return its new record.
 
     The rate goes on where the longer plan has it. Raises `CorruptInputError` for a damaged record.

@@ -26,9 +26,9 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.metrics import PART, History, metric_lines, read_history
-from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
+from tiedgpt.train.options import AUTO, DURATIONS
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.tune_options import TuneOptions
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 if TYPE_CHECKING:
     from tiedgpt.train.parallel import World
@@ -207,7 +207,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def make_record(
-    options: TrainOptions,
+    options: AnyOptions,
     config: GPTConfig,
     plan: Plan,
     counted: dict[str, dict[str, Any]],
@@ -280,7 +280,7 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def run_name(options: TrainOptions) -> str:
+def run_name(options: AnyOptions) -> str:
     """Return NAME of the data, with -SIZE, -TASK, -fork or -tuned where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
@@ -291,7 +291,7 @@ def run_name(options: TrainOptions) -> str:
     return name if kind == AUTO else f"{name}-{kind}"
 
 
-def run_for(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> Path:
+def run_for(options: AnyOptions, digest: str | None, folder: Path = RUNS) -> Path:
     """Return the run under `folder` that these options on this data mean: NAME-1, NAME-2, ...
 
     It is the newest that has the same options, or has ended and is asked to go on longer. Else it
@@ -340,14 +340,15 @@ def _number(path: Path, name: str) -> int:
     return int(ending) if re.fullmatch(r"[1-9]\d{0,8}", ending) else 0
 
 
-def times_longer(options: TrainOptions, tables: dict[str, Any]) -> float | None:
+def times_longer(options: AnyOptions, tables: dict[str, Any]) -> float | None:
     """Return how many times as long options ask for as a recorded run; None where more differs."""
     then = tables.get("options", {})
     as_then = replace(options, **{name: then.get(name) for name in DURATIONS})
     if as_then.differences(then):
         return None
-    (unit, before), (now_unit, now) = as_then.duration, options.duration
-    return now / before if unit == now_unit and now > before else None
+    before, now = as_then.duration, options.duration
+    is_longer = before.unit == now.unit and now.amount > before.amount
+    return now.amount / before.amount if is_longer else None
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.options import option
-from tiedgpt.train.options import DEFAULT_EPOCHS, TrainOptions, flag
+from tiedgpt.options import argument, flag, option
+from tiedgpt.train.options import (
+    AUTO,
+    DEFAULT_EPOCHS,
+    START_RATE,
+    Duration,
+    RunOptions,
+    TaskName,
+    TrainOptions,
+)
 
 TUNE_TOKENS = 8192
 """Tokens in a step of fine-tuning, where an epoch has `TUNE_STEPS` steps of so many."""
@@ -17,6 +25,7 @@ TUNE_LEAST_STEPS = 300
 """Over few examples; a small model takes about 200 to learn 30 replies by heart."""
 TUNE_PATIENCE = 4
 TUNE_DROPOUT = 0.1
+TUNE_DECAY = 0.01
 LORA_RATE = 10
 """How many times the usual rate suits adapters."""
 MEMORIZING_RATE = 4
@@ -29,32 +38,21 @@ ONLY_FOR = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(TrainOptions):
-    """Fine-tuning of `start` on little data: other defaults, and what examples and adapters need.
+class TuneOptions(RunOptions):
+    """Fine-tuning of `start` on little data.
 
     The rate is that of Radford et al. 2018; ten times that suits adapters (LoRA Without Regret).
     """
 
-    weight_decay: float | None = option(
-        0.01, "Weight decay of the blocks' matrices; W, norms and biases have none.", "optimization"
+    GROUP: ClassVar = "model"
+    data: tuple[str, ...] = argument(
+        "Examples in .jsonl, or text: files, folders, globs, - for standard input."
     )
-    dropout: float | None = option(
+    start: str | None = option(
         None,
-        "Dropout of embeddings and residual branches; attention has none; default: 0.1, or 0 "
-        "for fewer than 100 examples.",
-        "model",
-    )
-    patience: int | None = option(
-        None,
-        "Stop after this many evaluations without improvement; default: 4, but all steps are "
-        "trained with fewer than 50 held-out examples.",
-        "time",
-    )
-    examples: bool = False
-    """Whether the data are examples with replies, and not text; the data decide."""
-    memorizes: bool = option(
-        False,
-        "Whether the examples are so few that they are to be learned by heart; the data decide.",
+        "The model to tune: directory, file, hub name or run; default: the newest run.",
+        metavar="MODEL",
+        long="from",
     )
     template: Literal["chatml", "plain"] | None = option(
         None, "Chat template; default: the one of --from, or chatml.", "data"
@@ -74,18 +72,40 @@ class TuneOptions(TrainOptions):
         None,
         "Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds "
         "the merged model.",
-        "model",
     )
     lora_targets: str | None = option(
         None,
         "Matrices that get adapters, separated by commas: attn.c_attn, h.0.*, wte, ...; wte "
         "adapts W for reading and predicting; default: the four matrices of each block.",
-        "model",
     )
+    examples: bool = False
+    """Whether the data are examples with replies, and not text; the data decide."""
+    memorizes: bool = False
+    """Whether the examples are so few that they are learned by heart; the data decide."""
+    DEFAULTS: ClassVar = {
+        "val": "a tenth of the text, or one in twenty examples",
+        "context": "the model's context",
+        "dropout": "0.1, or 0 for fewer than 100 examples",
+        "epochs": "3, and with examples at least 300 steps",
+        "eval_every": "four evaluations per epoch",
+        "patience": "4, but all steps are trained with fewer than 50 held-out examples",
+        "batch_size": "8,192 tokens, or fewer for little data",
+        "optimizer": "adamw",
+        "lr": "6.25e-5 x 768 / width, with --lora ten times that, with fewer than 100 examples "
+        "four times",
+        "weight_decay": f"{TUNE_DECAY}",
+    }
+    task: ClassVar[TaskName] = "lm"
+    size: ClassVar[str] = AUTO
+    tokenizer: ClassVar[str] = "bpe"
+    fork: ClassVar[str | None] = None
+    untie_at: ClassVar[float | None] = None
+    continues: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.start is None:
-            raise UserError("name the model to tune: --from MODEL")
+        if not self.data:
+            raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         if self.lora_targets is not None and self.lora is None:
             raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
         if self.lora is not None and self.freeze is not None:
@@ -93,49 +113,51 @@ class TuneOptions(TrainOptions):
                 "--lora freezes everything but the adapters", hint="give it without --freeze"
             )
         if self.lora is not None and self.lora < 1:
-            raise UserError(f"--lora must be a rank of at least 1, got {self.lora}")
+            raise UserError(f"must be a rank of at least 1, got {self.lora}", option="lora")
         super().__post_init__()
 
     def require_fit(self, *, examples: bool) -> None:
         """Raise `UserError` for options that are for examples where the data are text, or so."""
         data = EXAMPLES if examples else "text"
-        for name, kind in ONLY_FOR.items():
-            if kind != data and getattr(self, name) != getattr(TuneOptions, name):
-                raise UserError(f"{flag(name)} is for {kind}, and the data are {data}")
-
-    def batch_rows(self, context: int, epoch_rows: int) -> int:
-        """Return the rows of about 8,192 tokens, fewer where an epoch has less than 16 of them."""
-        most = max(1, TUNE_TOKENS // context)
-        return self.batch_size or min(most, max(1, epoch_rows // TUNE_STEPS))
+        for each in fields(self):
+            kind = ONLY_FOR.get(each.name, data)
+            if kind != data and getattr(self, each.name) != each.default:
+                raise UserError(f"{flag(each)} is for {kind}, and the data are {data}")
 
     @property
-    def duration(self) -> tuple[str, float]:
-        """For how long is trained: 3 epochs where nothing says it."""
-        return super().duration if self.says_duration else ("epochs", DEFAULT_EPOCHS)
+    def duration(self) -> Duration:
+        """For how long is trained."""
+        least = TUNE_LEAST_STEPS if self.examples else 1
+        return self.duration_or(Duration("epochs", DEFAULT_EPOCHS, least))
 
     @property
-    def least_steps(self) -> int:
-        """The steps that few examples need, where nothing says for how long is trained."""
-        return TUNE_LEAST_STEPS if self.examples and not self.says_duration else 1
+    def evaluations(self) -> int:
+        """How often a run is evaluated on its way: four times an epoch."""
+        return max(1, round(4 * (self.epochs or DEFAULT_EPOCHS)))
 
     @property
-    def start_dropout(self) -> float | None:
+    def start_dropout(self) -> float:
         """The dropout of the model that is tuned: none where examples are learned by heart."""
         default = 0.0 if self.memorizes else TUNE_DROPOUT
         return default if self.dropout is None else self.dropout
 
-    @property
-    def limit_of_patience(self) -> int | None:
-        """The evaluations without improvement that end the run."""
-        return TUNE_PATIENCE if self.patience is None else self.patience
+    def plan_fields(self, config: GPTConfig, context: int, epoch_rows: int) -> dict[str, Any]:
+        """Return the fields of a plan that options decide; see `TrainOptions`.
 
-    def evaluations(self) -> int:
-        """Return how often a run is evaluated on its way: four times an epoch."""
-        return max(1, round(4 * (self.epochs or DEFAULT_EPOCHS)))
-
-    def peak_rate(self, config: GPTConfig) -> float:
-        """Return the peak learning rate."""
-        if self.lr is not None:
-            return self.lr
+        A step has about 8,192 tokens, fewer where an epoch would have less than 16 such steps.
+        """
         times = LORA_RATE if self.lora is not None else MEMORIZING_RATE if self.memorizes else 1
-        return times * super().peak_rate(config)
+        most_rows = max(1, TUNE_TOKENS // context)
+        return self.fill_in(
+            {
+                "optimizer": "adamw",
+                "lr": times * START_RATE / config.n_embd,
+                "batch_size": min(most_rows, max(1, epoch_rows // TUNE_STEPS)),
+                "weight_decay": TUNE_DECAY,
+                "patience": TUNE_PATIENCE,
+            }
+        )
+
+
+AnyOptions = TrainOptions | TuneOptions
+"""What a user asks of a run."""

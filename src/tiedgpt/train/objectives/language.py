@@ -18,7 +18,7 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays, Pretrained, Task
-from tiedgpt.train.options import counted
+from tiedgpt.train.options import format_count
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import freeze
@@ -109,9 +109,10 @@ class LanguageModelling(Task):
     def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
         """Return how much text there is, in which tokens, and what predicts them."""
         train, val = self.encoded.train, self.encoded.val
-        of = f"{counted(val.documents, 'document')}, " if train.documents > 1 else ""
+        of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
+        documents = format_count(train.documents, "document")
         return {
-            "text": f"{counted(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
+            "text": f"{documents}, {train.utf8_bytes / 1e6:.2f} MB, "
             f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens",
             "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
             "token",
