@@ -46,10 +46,10 @@ def fresh_head() -> nn.Linear:
     return head
 
 
-def save(model, directory: Path) -> Path:
+def save(model, directory: Path, **options) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, **options)
     return directory
 
 

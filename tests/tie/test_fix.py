@@ -75,38 +75,16 @@ def test_equal_copies_become_one(tmp_path):
     assert (tmp_path / "new" / "tokenizer.json").exists()
 
 
-def test_drifted_matrices_need_a_choice(tmp_path):
+def test_a_choice_is_asked_for_with_how_far_apart_they_are(tmp_path):
     source = with_head(tmp_path, lambda w: w + 1)
     with pytest.raises(UserError, match=r"97 of 97 rows \(largest difference 1.*--keep both"):
         fix(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    original = load_file(source / "model.safetensors")
-    _, state = mended(source, tmp_path / "in", keep="input")
-    assert torch.equal(state[WTE], original[WTE]) and HEAD not in state
-    _, state = mended(source, tmp_path / "out", keep="output")
-    assert torch.equal(state[WTE], original[HEAD]) and HEAD not in state
     _, state = mended(source, tmp_path / "both", "untied as claimed", keep="both")
-    assert all(torch.equal(state[name], original[name]) for name in original)
-    config = json.loads((tmp_path / "both" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False
+    assert set(state) == set(load_file(source / "model.safetensors"))
 
 
-def test_a_transposed_head_is_put_right(tmp_path):
-    source = with_head(tmp_path, lambda w: w.T)
-    _, state = mended(source, tmp_path / "new")
-    assert HEAD not in state
-    source = with_head(tmp_path, lambda w: w.T * 2, tie_word_embeddings=False)
-    original = load_file(source / "model.safetensors")
-    _, state = mended(source, tmp_path / "untied", "untied as claimed")
-    assert torch.equal(state[HEAD], original[HEAD].T)
-    _, state = mended(source, tmp_path / "out", keep="output")
-    assert torch.equal(state[WTE], original[HEAD].T)
-
-
-def test_padding_is_cut(tmp_path):
-    source = with_head(tmp_path, lambda w: torch.cat([w, torch.zeros(31, D)]))
-    _, state = mended(source, tmp_path / "new")
-    assert state[WTE].shape == (V, D) and HEAD not in state
+def test_the_padding_of_a_transposed_head_is_cut(tmp_path):
     source = with_head(tmp_path, lambda w: torch.cat([w + 1, torch.zeros(31, D)]).T)
     report, state = mended(source, tmp_path / "out", keep="output")
     assert (
@@ -124,13 +102,6 @@ def test_tokens_added_on_one_side_are_kept(tmp_path):
     source = with_head(tmp_path, lambda w: torch.cat([w, w[:3]]), vocab_size=V + 3)
     _, state = mended(source, tmp_path / "new2")
     assert state[WTE].shape == (V + 3, D)
-
-
-def test_the_claim_is_made_true(tmp_path):
-    source = rewrite(save(their_gpt2(), tmp_path / "m"), tie_word_embeddings=False)
-    report, _ = mended(source, tmp_path / "new")
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"] is True
-    assert report.before.verdict == "contradicts the claim"
 
 
 def test_a_lone_head_is_called_what_loaders_look_for(tmp_path):
@@ -185,16 +156,40 @@ def test_layers_that_lie_as_the_config_denies_are_never_called_tied(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_copy_with_other_weights_never_appears(tmp_path, monkeypatch):
-    source = with_head(tmp_path, torch.clone)
-    whole = fixes.write_safetensors
+def transpose(copies):
+    name = "transformer.h.0.attn.c_proj.weight"
+    return {**copies, name: copies[name].transpose()}
 
-    def transposed(path, copies, metadata):
-        name = "transformer.h.0.attn.c_proj.weight"
-        whole(path, {**copies, name: copies[name].transpose()}, metadata)
 
-    monkeypatch.setattr(fixes, "write_safetensors", transposed)
-    with pytest.raises(CheckFailedError, match=r"not written.*c_proj\.weight would differ"):
+def write_half(copies):
+    raise OSError(28, "full")
+
+
+def interrupt(copies):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (transpose, CheckFailedError, r"not written.*c_proj\.weight would differ"),
+        (
+            lambda copies: {**copies, HEAD: replace(copies[WTE], name=HEAD)},
+            CheckFailedError, "was not written",
+        ),
+        (write_half, NoRoomError, "no room on the disk"),
+        (interrupt, KeyboardInterrupt, None),
+    ],
+)  # fmt: skip
+def test_a_copy_that_is_not_right_never_appears(tmp_path, monkeypatch, wrong, error, says):
+    source, whole = with_head(tmp_path, torch.clone), fixes.write_safetensors
+
+    def write(path, copies, metadata):
+        path.write_bytes(b"half")
+        whole(path, wrong(copies), metadata)
+
+    monkeypatch.setattr(fixes, "write_safetensors", write)
+    with pytest.raises(error, match=says):
         fix(source, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
@@ -219,13 +214,10 @@ def test_a_file_without_a_config_gets_one_that_holds_the_claim(tmp_path):
 
 
 def test_what_needs_no_mending_is_refused(tmp_path):
-    source = save(their_gpt2(), tmp_path / "m")
-    with pytest.raises(UserError, match="nothing to mend"):
-        fix(source, tmp_path / "new")
     with pytest.raises(UserError, match="none is made up"):
-        fix(source, tmp_path / "new", keep="both")
+        fix(save(their_gpt2(), tmp_path / "m"), tmp_path / "new", keep="both")
     source = with_head(tmp_path, lambda w: w + 1, tie_word_embeddings=False)
-    with pytest.raises(UserError, match="untied as claimed: nothing to mend"):
+    with pytest.raises(UserError, match=r"untied as claimed: nothing to mend.*--keep input"):
         fix(source, tmp_path / "new")
     mended(source, tmp_path / "tied", keep="input")
 
@@ -248,33 +240,6 @@ def test_nothing_is_written_over_or_into_anything(tmp_path, dest):
     with pytest.raises(UserError, match=r"exists: a mended copy|lies inside"):
         fix(source, tmp_path / dest)
     assert digest(tmp_path) == before
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, NoRoomError, OSError(28, "full")])
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, failure):
-    source = with_head(tmp_path, torch.clone)
-
-    def fail(path, copies, metadata):
-        path.write_bytes(b"half")
-        raise failure
-
-    monkeypatch.setattr(fixes, "write_safetensors", fail)
-    with pytest.raises((KeyboardInterrupt, NoRoomError)):
-        fix(source, tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
-
-
-def test_a_copy_that_would_not_be_sound_never_appears(tmp_path, monkeypatch):
-    source = with_head(tmp_path, torch.clone)
-    whole = fixes.write_safetensors
-
-    def twice(path, copies, metadata):
-        whole(path, {**copies, HEAD: replace(copies[WTE], name=HEAD)}, metadata)
-
-    monkeypatch.setattr(fixes, "write_safetensors", twice)
-    with pytest.raises(CheckFailedError, match="was not written"):
-        fix(source, tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 def test_a_graph_of_another_program_says_what_to_do_instead(tmp_path):

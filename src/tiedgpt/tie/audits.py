@@ -17,14 +17,11 @@ from tiedgpt.tie.findings import Finding, findings, plain
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
-from tiedgpt.weights.roles import Roles, find_roles
+from tiedgpt.weights.roles import find_roles
 from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from torch import nn
-
-Verdict = Kind
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Audit:
 
     source: str
     format: str
-    verdict: Verdict
+    verdict: Kind
     claim: bool | None
     claim_source: str
     matrices: tuple[Matrix, ...]
@@ -105,28 +102,23 @@ def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
 
 def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
     """Tell what was decided about a checkpoint; see `audit`."""
-    roles, verdict = decision.roles, decision.kind
+    roles = decision.roles
+    only_reads = decision.kind == "no head" or checkpoint.usage.derived or roles.unreadable
+    names = (roles.matrix.name, *(tensor.name for tensor in roles.aliases))
+    does: tuple[str, ...] = ("reads",) if only_reads else ("reads", "predicts")
+    matrices = [(roles.matrix, names, does)]
+    if roles.pair is not None and not roles.shared:
+        reads, head = roles.pair
+        matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.container,
-        verdict=verdict,
+        verdict=decision.kind,
         claim=decision.claim.is_tied,
         claim_source=decision.claim.source,
-        matrices=_matrices(checkpoint, roles, verdict),
-        comparison=decision.roles.comparison,
+        matrices=tuple(Matrix(n, d, t.shape, t.dtype, t.n_bytes) for t, n, d in matrices),
+        comparison=roles.comparison,
         transposed=roles.transposed,
         wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.equal else 0,
         findings=tuple(findings(checkpoint, decision)),
     )
-
-
-def _matrices(checkpoint: Checkpoint, roles: Roles, verdict: Verdict) -> tuple[Matrix, ...]:
-    def matrix(tensor: StoredTensor, names: list[str], *does: str) -> Matrix:
-        return Matrix(tuple(names), does, tensor.shape, tensor.dtype, tensor.n_bytes)
-
-    names = [roles.matrix.name, *(tensor.name for tensor in roles.aliases)]
-    if roles.pair is not None and not roles.shared:
-        reads, head = roles.pair
-        return matrix(reads, names, "reads"), matrix(head, [head.name], "predicts")
-    only_reads = verdict == "no head" or checkpoint.usage.derived or roles.unreadable
-    return (matrix(roles.matrix, names, "reads", *(() if only_reads else ("predicts",))),)

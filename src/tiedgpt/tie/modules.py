@@ -65,12 +65,12 @@ def _usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
     gpts = [part for part in parts if isinstance(part, GPT) and part not in bodies]
     tied = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
     multiplying = [wte for wte in tied if hasattr(wte, "unembed")]
-    head_name, head = _output_module(module, holder)
+    head_name, head = _asked(module, holder) or _by_name(module) or ("", None)
     derived = ""
     if len(multiplying) < len(tied):
         derived = "is missing (in the place of wte is a module without unembed)"
     elif head is not None:
-        derived = next(filter(None, (rule(head) for rule in DERIVED_RULES)), "")
+        derived = _why_derived(head)
         has_matrix = any(parameter.ndim == 2 for parameter in head.parameters())
         if not (derived or has_matrix or isinstance(holder, GPT)):
             derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
@@ -94,11 +94,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
             break
         module = inner
     return module
-
-
-def _output_module(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module | None]:
-    """Return the module that predicts and its name, by the first rule that knows one."""
-    return _asked(module, holder) or _by_name(module) or ("", None)
 
 
 def _asked(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module] | None:
@@ -126,24 +121,15 @@ def _is_adapted(part: nn.Module) -> bool:
     return hasattr(part, "lora_A") or hasattr(part, "base_layer")
 
 
-def _computes_its_weight(head: nn.Module) -> str:
-    """Say so of a quantized, parametrized or normalized layer, or one with buffers."""
-    for part in head.modules():
+def _why_derived(head: nn.Module) -> str:
+    """Say why a head does not multiply with a parameter as it is; nothing if it does."""
+    for part in head.modules():  # quantized, parametrized, normalized, or with buffers
         has_buffers = any(True for _ in part.buffers(recurse=False))
         is_packed = not isinstance(getattr(part, "weight", None), (Tensor, nn.Module, type(None)))
         if is_packed or has_buffers or is_parametrized(part) or hasattr(part, "weight_g"):
             return f"({type(part).__name__}) computes its weight, or has more than a weight"
-    return ""
-
-
-def _adds_an_adapter(head: nn.Module) -> str:
-    """Say so of LoRA and the like."""
     adapted = (type(part).__name__ for part in head.modules() if _is_adapted(part))
     return next((f"({name}) adds an adapter to it" for name in adapted), "")
-
-
-DERIVED_RULES = (_computes_its_weight, _adds_an_adapter)
-"""Each says why a head does not multiply with a parameter as it is, or nothing."""
 
 
 def _config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
