@@ -73,14 +73,14 @@ class EngineOptions(ModelOptions):
     @contextmanager
     def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:
         """Open the model's engine; what there is to know of it is noted on stderr."""
-        from tiedgpt.infer.kernels.compile_cache import telling_of_compilation
+        from tiedgpt.infer.kernels.compile_cache import on_compilation
 
         text = "compiling kernels for this CPU; this takes some ten seconds, once"
         engine = infer.Engine(
             source, self.precision, backend=self.backend, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
         )  # fmt: skip
-        with engine, telling_of_compilation(lambda: note(text)):
+        with engine, on_compilation(lambda: note(text)):
             note(*engine.notes)
             yield engine
 

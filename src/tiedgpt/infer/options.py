@@ -29,6 +29,11 @@ Processor = Callable[[Sequence[int], int, Logits], Logits]
 Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
+NEUTRAL = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+"""The options of sampling, each with the value that changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,22 +206,17 @@ class GenerationConfig:
         return self.temperature < GREEDY_BELOW
 
     @cached_property
-    def numbers(self) -> tuple[float, ...]:
-        """What `kernels.sampling.ROW` holds of the options; a value that changes nothing for None.
-
-        temperature (0: greedy), top_k (0: all), top_p, min_p, typical_p, and the three penalties.
-        """
-        return (
-            0.0 if self.greedy else self.temperature, self.top_k or 0,
-            1.0 if self.top_p is None else self.top_p, self.min_p or 0.0,
-            1.0 if self.typical_p is None else self.typical_p, self.repetition_penalty,
-            self.presence_penalty, self.frequency_penalty,
-        )  # fmt: skip
+    def numbers(self) -> dict[str, Any]:
+        """The options of sampling by name; the temperature is 0 if decoding is greedy."""
+        values = {name: getattr(self, name) for name in NEUTRAL}
+        numbers = {name: NEUTRAL[name] if x is None else x for name, x in values.items()}
+        return numbers | {"temperature": 0.0 if self.greedy else self.temperature}
 
     @cached_property
     def penalizes(self) -> bool:
         """Whether the ids of prompt and text change logits."""
-        return self.numbers[-3:] != (1.0, 0.0, 0.0)
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        return any(self.numbers[name] != NEUTRAL[name] for name in penalties)
 
     @property
     def n_samples(self) -> int:

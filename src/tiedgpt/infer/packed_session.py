@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from tiedgpt.infer.kernels.arguments import (
     Buffers,
     Cache,
     Matrix,
+    Vectors,
     Weights,
     phases_of,
 )
@@ -132,21 +133,19 @@ class PackedSession:
     ) -> tuple[Batch, list[tuple[int, int]]]:
         """Lay ids side by side; return also which rows of logits each slot's will be."""
         tokens: list[int] = []
-        cache_rows: list[int] = []
         positions: list[int] = []
-        sequences: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         outputs: list[int] = []
         rows: list[tuple[int, int]] = []
         for slot_id, new in zip(slot_ids, ids, strict=True):
             begin, end = len(tokens), len(tokens) + len(new)
             tokens += new
-            cache_rows += [slot_id] * len(new)
             positions += range(self.lengths[slot_id], self.lengths[slot_id] + len(new))
-            sequences.append((begin, end))
+            spans.append((begin, end))
             first = len(outputs)
             outputs += range(begin if slot_id in every else end - 1, end)
             rows.append((first, len(outputs)))
-        arrays = (tokens, cache_rows, positions, sequences, outputs)
+        arrays = (tokens, positions, slot_ids, spans, outputs)
         return Batch(*(np.array(values, np.int64) for values in arrays)), rows
 
     def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
@@ -162,14 +161,10 @@ class PackedSession:
         n, threads = tokens, self._pool.threads
         self._buffers = Buffers(
             h=np.zeros((n, k), f32),
-            x=np.zeros((n, k), dtype),
-            x_scales=np.zeros((n, k // 64), f32),
-            x_sums=np.zeros((n, k // 32), np.int32),
+            x=_vectors(n, k, dtype),
             qkv=np.zeros((n, padded(3 * config.n_embd)), f32),
             attention=np.zeros((n, k), f32),
-            mlp=np.zeros((n, inner), dtype),
-            mlp_scales=np.zeros((n, inner // 64), f32),
-            mlp_sums=np.zeros((n, inner // 32), np.int32),
+            mlp=_vectors(n, inner, dtype),
             states=np.zeros((outputs, k), f32),
             logits=np.zeros((outputs, padded(config.vocab_size)), f32),
             normed=np.zeros((threads, k), f32),
@@ -196,6 +191,12 @@ class PackedSession:
         for array in (c.values, c.key_scales, c.value_scales):
             array[:, target, :, :n] = array[:, source, :, :n]
         self.lengths[target] = self.lengths[source]
+
+
+def _vectors(n: int, width: int, dtype: np.dtype[Any]) -> Vectors:
+    """Allocate what GEMMs read."""
+    scales, sums = np.zeros((n, width // 64), np.float32), np.zeros((n, width // 32), np.int32)
+    return Vectors(np.zeros((n, width), dtype), scales, sums)
 
 
 def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:

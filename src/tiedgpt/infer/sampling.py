@@ -18,7 +18,7 @@ import numpy as np
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array, Ids
-from tiedgpt.infer.options import GenerationConfig
+from tiedgpt.infer.options import NEUTRAL, GenerationConfig
 from tiedgpt.text import Tokenizer
 
 
@@ -132,8 +132,8 @@ def filtered(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array
         scores = scores / np.float32(config.temperature)
     kept: Ids | None = None
     for name, keep in _FILTERS.items():
-        value = getattr(config, name)
-        if value is None or (value == 1 and name in ("top_p", "typical_p")):
+        value = config.numbers[name]
+        if value == NEUTRAL[name]:
             continue
         those = keep(scores, value)
         if those is not None:

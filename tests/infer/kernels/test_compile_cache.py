@@ -13,7 +13,7 @@ from numba import njit
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.kernels import compilation, compile_cache, rows
-from tiedgpt.infer.kernels.compile_cache import Kernel, Step, telling_of_compilation
+from tiedgpt.infer.kernels.compile_cache import Kernel, Step, on_compilation
 
 
 class Line(NamedTuple):
@@ -58,7 +58,7 @@ def test_machine_code_is_kept_and_loaded_with_and_without_a_linker(
 ):
     monkeypatch.setattr(compilation, "LINKER", linker)
     told = []
-    with telling_of_compilation(lambda: told.append("now")):
+    with on_compilation(lambda: told.append("now")):
         assert weigh(kernel()) == EXPECTED
         assert weigh(kernel(), np.float32) == EXPECTED
     assert told == ["now"]

@@ -264,7 +264,7 @@ def test_no_rows_are_no_tokens():
     "options", [{"seen": [60], "presence_penalty": 1.0}, {"logit_bias": {70: 1.0}}]
 )
 def test_ids_of_no_row_are_refused(options):
-    with pytest.raises(UserError, match="no row of 60 logits"):
+    with pytest.raises(UserError, match="outside the 60 logits"):
         chosen(peaked(1, 60), 0.5, **options)
 
 

@@ -8,33 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 LANES = 16
-"""Numbers of a vector."""
+"""Numbers of a vector register."""
 BLOCK = 64
-"""Positions whose scores are computed together; room for positions is a multiple of it."""
+"""Positions whose attention scores are computed together; a cache holds a multiple of it."""
 QUERIES = 4
 """Queries of one sequence that read keys and values together."""
 VECTORS = 6
 """Vectors that a panel of weights is multiplied with at a time, at the most."""
 GELU_NEW, GELU, RELU, SILU = range(4)
 ACTIVATIONS = {"gelu_new": GELU_NEW, "gelu": GELU, "relu": RELU, "silu": SILU}
-PHASES_A_LAYER, PHASES_BESIDE = 8, 3
 LINE = 8
-"""Counters lie as many int64 apart: a cache line."""
+"""The int64 of a cache line: counters lie that far apart."""
 
 
 class Control(NamedTuple):
-    """What the threads share a step by, as one of them sees it."""
+    """The state of a step that its threads share, as one of them sees it."""
 
     counters: Any
-    """A line for the step, then for each phase one of chunks done, and one of each share's claimed.
+    """A line for the step; for each phase, one of the chunks done and one of each share's claimed.
     """
     threads: Any
     me: Any
-    """Which of them this one is."""
+    """The number of this thread."""
 
 
 def control_for(phases: int, threads: int) -> Control:
-    """Return what threads share a step of so many phases by; each step takes a new one."""
+    """Return the control of a step of so many phases; each step takes a new one."""
     lines = 1 + phases * (1 + threads)
     counters: NDArray[np.int64] = np.zeros(lines * LINE, np.int64)
     return Control(counters, threads, 0)
@@ -42,35 +41,52 @@ def control_for(phases: int, threads: int) -> Control:
 
 def phases_of(n_layer: int) -> int:
     """Return how many phases a step of `forward` has."""
-    return PHASES_A_LAYER * n_layer + PHASES_BESIDE
+    return 8 * n_layer + 3
 
 
 class Matrix(NamedTuple):
-    """A packed matrix and the biases of its rows, padded as they are; layers stacked in front."""
+    """A packed matrix and the biases of its rows. A stack has an axis of layers in front."""
 
     weights: Any
     scales: Any
     bias: Any
 
 
+class Vectors(NamedTuple):
+    """The vectors that a GEMM reads: (n, K) float32, bf16 as uint16, or int8; see `quantize.py`."""
+
+    values: Any
+    scales: Any
+    """(n, K/64), float32, of int8."""
+    sums: Any
+    """(n, K/32), int32, of int8."""
+
+
+class Activated(NamedTuple):
+    """Where a GEMM writes its output after an activation function."""
+
+    vectors: Vectors
+    activation: Any
+
+
 class Weights(NamedTuple):
-    """All of a model."""
+    """All weights of a model."""
 
     wte: Matrix
     wpe: Any
     """(C, K), float32."""
     head: Matrix
-    """Of a tied model: the same arrays as `wte`."""
+    """The same arrays as `wte` in a tied model."""
     c_attn: Matrix
     attn_proj: Matrix
     c_fc: Matrix
     mlp_proj: Matrix
     norms: Any
-    """(L, 2, 2, D): of each layer ln_1 and ln_2, of each weight and bias."""
+    """(L, 2, 2, D): ln_1 and ln_2 of each layer, the weight and bias of each."""
     ln_f: Any
     """(2, D)."""
     windows: Any
-    """(L,): positions that a layer sees back; 0: all."""
+    """(L,): the positions that a layer attends to; 0 is all."""
     epsilon: Any
     n_embd: int
     n_head: int
@@ -79,21 +95,19 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Room for the activations of as many tokens as a batch may bring."""
+    """The activations of as many tokens as a batch may have."""
 
     h: Any
-    x: Any
-    x_scales: Any
-    x_sums: Any
+    """(tokens, K), the residual stream."""
+    x: Vectors
+    """The input of the next GEMM."""
     qkv: Any
     attention: Any
-    mlp: Any
-    mlp_scales: Any
-    mlp_sums: Any
+    mlp: Vectors
     states: Any
-    """(tokens, K): after the last norm, of the tokens whose logits are asked for."""
+    """(outputs, K): the last norm's output at the tokens whose logits are asked for."""
     logits: Any
-    """(tokens, rows of the head)."""
+    """(outputs, rows of the head)."""
     normed: Any
     """(threads, K): this and the following are scratch of each thread."""
     sums: Any
@@ -113,13 +127,47 @@ class Cache(NamedTuple):
     value_scales: Any
 
 
+class HeadCache(NamedTuple):
+    """One head of one slot: keys (C/64, D/H, 64), values (C, D/H), scales (C,) or empty."""
+
+    keys: Any
+    values: Any
+    key_scales: Any
+    value_scales: Any
+
+
+class Queries(NamedTuple):
+    """The queries of one head at n (1 or QUERIES) neighbouring positions of a sequence.
+
+    They are rows of `rows` (tokens, columns) from row `first` on, and `size` (D/H) columns of them
+    from `column` on. The first query is at `position`. Each attends to `window` positions; 0: all.
+    """
+
+    rows: Any
+    first: Any
+    n: Any
+    column: Any
+    size: Any
+    position: Any
+    window: Any
+
+
 class Batch(NamedTuple):
-    """What one step reads: tokens of several sequences, one after the other."""
+    """The tokens that one step reads, of several sequences one after the other."""
 
     ids: Any
-    slots: Any
     positions: Any
-    sequences: Any
-    """(n, 2): first and last + 1 token of each sequence."""
+    slot_ids: Any
+    """(n,): the slot of each sequence."""
+    spans: Any
+    """(n, 2): the first and the last token + 1 of each sequence."""
     outputs: Any
-    """Tokens whose logits are asked for."""
+    """The tokens whose logits are asked for."""
+
+
+class TokenLists(NamedTuple):
+    """The ids of prompts and texts, and those whose logits `bias` is added to; see `Row`."""
+
+    seen: Any
+    bias_ids: Any
+    bias: Any

@@ -1,7 +1,7 @@
 """A kernel's function -> machine code that needs neither Numba nor Python.
 
 Kernels allocate nothing and raise nothing, so that they need no more than the C library. Numba
-compiles what nevertheless handles errors; where that calls Numba or Python, it traps here.
+still compiles code that handles errors; its calls of Numba and Python are replaced by traps.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from tiedgpt.infer.kernels.compile_cache import Record
 from tiedgpt.infer.kernels.simd import FEATURE_LIST, f32, i32, i64
 
 LINKER = "cc"
-"""What links shared libraries, where it is installed."""
+"""The program that links shared libraries, if it is installed."""
 FOREIGN = re.compile("numba_|NRT_|_?Py")
 """Functions and variables of Numba and Python."""
-OF_ERRORS = re.compile(
+ERROR_HANDLING = re.compile(
     "numba_gil_|numba_unpickle|numba_do_raise|numba_runtime_build_excinfo|NRT_Free|"
     "NRT_MemInfo_call_dtor|_?Py"
 )
-"""Those that only the handling of errors, and the freeing of memory, call."""
+"""The functions among them that only handle errors or free memory."""
 
 
-def compiled(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+def compile_kernel(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     """Return the C callback (record, number of the thread) of a kernel of (control, ...)."""
     counters = types.Array(types.int64, 1, "C")
-    kinds = [numba.typeof(_blank(argument)) for argument in arguments]
+    kinds = [numba.typeof(_example(argument)) for argument in arguments]
     read = _reader(types.Tuple([counters, types.int64, *kinds]))
 
     @cfunc(types.void(types.CPointer(types.int64), types.int64), error_model="numpy")
     def entry(record, me):
-        given = read(record)
-        function(Control(given[0], given[1], me), *given[2:])
+        values = read(record)
+        function(Control(values[0], values[1], me), *values[2:])
 
     return entry
 
 
-def machine_code(compiled: Any, symbol: str) -> tuple[bytes, str]:
+def machine_code(callback: Any, symbol: str) -> tuple[bytes, str]:
     """Return a shared library (".so") or an object file (".o") that exports a C callback.
 
-    Raises `UserError` for one that needs Numba, as to allocate memory.
+    Raises `UserError` for a kernel that needs Numba, for example to allocate memory.
     """
-    module = llvm.parse_assembly(compiled.inspect_llvm())
+    module = llvm.parse_assembly(callback.inspect_llvm())
     stubs = ["declare void @llvm.trap()"]
     for each in module.functions:
         if not each.is_declaration:
             each.linkage = "internal"
         elif FOREIGN.match(each.name):
-            if not OF_ERRORS.match(each.name):
-                raise UserError(f"kernels cannot do without Numba what {each.name} does")
+            if not ERROR_HANDLING.match(each.name):
+                raise UserError(f"the kernel calls {each.name}, which needs Numba")
             body = "{ call void @llvm.trap() unreachable }"
             stubs.append(f"define hidden void @{each.name}() {body}")
     for each in module.global_variables:
         if each.is_declaration and FOREIGN.match(each.name):
             stubs.append(f"@{each.name} = hidden global ptr null")
     module.link_in(llvm.parse_assembly("\n".join(stubs)))
-    entry = module.get_function(compiled.native_name)
+    entry = module.get_function(callback.native_name)
     entry.name, entry.linkage = symbol, "external"
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=getattr(numba.config, "CPU_NAME", None) or llvm.get_host_cpu_name(),
@@ -86,17 +86,20 @@ def machine_code(compiled: Any, symbol: str) -> tuple[bytes, str]:
     return data, ".o"
 
 
-def _blank(value: Any) -> Any:
-    """Return an argument whose type is that of all that a kernel is compiled for together."""
+def _example(value: Any) -> Any:
+    """Return a small argument of the same type, by Numba's `typeof`, as this one."""
     if isinstance(value, Record):
         value = value.arguments
     if isinstance(value, np.ndarray):
         return np.empty((0,) * value.ndim, value.dtype)
-    return type(value)(*map(_blank, value)) if isinstance(value, tuple) else value
+    return type(value)(*map(_example, value)) if isinstance(value, tuple) else value
 
 
 def _reader(kind: Any) -> Any:
-    """Make what reads a value of this type from a record of int64: see `compile_cache._flatten`."""
+    """Make a function that reads a value of this type from a record of int64.
+
+    `compile_cache._flatten` writes the record.
+    """
 
     @intrinsic
     def read(typing, record):
@@ -110,7 +113,7 @@ def _reader(kind: Any) -> Any:
 
 
 def _value(context, builder, kind, words):
-    """Return the value of a type whose words come next."""
+    """Return a value of a type, made of the next words."""
     if isinstance(kind, types.BaseTuple):
         values = [_value(context, builder, each, words) for each in kind.types]
         return context.make_tuple(builder, kind, values)

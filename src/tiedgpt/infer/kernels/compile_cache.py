@@ -3,7 +3,7 @@
 A kernel's file is named by a digest of all that it depends on: the kernels' sources, the types of
 the arguments, the CPU, and the Numba that is installed. It is a shared library where a C compiler
 was there to link it, which loads in a millisecond; else an object file, which LLVM loads (llvmlite:
-40 ms and 40 MB). A file that is damaged or cannot be loaded is as good as none.
+40 ms and 40 MB). A file that is damaged or cannot be loaded is ignored, and replaced.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SYMBOL = "tiedgpt_kernel"
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 """Its type: of the address of a record of arguments, and the number of the thread."""
 CPU_LINES = ("model name", "flags", "CPU ", "Features")
-"""Lines of /proc/cpuinfo that tell what a CPU is and can."""
+"""The lines of /proc/cpuinfo that name a CPU and its features."""
 
 Kinds = tuple[Any, ...]
-"""Types of arguments: of each array its dtype and number of dimensions, of scalars the class."""
+"""Types of arguments: the dtype and the number of dimensions of an array, the class of a scalar."""
 Function = Callable[[int, int], None]
 
 _alive: list[Any] = []
 """Owners of machine code."""
-_tell: list[Callable[[], None]] = [lambda: None]
+_on_compilation: list[Callable[[], None]] = [lambda: None]
 
 
 class Kernel:
@@ -65,31 +65,31 @@ class Kernel:
     def _compile(self, file: str, arguments: tuple[Any, ...]) -> Function:
         import numba
 
-        if getattr(numba.config, "DISABLE_JIT", 0):  # functions imported now would stay plain
+        if getattr(numba.config, "DISABLE_JIT", 0):  # functions imported now would stay Python
             raise UserError(
-                "NUMBA_DISABLE_JIT is set, and kernels are nothing unless compiled: unset it, or "
-                "compute with torch (backend='torch', --backend torch)"
+                "NUMBA_DISABLE_JIT is set, and kernels must be compiled: unset it, or compute with "
+                "torch (backend='torch', --backend torch)"
             )
-        _tell[-1]()
+        _on_compilation[-1]()
         from tiedgpt.infer.kernels import compilation
 
         module = import_module(f"tiedgpt.infer.kernels.{self.module}")
-        compiled = compilation.compiled(getattr(module, self.name), arguments)
-        _alive.append(compiled)
+        callback = compilation.compile_kernel(getattr(module, self.name), arguments)
+        _alive.append(callback)
         try:
-            _keep(file, *compilation.machine_code(compiled, SYMBOL))
+            _keep(file, *compilation.machine_code(callback, SYMBOL))
         except (OSError, TiedGPTError) as error:
             warnings.warn(
-                f"kernels were compiled for this process alone, as they could not be kept: {error} "
+                f"kernels were compiled for this process alone: they could not be kept: {error} "
                 "(free room there, or set NUMBA_CACHE_DIR)",
                 RuntimeWarning,
                 stacklevel=1,
             )
-        return FUNCTION(compiled.address)
+        return FUNCTION(callback.address)
 
 
 class Record:
-    """Arguments of many steps, flattened once: arrays in place, which must stay as they are."""
+    """Arguments of many steps, flattened once; the arrays must stay where they are in memory."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments, self.words, self.kinds = arguments, list[int](), list[Any]()
@@ -99,7 +99,7 @@ class Record:
 class Step:
     """A step of a kernel: each thread calls it with its number and returns when all is done.
 
-    A thread that comes when it is over returns at once.
+    A thread that comes when the step is over returns at once.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class Step:
 
 
 @contextmanager
-def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` once if, inside the block, kernels begin to be compiled."""
-    _tell.append(cache(tell))
+def on_compilation(callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` once if kernels begin to be compiled inside the block."""
+    _on_compilation.append(cache(callback))
     try:
         yield
     finally:
-        _tell.pop()
+        _on_compilation.pop()
 
 
 def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> None:
     """Append a record's words, as `compilation.py` reads them, and the arguments' types.
 
-    An array is its address and its shape.
+    The words of an array are its address and its shape.
     """
     for value in values:
         if isinstance(value, np.ndarray):
@@ -152,15 +152,15 @@ def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> Non
 
 
 def _places() -> list[Path]:
-    """Return the directories where files are looked for, and kept in the first that can be."""
-    if named := os.environ.get("NUMBA_CACHE_DIR"):
-        return [Path(named)]
+    """Return the directories of the cache; files are written to the first that is possible."""
+    if directory := os.environ.get("NUMBA_CACHE_DIR"):
+        return [Path(directory)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return [Path(__file__).parent / "__pycache__", Path(home) / "tiedgpt"]
 
 
 def _load(file: str) -> Function | None:
-    """Return the function in a kept file, if there is one that is whole and can be loaded."""
+    """Return the function of the first undamaged file that can be loaded, or None."""
     for path in (path for place in _places() for path in place.glob(f"{file}-*")):
         with suppress(OSError, RuntimeError, ValueError, AttributeError):
             data = path.read_bytes()
@@ -187,7 +187,7 @@ def _address_in(data: bytes) -> int:
 
 
 def _keep(file: str, data: bytes, suffix: str) -> None:
-    """Write machine code to the first place that takes it, or raise what the last one raised."""
+    """Write machine code to the first place that can be written; raise the error of the last."""
     *places, last = _places()
     for place in places:
         with suppress(OSError, TiedGPTError):
@@ -196,24 +196,25 @@ def _keep(file: str, data: bytes, suffix: str) -> None:
 
 
 def _write(place: Path, file: str, data: bytes, suffix: str) -> None:
+    """Write a file whose name ends with the checksum of its data."""
     with replacing(place / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
         temporary.write_bytes(data)
 
 
 @cache
 def _digest() -> int:
-    """Return a digest of all that machine code depends on, but for the types of arguments."""
+    """Return a digest of everything that machine code depends on except the arguments' types."""
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    numba = [(name, os.stat(found.origin).st_mtime_ns) for name in ("numba", "llvmlite")
-             if (found := find_spec(name)) and found.origin]  # fmt: skip
-    settings = {name: said for name, said in os.environ.items() if name.startswith("NUMBA_")}
+    numba = [(name, os.stat(spec.origin).st_mtime_ns) for name in ("numba", "llvmlite")
+             if (spec := find_spec(name)) and spec.origin]  # fmt: skip
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     settings.pop("NUMBA_CACHE_DIR", None)
     about = (sys.platform, _cpu(), numba, sorted(settings.items()))
     return zlib.crc32(b"".join(sources) + repr(about).encode())
 
 
 def _cpu() -> str:
-    """Return what tells this CPU from others, as the system or else LLVM says it."""
+    """Return the CPU's name and features as the system, or else LLVM, describes them."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         first, _, _ = file.read(1 << 14).partition("\n\n")
         return "\n".join(line for line in first.split("\n") if line.startswith(CPU_LINES))

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from numba import njit
 
-from tiedgpt.infer.kernels.arguments import QUERIES
+from tiedgpt.infer.kernels.arguments import QUERIES, Activated, HeadCache, Matrix, Queries
 from tiedgpt.infer.kernels.attention import append, attend
-from tiedgpt.infer.kernels.gemm import activated_gemm, gemm
+from tiedgpt.infer.kernels.gemm import accumulate, gemm, store, store_activated
 from tiedgpt.infer.kernels.microkernels import PANEL, number_at
 from tiedgpt.infer.kernels.norms import layer_norm
-from tiedgpt.infer.kernels.quantize import quantize
-from tiedgpt.infer.kernels.work_stealing import claimed, end, is_over
+from tiedgpt.infer.kernels.quantize import quantize, row_of
+from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
 PLAIN, NORM, REPLACE = range(3)
-"""What is read: h, norm(h), or norm(h) that takes the place of h."""
+"""The next GEMM reads h, norm(h), or norm(h) that also takes the place of h."""
 
 
 @njit(error_model="numpy")
 def _embed(control, phase, model, buffers, batch):
     """Set h_0 = U W_e + W_p."""
     n, width = len(batch.ids), model.n_embd
-    for m in claimed(control, phase, n):
+    for m in claim_chunks(control, phase, n):
         h = buffers.h[m]
         token, position = batch.ids[m], model.wpe[batch.positions[m]]
         panel, row = token // PANEL, token % PANEL
@@ -35,65 +35,56 @@ def _embed(control, phase, model, buffers, batch):
     return phase + 1
 
 
+@njit(inline="always", error_model="numpy")
+def _layer_of(stack, layer):
+    """Return the matrix of one layer."""
+    return Matrix(stack.weights[layer], stack.scales[layer], stack.bias[layer])
+
+
 @njit(error_model="numpy")
 def _layer(control, phase, layer, model, buffers, cache, batch):
-    n, padded, post = len(batch.ids), buffers.h.shape[1], model.post
-    x, xs, xsum = buffers.x, buffers.x_scales, buffers.x_sums
-    norms = model.norms
+    """Add attention and the MLP of one layer to h."""
+    n, post, norms = len(batch.ids), model.post, model.norms
+    x, sums = buffers.x, buffers.sums[control.me]
     if post:
         before = norms[layer - 1, 1] if layer else norms[0, 1]
-        doing = int(REPLACE) if layer else int(PLAIN)
-        phase = _normed(control, phase, model, buffers, before, n, doing)
+        mode = int(REPLACE) if layer else int(PLAIN)
+        phase = _normalize(control, phase, model, buffers, before, n, mode)
     else:
-        phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
-    w = model.c_attn
-    phase = gemm(
-        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        False, buffers.sums[control.me], buffers.qkv,
-    )  # fmt: skip
+        phase = _normalize(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
+    c_attn = _layer_of(model.c_attn, layer)
+    phase = gemm(control, phase, c_attn, x, n, sums, store, buffers.qkv)
     phase = _attention(control, phase, layer, model, buffers, cache, batch)
-    for token in claimed(control, phase, n):
-        quantize(buffers.attention[token], padded, x[token], xs[token], xsum[token])
-    phase += 1
-    w = model.attn_proj
-    phase = gemm(
-        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        True, buffers.sums[control.me], buffers.h,
-    )  # fmt: skip
+    for token in claim_chunks(control, phase, n):
+        quantize(buffers.attention[token], 0, x.values.shape[1], row_of(x, token))
+    attn_proj = _layer_of(model.attn_proj, layer)
+    phase = gemm(control, phase + 1, attn_proj, x, n, sums, accumulate, buffers.h)
     if post:
-        phase = _normed(control, phase, model, buffers, norms[layer, 0], n, int(REPLACE))
+        phase = _normalize(control, phase, model, buffers, norms[layer, 0], n, int(REPLACE))
     else:
-        phase = _normed(control, phase, model, buffers, norms[layer, 1], n, int(NORM))
-    w = model.c_fc
-    phase = activated_gemm(
-        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], x, xs, xsum, n, padded,
-        model.activation, buffers.sums[control.me], buffers.mlp, buffers.mlp_scales,
-        buffers.mlp_sums,
-    )  # fmt: skip
-    w = model.mlp_proj
-    return gemm(
-        control, phase, w.weights[layer], w.scales[layer], w.bias[layer], buffers.mlp,
-        buffers.mlp_scales, buffers.mlp_sums, n, buffers.mlp.shape[1], True,
-        buffers.sums[control.me], buffers.h,
-    )  # fmt: skip
+        phase = _normalize(control, phase, model, buffers, norms[layer, 1], n, int(NORM))
+    hidden = Activated(buffers.mlp, model.activation)
+    c_fc, mlp_proj = _layer_of(model.c_fc, layer), _layer_of(model.mlp_proj, layer)
+    phase = gemm(control, phase, c_fc, x, n, sums, store_activated, hidden)
+    return gemm(control, phase, mlp_proj, buffers.mlp, n, sums, accumulate, buffers.h)
 
 
 @njit(error_model="numpy")
-def _normed(control, phase, model, buffers, norm, n, doing):
+def _normalize(control, phase, model, buffers, norm, n, mode):
     """Write norm(h) to x as GEMMs read it; with REPLACE to h as well (post-LN)."""
     padded = buffers.h.shape[1]
     out = buffers.normed[control.me]
-    for m in claimed(control, phase, n):
+    for m in claim_chunks(control, phase, n):
         h = buffers.h[m]
-        if doing > PLAIN:
+        if mode > PLAIN:
             layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
-            if doing == REPLACE:
+            if mode == REPLACE:
                 for k in range(padded):
                     h[k] = out[k]
         else:
             for k in range(model.n_embd):
                 out[k] = h[k]
-        quantize(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
+        quantize(out, 0, padded, row_of(buffers.x, m))
     return phase + 1
 
 
@@ -102,32 +93,27 @@ def _attention(control, phase, layer, model, buffers, cache, batch):
     """Append the new keys and values and attend from each new position; a chunk is a head."""
     heads, width = model.n_head, model.n_embd
     size, window = width // heads, model.windows[layer]
-    chunks = batch.sequences.shape[0] * heads
-    scaled = cache.key_scales.shape[3] > 0
+    chunks = len(batch.slot_ids) * heads
     p, mixed = buffers.p[control.me], buffers.mixed[control.me]
-    for chunk in claimed(control, phase, chunks):
+    for chunk in claim_chunks(control, phase, chunks):
         sequence, head = chunk // heads, chunk % heads
-        begin, end = batch.sequences[sequence, 0], batch.sequences[sequence, 1]
-        slot = batch.slots[begin]
-        keys, values = cache.keys[layer, slot, head], cache.values[layer, slot, head]
-        key_scales = cache.key_scales[layer, slot, head]
-        value_scales = cache.value_scales[layer, slot, head]
-        after = cache.keys[layer, slot, head + 1] if head + 1 < heads else keys
-        at = head * size
-        for m in range(begin, end):
-            qkv, position = buffers.qkv[m], batch.positions[m]
-            append(
-                qkv[width + at :], qkv[2 * width + at :], size, position, keys, values, key_scales,
-                value_scales, scaled,
-            )  # fmt: skip
-        m = begin
+        slot_id = batch.slot_ids[sequence]
+        m, end = batch.spans[sequence, 0], batch.spans[sequence, 1]
+        its = HeadCache(
+            cache.keys[layer, slot_id, head], cache.values[layer, slot_id, head],
+            cache.key_scales[layer, slot_id, head], cache.value_scales[layer, slot_id, head],
+        )  # fmt: skip
+        next_keys = cache.keys[layer, slot_id, head + 1] if head + 1 < heads else its.keys
+        column = head * size
+        for token in range(m, end):
+            qkv = buffers.qkv[token]
+            key, value = qkv[width + column :], qkv[2 * width + column :]
+            append(key, value, size, batch.positions[token], its)
         while m < end:
-            queries = QUERIES if end - m >= QUERIES else 1
-            attend(
-                buffers.qkv, m, queries, at, size, batch.positions[m], window, keys, values,
-                key_scales, value_scales, scaled, after, p, mixed, buffers.attention,
-            )  # fmt: skip
-            m += queries
+            n = QUERIES if end - m >= QUERIES else 1
+            queries = Queries(buffers.qkv, m, n, column, size, batch.positions[m], window)
+            attend(queries, its, next_keys, p, mixed, buffers.attention)
+            m += n
     return phase + 1
 
 
@@ -136,17 +122,13 @@ def _logits(control, phase, model, buffers, batch):
     """Set logits = norm(h_L) W_e^T of the tokens asked for: the face of W that predicts."""
     n, padded = len(batch.outputs), buffers.h.shape[1]
     layers = model.windows.shape[0]
-    for m in claimed(control, phase, n):
+    for m in claim_chunks(control, phase, n):
         h, out = buffers.h[batch.outputs[m]], buffers.states[m]
         norm = model.norms[layers - 1, 1] if model.post else model.ln_f
         layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
-        quantize(out, padded, buffers.x[m], buffers.x_scales[m], buffers.x_sums[m])
-    phase += 1
-    w = model.head
-    return gemm(
-        control, phase, w.weights, w.scales, w.bias, buffers.x, buffers.x_scales, buffers.x_sums, n,
-        padded, False, buffers.sums[control.me], buffers.logits,
-    )  # fmt: skip
+        quantize(out, 0, padded, row_of(buffers.x, m))
+    sums = buffers.sums[control.me]
+    return gemm(control, phase + 1, model.head, buffers.x, n, sums, store, buffers.logits)
 
 
 @njit(error_model="numpy")

@@ -3,192 +3,167 @@
 Weights lie in panels of 64 rows (`weights/formats/packed/panels.py`): at each step along a row the
 64 rows' next numbers lie side by side, so that each lane of a register adds up its own row and
 nothing is summed across lanes. A row's sum is thus the same for any number of vectors and of
-threads. Keys and values of the cache lie in the same way, and attention's two matmuls are made
-alike.
+threads. Keys and values of the cache lie in the same way, and attention's two matmuls add up alike.
 """
 
 from __future__ import annotations
 
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import overload
 
-from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels import simd
+from tiedgpt.infer.kernels import vectors as vec
+from tiedgpt.infer.kernels.arguments import LANES, Matrix, Vectors
 from tiedgpt.infer.kernels.quantize import GROUP
-from tiedgpt.infer.kernels.simd import (
-    ARRAY,
-    constant,
-    dot8,
-    dot16,
-    f32,
-    fma,
-    i8,
-    i16,
-    i32,
-    i64,
-    instructions,
-    load,
-    splat,
-    store,
-    vector,
-    widened,
-)  # fmt: skip
-from tiedgpt.infer.kernels.vectors import float_of_bits
+from tiedgpt.infer.kernels.simd import ARRAY, constant, f32, i8, i16, i32, i64, instructions, vector
 
 PANEL = 64
 PARTS = PANEL // LANES
 GROUP_INT4 = 32
-"""4-bit weights that share a scale."""
-
-
-class Operands(NamedTuple):
-    """What a microkernel multiplies: a panel of weights, and the vectors from the first on."""
-
-    weights: Any
-    scales: Any
-    x: Any
-    x_scales: Any
-    x_sums: Any
-    width: Any
+"""The 4-bit weights that share a scale."""
 
 
 def _microkernel(n: int) -> Any:
-    """Make the matmul of a panel with `n` vectors."""
+    """Make the matmul of a panel of a `Matrix` with `n` of some `Vectors`."""
 
-    @instructions(
-        types.void, ARRAY, ARRAY, types.intp, ARRAY, ARRAY, ARRAY, types.intp, types.intp, ARRAY
-    )
-    def microkernel(builder, w, s, panel, x, x_scales, x_sums, first, width, out):
-        precision = _precision(w, s)
+    @instructions(types.void, ARRAY, types.intp, ARRAY, types.intp, types.intp, ARRAY)
+    def microkernel(builder, matrix, panel, x, first, width, out):
+        """Write the sums (n, 64) of a panel's rows and the vectors from the first on."""
+        precision = _precision(matrix)
         panel_size = builder.mul(width, i64(PANEL // 2 if precision == "int4" else PANEL))
-        at = Operands(
-            weights=builder.gep(w, [builder.mul(panel, panel_size)]),
-            scales=builder.gep(s, [builder.mul(panel, builder.mul(width, i64(PANEL // 32)))]),
-            x=builder.gep(x, [builder.mul(first, width)]),
-            x_scales=builder.gep(x_scales, [builder.mul(first, builder.lshr(width, i64(6)))]),
-            x_sums=builder.gep(x_sums, [builder.mul(first, builder.lshr(width, i64(5)))]),
-            width=width,
+        groups = builder.mul(width, i64(PANEL // GROUP_INT4))
+        panel_of_it = matrix._replace(
+            weights=builder.gep(matrix.weights, [builder.mul(panel, panel_size)]),
+            scales=builder.gep(matrix.scales, [builder.mul(panel, groups)]),
         )
-        for m, row in enumerate(PRECISIONS[precision](builder, at, n)):
+        vectors = Vectors(
+            values=builder.gep(x.values, [builder.mul(first, width)]),
+            scales=builder.gep(x.scales, [builder.mul(first, builder.lshr(width, i64(6)))]),
+            sums=builder.gep(x.sums, [builder.mul(first, builder.lshr(width, i64(5)))]),
+        )
+        rows = PRECISIONS[precision](builder, panel_of_it, vectors, width, n)
+        for m, row in enumerate(rows):
             for part, values in enumerate(row):
-                store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
+                simd.store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
 
     return microkernel
 
 
-def _precision(weights: Any, scales: Any) -> str:
-    """Return the precision of weights by the LLVM types of a packed matrix's arrays."""
-    if weights.type.pointee == f32:
-        return "fp32"
-    if weights.type.pointee == i16:
-        return "bf16"
-    return "int4" if scales.type.pointee == i16 else "int8"
+def _precision(matrix: Matrix) -> str:
+    """Return the precision of a packed matrix by the LLVM types of its arrays."""
+    kind = matrix.weights.type.pointee
+    if kind in (f32, i16):
+        return "fp32" if kind == f32 else "bf16"
+    return "int4" if matrix.scales.type.pointee == i16 else "int8"
 
 
 def _variables(builder: Any, n: int, kind: Any) -> list[list[Any]]:
+    """Return places on the stack for n rows of vectors; LLVM keeps them in registers."""
     return [[cgutils.alloca_once(builder, kind) for _ in range(PARTS)] for _ in range(n)]
 
 
-def cleared(builder: Any, n: int) -> list[list[Any]]:
-    """Return places for the sums of n vectors with 4 x 16 rows, set to 0."""
+def zero_sums(builder: Any, n: int) -> list[list[Any]]:
+    """Return places for the sums of n vectors with 64 rows, set to 0."""
     sums = _variables(builder, n, vector(f32))
     for row in sums:
-        for slot in row:
-            builder.store(constant(f32, 0.0), slot)
+        for place in row:
+            builder.store(constant(f32, 0.0), place)
     return sums
 
 
-def loaded(builder: Any, slots: list[list[Any]]) -> list[list[Any]]:
-    """Return what stands in those places."""
-    return [[builder.load(slot) for slot in row] for row in slots]
+def load_sums(builder: Any, sums: list[list[Any]]) -> list[list[Any]]:
+    """Return the sums at these places."""
+    return [[builder.load(place) for place in row] for row in sums]
 
 
-def _fp32(builder: Any, at: Operands, n: int) -> list[list[Any]]:
+def add_products(
+    builder: Any, sums: list[list[Any]], parts: list[Any], x: list[Any], add: Any
+) -> None:
+    """Add to each vector's sums the 64 rows' numbers times the vector's: `add(sum, part, x)`."""
+    for row, number in zip(sums, x, strict=True):
+        for part, place in zip(parts, row, strict=True):
+            builder.store(add(builder, builder.load(place), part, number), place)
+
+
+def add_scaled(builder: Any, total: Any, part: Any, x: Any) -> Any:
+    """Add 16 numbers times x to a sum."""
+    return simd.fma(builder, part, simd.splat(builder, x), total)
+
+
+def _fp32(builder: Any, w: Matrix, x: Vectors, width: Any, n: int) -> list[list[Any]]:
     """float32 weights (P, K, 64) and vectors (n, K)."""
-    sums = cleared(builder, n)
-    with cgutils.for_range(builder, at.width) as loop:
-        k = loop.index
-        row = builder.gep(at.weights, [builder.mul(k, i64(PANEL))])
-        w = [load(builder, builder.gep(row, [i64(LANES * p)]), f32) for p in range(PARTS)]
-        for m in range(n):
-            place = builder.add(builder.mul(at.width, i64(m)), k)
-            x = splat(builder, builder.load(builder.gep(at.x, [place])))
-            for part, slot in zip(w, sums[m], strict=True):
-                builder.store(fma(builder, part, x, builder.load(slot)), slot)
-    return loaded(builder, sums)
+    return _floats(builder, w.weights, x.values, width, n, add_scaled)
 
 
-def _bf16(builder: Any, at: Operands, n: int) -> list[list[Any]]:
-    """bf16 weights (P, K/2, 64, 2) and vectors (n, K), all as uint16."""
-    sums = cleared(builder, n)
-    words, half = builder.bitcast(at.x, i32.as_pointer()), builder.lshr(at.width, i64(1))
-    with cgutils.for_range(builder, half) as loop:
-        k = loop.index
-        row = builder.gep(at.weights, [builder.mul(k, i64(2 * PANEL))])
-        w = [load(builder, builder.gep(row, [i64(2 * LANES * p)]), i32) for p in range(PARTS)]
-        for m in range(n):
-            place = builder.add(builder.mul(half, i64(m)), k)
-            x = builder.load(builder.gep(words, [place]), align=2)
-            for part, slot in zip(w, sums[m], strict=True):
-                builder.store(dot16(builder, builder.load(slot), part, x), slot)
-    return loaded(builder, sums)
+def _bf16(builder: Any, w: Matrix, x: Vectors, width: Any, n: int) -> list[list[Any]]:
+    """bf16 weights (P, K/2, 64, 2) and vectors (n, K), two numbers in an int32."""
+    weights, pairs = (builder.bitcast(p, i32.as_pointer()) for p in (w.weights, x.values))
+    return _floats(builder, weights, pairs, builder.lshr(width, i64(1)), n, simd.dot16)
 
 
-def _int8(builder: Any, at: Operands, n: int) -> list[list[Any]]:
-    """int8 weights + 128 (P, K/4, 64, 4); vectors as for `_integers`."""
-    return _integers(builder, at, n, GROUP, offset=128, per_byte=1)
-
-
-def _int4(builder: Any, at: Operands, n: int) -> list[list[Any]]:
-    """4-bit weights + 8 (P, K/8, 64, 4), two in a byte; vectors as for `_integers`."""
-    return _integers(builder, at, n, GROUP_INT4, offset=8, per_byte=2)
+def _floats(builder: Any, weights: Any, x: Any, steps: Any, n: int, add: Any) -> list[list[Any]]:
+    """Add up products of weights (steps, 64) and vectors (n, steps)."""
+    sums = zero_sums(builder, n)
+    with cgutils.for_range(builder, steps) as loop:
+        row = builder.gep(weights, [builder.mul(loop.index, i64(PANEL))])
+        places = [builder.gep(row, [i64(LANES * p)]) for p in range(PARTS)]
+        parts = [simd.load(builder, place, place.type.pointee) for place in places]
+        starts = [builder.mul(steps, i64(m)) for m in range(n)]
+        numbers = [builder.load(builder.gep(x, [builder.add(s, loop.index)])) for s in starts]
+        add_products(builder, sums, parts, numbers, add)
+    return load_sums(builder, sums)
 
 
 def _integers(
-    builder: Any, at: Operands, n: int, group: int, *, offset: int, per_byte: int
-) -> list[list[Any]]:
+    builder: Any, w: Matrix, x: Vectors, width: Any, n: int, group: int, *, offset: int,
+    per_byte: int,
+) -> list[list[Any]]:  # fmt: skip
     """Integer weights plus an offset, and int8 vectors (n, K) with a scale for each 64.
 
-    Products of a group are added up as int32. Where a group is one of 4-bit weights, its sum is
-    multiplied with their bf16 scale, too. Each number of x is used for all 64 rows before the next
+    The weights are int8 + 128 (P, K/4, 64, 4), or 4 bits + 8 (P, K/8, 64, 4), two in a byte.
+    The products of a group are added up as int32. If a group has 4-bit weights, its sum is
+    multiplied by their bf16 scale, too. Each number of x is used for all 64 rows before the next
     is read. With 4 bits and six vectors, 16 rows at a time would keep 12 numbers of x beside 24
     sums, more than there are registers: that took twice as long.
     """
-    sums, whole = cleared(builder, n), _variables(builder, n, vector(i32))
-    words, steps = builder.bitcast(at.x, i32.as_pointer()), group // (4 * per_byte)
-    with cgutils.for_range(builder, builder.udiv(at.width, i64(group))) as outer:
+    sums, whole = zero_sums(builder, n), _variables(builder, n, vector(i32))
+    words, steps = builder.bitcast(x.values, i32.as_pointer()), group // (4 * per_byte)
+    starts = [builder.mul(builder.lshr(width, i64(2)), i64(m)) for m in range(n)]
+    with cgutils.for_range(builder, builder.udiv(width, i64(group))) as outer:
         g = outer.index
         for m in range(n):
-            begin = splat(builder, builder.mul(_x_sum(builder, at, m, g, group), i32(-offset)))
-            for slot in whole[m]:
-                builder.store(begin, slot)
+            x_sum = _x_sum(builder, x, width, m, g, group)
+            begin = simd.splat(builder, builder.mul(x_sum, i32(-offset)))
+            for place in whole[m]:
+                builder.store(begin, place)
         with cgutils.for_range(builder, i64(steps)) as inner:
             step = builder.add(builder.mul(g, i64(steps)), inner.index)
-            row = builder.gep(at.weights, [builder.mul(step, i64(4 * PANEL))])
-            parts = [load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in range(PARTS)]
-            halves = [parts] if per_byte == 1 else _halves(builder, parts)
-            for half, w in enumerate(halves):
-                place = builder.add(builder.mul(step, i64(per_byte)), i64(half))
-                for m in range(n):
-                    row_start = builder.mul(builder.lshr(at.width, i64(2)), i64(m))
-                    x_at = builder.gep(words, [builder.add(row_start, place)])
-                    x = builder.load(x_at, align=1)
-                    for part, slot in zip(w, whole[m], strict=True):
-                        builder.store(dot8(builder, builder.load(slot), part, x), slot)
-        scales = _group_scales(builder, at, g) if group == GROUP_INT4 else None
+            row = builder.gep(w.weights, [builder.mul(step, i64(4 * PANEL))])
+            parts = [
+                simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in range(PARTS)
+            ]
+            for half, its in enumerate([parts] if per_byte == 1 else _halves(builder, parts)):
+                k = builder.add(builder.mul(step, i64(per_byte)), i64(half))
+                fours = [builder.load(builder.gep(words, [builder.add(s, k)])) for s in starts]
+                add_products(builder, whole, its, fours, simd.dot8)
+        row = builder.gep(w.scales, [builder.mul(g, i64(PANEL))])
+        x_group = builder.udiv(builder.mul(g, i64(group)), i64(GROUP))
         for m in range(n):
-            x_scale = _x_scale(builder, at, m, builder.udiv(builder.mul(g, i64(group)), i64(GROUP)))
-            for part in range(PARTS):
+            x_row = builder.mul(builder.lshr(width, i64(6)), i64(m))
+            x_scale = builder.load(builder.gep(x.scales, [builder.add(x_row, x_group)]))
+            for part, place in enumerate(sums[m]):
                 product = builder.sitofp(builder.load(whole[m][part]), vector(f32))
-                if scales is not None:
-                    product = builder.fmul(product, scales[part])
-                slot = sums[m][part]
-                builder.store(fma(builder, product, x_scale, builder.load(slot)), slot)
-    return loaded(builder, sums)
+                if group == GROUP_INT4:
+                    scale = simd.load_float32(builder, builder.gep(row, [i64(LANES * part)]))
+                    product = builder.fmul(product, scale)
+                total = add_scaled(builder, builder.load(place), product, x_scale)
+                builder.store(total, place)
+    return load_sums(builder, sums)
 
 
 def _halves(builder: Any, parts: list[Any]) -> list[list[Any]]:
@@ -201,30 +176,20 @@ def _halves(builder: Any, parts: list[Any]) -> list[list[Any]]:
     return [[builder.and_(part, low) for part in half] for half in (parts, high)]
 
 
-def _x_sum(builder: Any, at: Operands, m: int, g: Any, group: int) -> Any:
-    """Return the sum of group g of vector m, of whose 32s the sums are known."""
+def _x_sum(builder: Any, x: Vectors, width: Any, m: int, g: Any, group: int) -> Any:
+    """Return the sum of group g of vector m; the sums of 32 numbers are stored."""
     of_32s = group // 32
-    place = builder.mul(builder.lshr(at.width, i64(5)), i64(m))
-    place = builder.add(place, builder.mul(g, i64(of_32s)))
-    sums = [
-        builder.load(builder.gep(at.x_sums, [builder.add(place, i64(i))])) for i in range(of_32s)
-    ]
-    return reduce(builder.add, sums)
+    start = builder.mul(builder.lshr(width, i64(5)), i64(m))
+    start = builder.add(start, builder.mul(g, i64(of_32s)))
+    places = [builder.add(start, i64(i)) for i in range(of_32s)]
+    return reduce(builder.add, [builder.load(builder.gep(x.sums, [place])) for place in places])
 
 
-def _x_scale(builder: Any, at: Operands, m: int, g: Any) -> Any:
-    """Return the scale of group g of vector m, 16 times."""
-    place = builder.add(builder.mul(builder.lshr(at.width, i64(6)), i64(m)), g)
-    return splat(builder, builder.load(builder.gep(at.x_scales, [place])))
-
-
-def _group_scales(builder: Any, at: Operands, g: Any) -> list[Any]:
-    """Return the scales of group g of a panel's 4-bit weights."""
-    row = builder.gep(at.scales, [builder.mul(g, i64(PANEL))])
-    return [widened(builder, builder.gep(row, [i64(LANES * p)])) for p in range(PARTS)]
-
-
-PRECISIONS = {"fp32": _fp32, "bf16": _bf16, "int8": _int8, "int4": _int4}
+PRECISIONS = {
+    "fp32": _fp32, "bf16": _bf16,
+    "int8": partial(_integers, group=GROUP, offset=128, per_byte=1),
+    "int4": partial(_integers, group=GROUP_INT4, offset=8, per_byte=2),
+}  # fmt: skip
 microkernel1, microkernel2 = _microkernel(1), _microkernel(2)
 microkernel4, microkernel6 = _microkernel(4), _microkernel(6)
 
@@ -240,7 +205,7 @@ def _number_at(weights, scales, panel, row, k):
     if weights.dtype == types.uint16:
 
         def bf16(weights, scales, panel, row, k):
-            return float_of_bits(np.int32(weights[panel, k // 2, row, k % 2]) << 16)
+            return vec.float_of_bits(np.int32(weights[panel, k // 2, row, k % 2]) << 16)
 
         return bf16
     if scales.ndim == 3:
@@ -248,7 +213,9 @@ def _number_at(weights, scales, panel, row, k):
         def int4(weights, scales, panel, row, k):
             both = np.int32(weights[panel, k // 8, row, k % 4])
             whole = (both >> 4 if k % 8 >= 4 else both & 15) - 8
-            return np.float32(whole) * float_of_bits(np.int32(scales[panel, k // 32, row]) << 16)
+            return np.float32(whole) * vec.float_of_bits(
+                np.int32(scales[panel, k // 32, row]) << 16
+            )
 
         return int4
 

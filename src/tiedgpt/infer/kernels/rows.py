@@ -1,37 +1,19 @@
-"""What is done with a row of logits: bias, penalties, filters, and a draw or a rank.
+"""From a row of logits to a token: bias, penalties, filters, and a draw; or a token's rank.
 
-See `sampling.py`, which makes the rows. No filter sorts the vocabulary: quickselect finds the key
-of the last token that is kept.
+`sampling.py` makes the rows. No filter sorts the vocabulary: quickselect finds the last key kept.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import LANES
-from tiedgpt.infer.kernels.vectors import (
-    above16,
-    add16,
-    array_at,
-    at_least16,
-    compress16,
-    count16,
-    count_bits,
-    equal16,
-    exp16,
-    filled16,
-    larger16,
-    largest16,
-    load16,
-    masked16,
-    shift16,
-    store16,
-    total16,
-)  # fmt: skip
-from tiedgpt.infer.kernels.work_stealing import claimed, end, is_over
+from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
 BLOCK = 256
 """Weights that are summed in float32; sums of blocks are added in float64."""
@@ -42,22 +24,35 @@ TOP_K, TOP_P, MIN_P, TYPICAL_P = range(4)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
+class Candidates(NamedTuple):
+    """The tokens that may still be drawn, side by side, and scratch of the same size."""
+
+    ids: Any
+    """The bits of int32."""
+    scores: Any
+    weights: Any
+    """Proportional to the probabilities."""
+    distances: Any
+    spare_keys: Any
+    spare_weights: Any
+
+
 @njit(error_model="numpy")
 def _copy(logits, scores):
     """Copy a row, with -inf behind it; return its largest, NaN if one is."""
     n = len(logits)
     whole = n // (2 * LANES) * (2 * LANES)
-    top, other = filled16(NONE), filled16(NONE)
+    top, other = vec.splat(NONE), vec.splat(NONE)
     for at in range(0, whole, 2 * LANES):
-        a, b = load16(logits, at), load16(logits, at + LANES)
-        store16(scores, at, a)
-        store16(scores, at + LANES, b)
-        top, other = larger16(top, a), larger16(other, b)
+        a, b = vec.load(logits, at), vec.load(logits, at + LANES)
+        vec.store(scores, at, a)
+        vec.store(scores, at + LANES, b)
+        top, other = vec.larger(top, a), vec.larger(other, b)
     for i in range(whole, whole + 2 * LANES):
         scores[i] = logits[i] if i < n else NONE
-    top = larger16(top, load16(scores, whole))
-    other = larger16(other, load16(scores, whole + LANES))
-    return largest16(larger16(top, other))
+    top = vec.larger(top, vec.load(scores, whole))
+    other = vec.larger(other, vec.load(scores, whole + LANES))
+    return vec.largest(vec.larger(top, other))
 
 
 @njit(error_model="numpy")
@@ -65,26 +60,27 @@ def _exponentials(scores, n, top, factor, weights):
     """Write e^((score - top) * factor) to weights; return their sum."""
     total = 0.0
     for block in range(0, n, BLOCK):
-        part = filled16(np.float32(0.0))
+        part = vec.splat(np.float32(0.0))
         for at in range(block, min(block + BLOCK, n), LANES):
-            e = exp16(shift16(load16(scores, at), top, factor))
-            store16(weights, at, e)
-            part = add16(part, e)
-        total += total16(part)
+            e = vec.exp(vec.shift(vec.load(scores, at), top, factor))
+            vec.store(weights, at, e)
+            part = vec.add(part, e)
+        total += vec.total(part)
     return total
 
 
 @njit(error_model="numpy")
 def _total(weights, begin, end):
     """Return the sum of weights begin..end - 1, of one block."""
-    part = filled16(np.float32(0.0))
+    part = vec.splat(np.float32(0.0))
     for at in range(begin, end, LANES):
-        part = add16(part, load16(weights, at))
-    return np.float64(total16(part))
+        part = vec.add(part, vec.load(weights, at))
+    return np.float64(vec.total(part))
 
 
 @njit(error_model="numpy")
 def _sum(weights, n):
+    """Return the sum of n weights."""
     total = 0.0
     for block in range(0, n, BLOCK):
         total += _total(weights, block, min(block + BLOCK, n))
@@ -92,101 +88,97 @@ def _sum(weights, n):
 
 
 @njit(error_model="numpy")
-def _sums_beside(keys, weights, n, pivot):
+def _sums_around(keys, weights, n, pivot):
     """Return the sums of weights whose keys are > pivot, and >= pivot."""
     above, at_least = 0.0, 0.0
     for block in range(0, n, BLOCK):
-        one, two = filled16(np.float32(0.0)), filled16(np.float32(0.0))
+        one, two = vec.splat(np.float32(0.0)), vec.splat(np.float32(0.0))
         for at in range(block, min(block + BLOCK, n), LANES):
-            key, weight = load16(keys, at), load16(weights, at)
-            one = add16(one, masked16(weight, above16(key, pivot)))
-            two = add16(two, masked16(weight, at_least16(key, pivot)))
-        above += total16(one)
-        at_least += total16(two)
+            key, weight = vec.load(keys, at), vec.load(weights, at)
+            one = vec.add(one, vec.mask(weight, vec.above(key, pivot)))
+            two = vec.add(two, vec.mask(weight, vec.at_least(key, pivot)))
+        above += vec.total(one)
+        at_least += vec.total(two)
     return above, at_least
 
 
 @njit(error_model="numpy")
-def _partition(keys, weights, n, pivot, above, out_keys, out_weights):
-    """Write keys above or below a pivot, and their weights, side by side; return how many."""
+def _partition(keys, weights, n, pivot, above, tokens):
+    """Write keys above or below a pivot, and their weights, to the spare; return how many."""
     kept = 0
     for at in range(0, n, LANES):
-        key, weight = load16(keys, at), load16(weights, at)
-        those = above16(key, pivot if above else NONE)
+        key, weight = vec.load(keys, at), vec.load(weights, at)
+        those = vec.above(key, pivot if above else NONE)
         if not above:
-            those ^= at_least16(key, pivot)
-        compress16(out_keys, kept, key, those)
-        compress16(out_weights, kept, weight, those)
-        kept += count_bits(those)
-    store16(out_keys, kept, filled16(NONE))
-    store16(out_weights, kept, filled16(np.float32(0.0)))
+            those ^= vec.at_least(key, pivot)
+        vec.compress(tokens.spare_keys, kept, key, those)
+        vec.compress(tokens.spare_weights, kept, weight, those)
+        kept += vec.count_bits(those)
+    vec.store(tokens.spare_keys, kept, vec.splat(NONE))
+    vec.store(tokens.spare_weights, kept, vec.splat(np.float32(0.0)))
     return kept
 
 
 @njit(error_model="numpy")
-def _threshold(keys, weights, n, target, pivot, spare_keys, spare_weights):
-    """Find the highest key with which the weights of the highest keys together reach `target`.
+def _threshold(keys, n, target, pivot, tokens):
+    """Find the highest key such that the weights of the keys from it on reach `target`.
 
-    Return it, and with how many of its own kind it does: all keys above it are needed, too. The
-    first guess is `pivot`.
+    Return it, and how many keys equal to it are needed beside all keys above it. The first guess
+    is `pivot`.
     """
-    reached, threshold = 0.0, NONE
+    weights, reached, threshold = tokens.weights, 0.0, NONE
     while n > 0:
-        above, at_least = _sums_beside(keys, weights, n, pivot)
+        above, at_least = _sums_around(keys, weights, n, pivot)
         go_up = reached + above >= target
         if go_up:
             threshold = pivot
         elif pivot == NONE:
             break
         elif reached + at_least >= target:
-            weight = (at_least - above) / _count(keys, n, pivot)
+            count = 0
+            for at in range(0, n, LANES):
+                count += vec.count_bits(vec.equal(vec.load(keys, at), pivot))
+            weight = (at_least - above) / count
             return pivot, max(1, math.ceil((target - reached - above) / weight))
         else:
             reached += at_least
-        n = _partition(keys, weights, n, pivot, go_up, spare_keys, spare_weights)
-        keys, weights = spare_keys, spare_weights
+        n = _partition(keys, weights, n, pivot, go_up, tokens)
+        keys, weights = tokens.spare_keys, tokens.spare_weights
         pivot = keys[n // 2]
     return threshold, 0
 
 
 @njit(error_model="numpy")
-def _count(keys, n, key):
-    count = 0
-    for at in range(0, n, LANES):
-        count += count_bits(equal16(load16(keys, at), key))
-    return count
-
-
-@njit(error_model="numpy")
-def _keep(keys, threshold, ties, n, ids, scores, weights):
+def _keep(keys, threshold, ties, n, tokens):
     """Keep tokens with keys above a threshold, and the first `ties` of those at it; return n."""
-    kept = 0
+    ids, scores, weights, kept = tokens.ids, tokens.scores, tokens.weights, 0
     for at in range(0, n, LANES):
-        key = load16(keys, at)
-        equal = equal16(key, threshold)
-        while count_bits(equal) > ties:  # without the last of them
+        key = vec.load(keys, at)
+        equal = vec.equal(key, threshold)
+        while vec.count_bits(equal) > ties:  # without the last of them
             last = LANES - 1
             while not equal >> last:
                 last -= 1
             equal ^= 1 << last
-        ties -= count_bits(equal)
-        those = above16(key, threshold) | equal
-        token, score, weight = load16(ids, at), load16(scores, at), load16(weights, at)
-        compress16(ids, kept, token, those)
-        compress16(scores, kept, score, those)
-        compress16(weights, kept, weight, those)
-        kept += count_bits(those)
-    store16(scores, kept, filled16(NONE))
-    store16(weights, kept, filled16(np.float32(0.0)))
+        ties -= vec.count_bits(equal)
+        those = vec.above(key, threshold) | equal
+        token, score, weight = vec.load(ids, at), vec.load(scores, at), vec.load(weights, at)
+        vec.compress(ids, kept, token, those)
+        vec.compress(scores, kept, score, those)
+        vec.compress(weights, kept, weight, those)
+        kept += vec.count_bits(those)
+    vec.store(scores, kept, vec.splat(NONE))
+    vec.store(weights, kept, vec.splat(np.float32(0.0)))
     return kept
 
 
 @njit(error_model="numpy")
-def _filter(row, n, top, changed, ids, scores, weights, distances, spare_keys, spare_weights):
+def _filter(row, n, top, changed, tokens):
     """Leave the tokens that may be drawn, with their weights; return how many."""
+    scores, weights, distances = tokens.scores, tokens.weights, tokens.distances
     factor = np.float32(max(1 / row.temperature, SMALLEST))
     for at in range(0, n, LANES):
-        store16(ids, at, count16(at))
+        vec.store(tokens.ids, at, vec.count_from(at))
     for kind in range(4):
         keys, threshold, ties, target = scores, NONE, n, 0.0
         if kind == TOP_K:
@@ -213,10 +205,10 @@ def _filter(row, n, top, changed, ids, scores, weights, distances, spare_keys, s
         else:
             continue
         if kind != MIN_P:
-            threshold, ties = _threshold(keys, weights, n, target, pivot, spare_keys, spare_weights)
+            threshold, ties = _threshold(keys, n, target, pivot, tokens)
             if kind == TOP_K and threshold > NONE:
                 ties = n
-        n = _keep(keys, threshold, ties, n, ids, scores, weights)
+        n = _keep(keys, threshold, ties, n, tokens)
     return n
 
 
@@ -236,7 +228,7 @@ def _surprise(scores, weights, n, top, factor, out):
 
 @njit(error_model="numpy")
 def _draw(weights, n, uniform):
-    """Return where the running sum of weights passes this share of the whole."""
+    """Return the index at which the running sum of weights passes this share of the whole."""
     left = uniform * _sum(weights, n)
     for block in range(0, n, BLOCK):
         stop = min(block + BLOCK, n)
@@ -255,11 +247,11 @@ def _draw(weights, n, uniform):
 
 
 @njit(error_model="numpy")
-def _adjust(row, scores, counts, seen, bias_ids, bias):
+def _adjust(row, scores, counts, lists):
     """Apply bias and penalties to a row's scores; `counts` are 0 before and after."""
     for at in range(row.bias, row.bias_end):
-        scores[bias_ids[at]] += bias[at]
-    penalty = np.float32(row.repetition)
+        scores[lists.bias_ids[at]] += lists.bias[at]
+    penalty, seen = np.float32(row.repetition_penalty), lists.seen
     for token in seen[row.seen : row.seen_end]:
         if not counts[token]:
             score = scores[token]
@@ -272,16 +264,16 @@ def _adjust(row, scores, counts, seen, bias_ids, bias):
         counts[token] += 1
     for token in generated:
         if counts[token]:
-            penalties = row.presence + row.frequency * counts[token]
+            penalties = row.presence_penalty + row.frequency_penalty * counts[token]
             scores[token] -= np.float32(penalties)
             counts[token] = 0
 
 
 @njit(error_model="numpy")
 def _first(scores, top):
-    """Return where the largest score stands first."""
+    """Return the first index of the largest score."""
     at = 0
-    while not equal16(load16(scores, at), top):
+    while not vec.equal(vec.load(scores, at), top):
         at += LANES
     while scores[at] != top:
         at += 1
@@ -295,26 +287,28 @@ def _rank(scores, n, target):
     before = lower // LANES * LANES
     scores[n : n + LANES] = NONE
     for at in range(0, before, LANES):
-        rank += count_bits(at_least16(load16(scores, at), score))
+        rank += vec.count_bits(vec.at_least(vec.load(scores, at), score))
     for at in range(before, n, LANES):
-        rank += count_bits(above16(load16(scores, at), score))
+        rank += vec.count_bits(vec.above(vec.load(scores, at), score))
     for at in range(before, lower):
         rank += scores[at] == score
     return rank
 
 
 @njit(error_model="numpy")
-def _fill(row, size, seen, bias_ids, bias, own):
-    logits, n = array_at(row.address, size), row.n_tokens
-    scores, weights, ids = own[0], own[1], own[2]
+def _fill(row, size, lists, scratch):
+    """Choose or rank the token of a row of `size` logits."""
+    logits, n = vec.array_at(row.address, size), row.n_tokens
+    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3], scratch[4], scratch[5])
+    scores = tokens.scores
     top = _copy(logits, scores)
-    log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), weights))
+    log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), tokens.weights))
     if row.token >= 0:
         row.rank = _rank(scores, n, row.token)
     else:
         changed = n < size or row.bias < row.bias_end or row.seen < row.seen_end
         if changed:
-            _adjust(row, scores, own[6].view(np.int32), seen, bias_ids, bias)
+            _adjust(row, scores, scratch[6].view(np.int32), lists)
             top = _copy(scores[:n], scores)
         row.highest = top
         if not math.isfinite(top):
@@ -322,15 +316,15 @@ def _fill(row, size, seen, bias_ids, bias, own):
         if row.temperature == 0:
             row.token = _first(scores, top)
         else:
-            n = _filter(row, n, top, changed, ids, scores, weights, own[3], own[4], own[5])
-            row.token = ids.view(np.int32)[_draw(weights, n, row.uniform)]
+            n = _filter(row, n, top, changed, tokens)
+            row.token = tokens.ids.view(np.int32)[_draw(tokens.weights, n, row.uniform)]
     row.logprob = np.float64(logits[row.token]) - log_total
 
 
 @njit(error_model="numpy")
-def fill_rows(control, rows, size, seen, bias_ids, bias, scratch):
-    """Choose or rank each row's token."""
+def fill_rows(control, rows, size, lists, scratch):
+    """Choose or rank the token of each row."""
     if not is_over(control):
-        for i in claimed(control, 0, len(rows)):
-            _fill(rows[i], size, seen, bias_ids, bias, scratch[control.me])
+        for i in claim_chunks(control, 0, len(rows)):
+            _fill(rows[i], size, lists, scratch[control.me])
         end(control)

@@ -6,67 +6,88 @@ A row's result depends on that row alone, bit for bit. `rows.py` is what is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.arguments import LANES, TokenLists
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.infer.sampling import Choice, Chosen, biases, no_choice
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
-"""(N, V), or N arrays (V,); no row is copied that is contiguous."""
-
-ROW = np.dtype(
-    [
-        *((name, np.int64) for name in ("address", "n_tokens", "token")),
-        *((name, np.float64) for name in ("uniform", "temperature", "top_k", "top_p", "min_p")),
-        *((name, np.float64) for name in ("typical_p", "repetition", "presence", "frequency")),
-        *((name, np.int64) for name in ("seen", "generated", "seen_end", "bias", "bias_end")),
-        ("rank", np.int64), ("logprob", np.float64), ("highest", np.float64),
-    ]
-)  # fmt: skip
-"""A row of logits, how its token is chosen, and what comes of it.
-
-From `temperature` to `frequency` they are `GenerationConfig.numbers`. `seen` to `seen_end` are its
-ids of prompt and text among those of all rows, `bias` to `bias_end` its ids whose logits are
-changed. A `token` that is not negative is not chosen but ranked.
-"""
-NOT_KNOWN = (0, 0.0, 0.0)
-"""Rank, logprob and highest logit, before."""
+"""(N, V), or N arrays (V,); contiguous rows are not copied."""
+SCRATCH = 7
+"""Arrays of a vocabulary's size that a thread works on."""
 
 
+class Row(NamedTuple):
+    """One row of logits: how its token is chosen, and the result."""
+
+    address: int
+    """Where the logits begin in memory."""
+    n_tokens: int
+    """Ids from here on are never chosen."""
+    temperature: float
+    """This and the following are `GenerationConfig.numbers`."""
+    top_k: float
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    uniform: float = 0.0
+    """A random number from [0, 1) for the draw."""
+    seen: int = 0
+    """The part of `TokenLists.seen` that is this row's: it begins here."""
+    generated: int = 0
+    """Its ids from here on were generated."""
+    seen_end: int = 0
+    bias: int = 0
+    """The part of `TokenLists.bias` that is this row's: it begins here."""
+    bias_end: int = 0
+    token: int = -1
+    """The token that was chosen; one that is given is ranked instead."""
+    rank: int = 0
+    logprob: float = 0.0
+    highest: float = 0.0
+    """The highest logit after bias and penalties."""
+
+
+ROW = np.dtype([*get_type_hints(Row).items()])
 fill_rows = Kernel("rows", "fill_rows")
 
 
 def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserError]:
-    """Choose a token for each; the error where none can be chosen."""
-    arrays = _contiguous([choice.logits for choice in choices])
+    """Choose a token for each; return an error in the place of one that cannot be chosen."""
+    arrays = _contiguous(choice.logits for choice in choices)
     size = len(arrays[0]) if arrays else 0
-    rows = list[tuple[float, ...]]()
-    seen, biased, added = list[int](), list[int](), list[float]()  # of all rows
+    rows, seen, bias_ids, bias = list[Row](), list[int](), list[int](), list[float]()
     for choice, array in zip(choices, arrays, strict=True):
-        config, first_seen, first_biased = choice.config, len(seen), len(biased)
+        config, seen_start, bias_start = choice.config, len(seen), len(bias_ids)
         if config.penalizes:
             seen += choice.seen
         if config.logit_bias or config.bad_words:
-            bias = biases(config, choice.seen)
-            biased += bias
-            added += bias.values()
-        generated = min(first_seen + choice.n_prompt, len(seen))
-        rows.append((
-            _address(array), min(choice.n_tokens, size), -1, choice.uniform, *config.numbers,
-            first_seen, generated, len(seen), first_biased, len(biased), *NOT_KNOWN,
+            its = biases(config, choice.seen)
+            bias_ids += its
+            bias += its.values()
+        rows.append(Row(
+            address=_address(array), n_tokens=min(choice.n_tokens, size), uniform=choice.uniform,
+            seen=seen_start, generated=min(seen_start + choice.n_prompt, len(seen)),
+            seen_end=len(seen), bias=bias_start, bias_end=len(bias_ids), **config.numbers,
         ))  # fmt: skip
-    for ids in filter(None, (seen, biased)):
+    for ids in filter(None, (seen, bias_ids)):
         if not 0 <= min(ids) <= max(ids) < size:
-            raise UserError(f"an id of no row of {size} logits: {min(ids)} or {max(ids)}")
-    table = _run(pool, rows, size, arrays, seen, biased, added)
+            raise UserError(f"an id is outside the {size} logits: {min(ids)} or {max(ids)}")
+    lists = TokenLists(
+        np.array(seen, np.int64), np.array(bias_ids, np.int64), np.array(bias, np.float32)
+    )
+    table = _run(pool, rows, arrays, lists)
     return [
         no_choice(highest) or Chosen(token, logprob)
         for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
@@ -81,19 +102,18 @@ def score(
     The rank counts ids with a higher logit, and lower ids with the same, up to `n_tokens`.
     """
     arrays = _contiguous(logits)
-    size = len(arrays[0]) if arrays else 0
-    n_tokens = size if n_tokens is None else n_tokens
-    plain = (*GenerationConfig().numbers, 0, 0, 0, 0, 0, *NOT_KNOWN)
+    numbers = GenerationConfig().numbers
     rows = [
-        (_address(array), n_tokens, target, 0.0, *plain)
-        for array, target in zip(arrays, targets, strict=True)
+        Row(_address(array), len(array) if n_tokens is None else n_tokens, token=token, **numbers)
+        for array, token in zip(arrays, targets, strict=True)
     ]
-    table = _run(pool, rows, size, arrays, [], [], [])
+    none = np.zeros(0, np.int64)
+    table = _run(pool, rows, arrays, TokenLists(none, none, np.zeros(0, np.float32)))
     return table["logprob"].tolist(), table["rank"].tolist()
 
 
-def _contiguous(logits: Logits) -> list[NDArray[np.float32]]:
-    return [np.ascontiguousarray(row, np.float32) for row in logits]
+def _contiguous(rows: Iterable[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+    return [np.ascontiguousarray(row, np.float32) for row in rows]
 
 
 def _address(array: NDArray[np.float32]) -> int:
@@ -102,17 +122,11 @@ def _address(array: NDArray[np.float32]) -> int:
 
 
 def _run(
-    pool: ThreadPool,
-    rows: list[tuple[float, ...]],
-    size: int,
-    alive: list[NDArray[np.float32]],
-    seen: list[int],
-    biased: list[int],
-    added: list[float],
+    pool: ThreadPool, rows: list[Row], logits: list[NDArray[np.float32]], lists: TokenLists
 ) -> NDArray[Any]:
     """Return the rows as kernels filled them."""
     table = np.array(rows, ROW)
-    ids = np.array(seen, np.int64), np.array(biased, np.int64), np.array(added, np.float32)
-    scratch = pool.scratch(7, (size // LANES + 3) * LANES)  # vectors are written beyond the last
-    pool.run(fill_rows, 1, table, size, *ids, scratch, chunks=len(table), alive=alive)
+    size = len(logits[0]) if logits else 0
+    scratch = pool.scratch(SCRATCH, (size // LANES + 3) * LANES)  # vectors end beyond the last
+    pool.run(fill_rows, 1, table, size, lists, scratch, chunks=len(table), alive=logits)
     return table

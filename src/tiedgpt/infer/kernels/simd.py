@@ -1,7 +1,7 @@
-"""What a CPU can do with vectors of 16 numbers, as LLVM instructions: values in, values out.
+"""LLVM instructions for vectors of 16 numbers: values in, values out.
 
 Where the CPU's registers are smaller, LLVM splits vectors; where it lacks the dot products of bytes
-and of bf16, they are spelt out, with the same sums.
+and of bf16, they are written with other instructions, and the sums are the same.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import config, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tiedgpt.infer.kernels.arguments import LANES
 
 
 def _feature_list() -> str:
-    """Return what Numba compiles for: the CPU's features, or those that NUMBA_CPU_FEATURES says."""
-    said: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
-    if said is not None:
-        return said
+    """Return the features that Numba compiles for: NUMBA_CPU_FEATURES, or those of the CPU."""
+    setting: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
+    if setting is not None:
+        return setting
     try:
-        found = llvm.get_host_cpu_features()
+        features = llvm.get_host_cpu_features()
     except RuntimeError:  # LLVM does not know this system
         return ""
     if not getattr(config, "ENABLE_AVX", True):
-        found.update({name: False for name in found if name.startswith("avx")})
-    listed: str = found.flatten()
-    return listed
+        features.update({name: False for name in features if name.startswith("avx")})
+    feature_list: str = features.flatten()
+    return feature_list
 
 
 FEATURE_LIST = _feature_list()
@@ -41,17 +42,12 @@ HAS_DOT8 = {"avx512vnni", "avx512vl"} <= FEATURES
 HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
 """Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps on 512 bits)."""
 
-i8, i16, i32, i64, f32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
+i8, i16, i32, i64 = map(ir.IntType, (8, 16, 32, 64))
+f32 = ir.FloatType()
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat; llvmlite has no type for it."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -64,33 +60,40 @@ class BFloatType(ir.Type):  # type: ignore[misc]
 
 
 ARRAY = None
-"""Any array, whose data the instructions get the address of."""
+"""Any array, whose data the instructions get the address of, or a named tuple of arrays."""
 
 
 def instructions(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate what writes LLVM instructions: it becomes a function that kernels call.
+    """Decorate a function that writes LLVM instructions: kernels can call it.
 
     It is called with a builder and the values of arguments of these types.
     """
 
     def decorate(write: Callable[..., Any]) -> Any:
         @wraps(write)
-        def typed(typing: Any, *given: Any) -> Any:
+        def typed(typing: Any, *types_given: Any) -> Any:
             def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-                values = [
-                    context.make_array(kind)(context, builder, value).data
-                    if isinstance(kind, types.Array)
-                    else value
-                    for kind, value in zip(signature.args, arguments, strict=True)
-                ]
+                pairs = zip(signature.args, arguments, strict=True)
+                values = [_addresses(context, builder, *pair) for pair in pairs]
                 value = write(builder, *values)
                 return context.get_dummy_value() if result == types.void else value
 
-            return result(*(kind or one for kind, one in zip(kinds, given, strict=True))), emit
+            pairs = zip(kinds, types_given, strict=True)
+            return result(*(kind or its for kind, its in pairs)), emit
 
         return intrinsic(typed)
 
     return decorate
+
+
+def _addresses(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """Return a value with the address of its data in the place of an array, also in a tuple."""
+    if isinstance(kind, types.Array):
+        return context.make_array(kind)(context, builder, value).data
+    if isinstance(kind, (types.NamedTuple, types.NamedUniTuple)):
+        pairs = zip(kind.types, cgutils.unpack_tuple(builder, value), strict=True)
+        return kind.instance_class(*(_addresses(context, builder, *pair) for pair in pairs))
+    return value
 
 
 def vector(element: ir.Type, n: int = LANES) -> ir.VectorType:
@@ -110,7 +113,7 @@ def store(builder: Any, value: Any, address: Any) -> None:
 
 
 def splat(builder: Any, value: Any, n: int = LANES) -> Any:
-    """Return `n` times the same value."""
+    """Return a vector of `n` equal values."""
     empty = ir.Constant(vector(value.type, n), ir.Undefined)
     one = builder.insert_element(empty, value, i32(0))
     return builder.shuffle_vector(one, empty, ir.Constant(vector(i32, n), [0] * n))
@@ -122,14 +125,14 @@ def constant(element: ir.Type, value: float, n: int = LANES) -> Any:
 
 
 def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
-    """Call one of LLVM's own functions."""
+    """Call an LLVM intrinsic, or a function of the C library."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, arguments)
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Have the cache line at an address fetched, if it is not there; no address is wrong."""
+    """Prefetch the cache line at an address; an invalid address does no harm."""
     byte = builder.bitcast(address, i8.as_pointer())
     for_reading, keep, data = i32(0), i32(3), i32(1)
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, for_reading, keep, data])
@@ -140,7 +143,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", vector(f32), [a, b, c])
 
 
-def widened(builder: Any, address: Any) -> Any:
+def load_float32(builder: Any, address: Any) -> Any:
     """Load 16 numbers as float32: float32 itself, bf16 (as uint16) or int8."""
     if address.type.pointee == f32:
         return load(builder, address, f32)
@@ -154,8 +157,7 @@ def dot8(builder: Any, sums: Any, bytes_: Any, four: Any) -> Any:
     """Add to 16 sums 4 products each: 64 unsigned bytes with the 4 signed bytes of an int32."""
     if HAS_DOT8:
         arguments = [sums, builder.bitcast(bytes_, vector(i32)), splat(builder, four)]
-        kinds = _dot8_kinds()
-        if kinds == "bytes":
+        if llvm.llvm_version_info[0] >= 22:  # earlier ones take words
             arguments[1:] = [builder.bitcast(x, vector(i8, 64)) for x in arguments[1:]]
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", vector(i32), arguments)
     words = builder.bitcast(bytes_, vector(i32))
@@ -165,11 +167,6 @@ def dot8(builder: Any, sums: Any, bytes_: Any, four: Any) -> Any:
         x = builder.ashr(builder.shl(four, i32(24 - 8 * k)) if k < 3 else four, i32(24))
         sums = builder.add(sums, builder.mul(w, splat(builder, x)))
     return sums
-
-
-def _dot8_kinds() -> str:
-    """LLVM 22 takes vpdpbusd's operands as bytes, earlier ones as words."""
-    return "bytes" if llvm.llvm_version_info[0] >= 22 else "words"
 
 
 def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
@@ -193,10 +190,7 @@ def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """Return e^x of numbers up to 88, within 2 units in the last place (Cephes' expf).
-
-    It is 0 below -87.
-    """
+    """Return e^x within 2 units in the last place (Cephes' expf): 0 below -87, e^88 above 88."""
 
     def number(value: float) -> Any:
         return constant(f32, float(np.float32(value)))
@@ -204,6 +198,7 @@ def exponential(builder: Any, x: Any) -> Any:
     kind, round_to_whole = vector(f32), number(1.5 * 2**23)
     small = builder.fcmp_ordered("<", x, number(-87.0))
     x = call(builder, "llvm.maxnum.v16f32", kind, [x, number(-87.0)])
+    x = call(builder, "llvm.minnum.v16f32", kind, [x, number(88.0)])
     shifted = fma(builder, x, number(1.4426950408889634), round_to_whole)
     n = builder.fsub(shifted, round_to_whole)
     r = fma(builder, n, number(-0.693359375), x)
@@ -217,8 +212,8 @@ def exponential(builder: Any, x: Any) -> Any:
     return builder.select(small, number(0.0), builder.bitcast(power, kind))
 
 
-def folded(builder: Any, value: Any, join: Any) -> Any:
-    """Fold a vector in halves to one number."""
+def reduce_lanes(builder: Any, value: Any, join: Any) -> Any:
+    """Join the halves of a vector until one number is left, and return it."""
     n = LANES
     while n > 1:
         n //= 2

@@ -1,7 +1,7 @@
 """The threads that take part in a step: the caller's own, and helpers that sleep between steps.
 
-What can fail, fails before a thread claims a chunk: kernels are compiled or loaded on the caller's
-thread before helpers are given anything, and they allocate nothing.
+Errors happen before a thread claims a chunk: kernels are compiled or loaded on the caller's thread
+before helpers get a step, and they allocate nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
 BEHIND = 8
-"""Steps that may wait for a helper that does not come."""
+"""Steps that may wait in the queue of a helper that is late."""
 
 
 class ThreadPool:
-    """Runs steps, each a kernel's, on several threads, one step at a time.
+    """Runs the steps of kernels on several threads, one step at a time.
 
-    Each step has a control of its own, so that a helper that comes late to one that is over cannot
-    meddle with the next.
+    Each step has a control of its own, so that a helper that comes late, when its step is over,
+    cannot disturb the next.
     """
 
     def __init__(self, threads: int) -> None:
@@ -45,11 +45,11 @@ class ThreadPool:
         chunks: int | None = None,
         alive: Any = None,
     ) -> None:
-        """Do a step: a kernel of so many phases, called with a control and these arguments.
+        """Do a step: call a kernel of so many phases with a control and these arguments.
 
-        No more threads than `chunks` are woken. `alive` is memory that the arguments point to.
-        Raises `MemoryError`; the step is then finished before the next, and its results must not
-        be relied upon until then.
+        At most `chunks` threads take part. `alive` owns memory that the arguments point to. After
+        an error, as `MemoryError`, the step is finished before the next, and its results must not
+        be used until then.
         """
         self.finish_step()
         step = Step(kernel, phases, self.threads, arguments)
@@ -62,9 +62,9 @@ class ThreadPool:
         self._unfinished = None
 
     def finish_step(self) -> None:
-        """Finish a step that an error or Ctrl-C cut short, as helpers may still be at it."""
-        if self._process != os.getpid():  # the first step; or forked: threads are not, nor chunks
-            self._work[:], self._unfinished = _begun(self.threads - 1), None
+        """Finish a step that an error or Ctrl-C interrupted: helpers may still work on it."""
+        if self._process != os.getpid():  # the first step, or the first in a forked process
+            self._work[:], self._unfinished = _start_helpers(self.threads - 1), None
             self._process = os.getpid()
         if self._unfinished is not None:
             step, _ = self._unfinished
@@ -72,7 +72,7 @@ class ThreadPool:
             self._unfinished = None
 
     def scratch(self, n: int, size: int) -> NDArray[np.float32]:
-        """Return n arrays of at least `size` for each thread, kept for later steps, 0 at first."""
+        """Return (threads, n, size) float32, or more, kept for later steps; they are 0 at first."""
         self.finish_step()
         _, old_n, old_size = self._scratch.shape
         if old_n < n or old_size < size:
@@ -81,8 +81,8 @@ class ThreadPool:
         return self._scratch
 
 
-def _begun(n: int) -> list[SimpleQueue[Any]]:
-    """Start n helpers, or as many as the system lets; return where each takes its work."""
+def _start_helpers(n: int) -> list[SimpleQueue[Any]]:
+    """Start n helpers, or as many as the system allows; return the queue of each one's steps."""
     queues: list[SimpleQueue[Any]] = []
     with suppress(RuntimeError):  # no more threads, or the interpreter is ending
         for _ in range(n):
@@ -93,13 +93,15 @@ def _begun(n: int) -> list[SimpleQueue[Any]]:
 
 
 def _help(queue: SimpleQueue[Any]) -> None:
+    """Take part in steps until None comes."""
     while (work := queue.get()) is not None:
         step, number = work
-        with suppress(Exception):  # no chunk was claimed: the others claim them
+        with suppress(Exception):  # it claimed no chunk: others claim them
             step(number)
         del work, step
 
 
 def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
+    """End the helpers."""
     for queue in queues:
         queue.put(None)

@@ -1,7 +1,7 @@
 """Vectors of 16 float32 as values in Numba functions.
 
-`F16` is sixteen float32 in one register, or in several smaller ones. The functions are compiled
-into whoever calls them.
+`F16` is sixteen float32 in one register, or in several smaller ones. The functions are inlined. A
+kernel calls them by the module's name: `vec.load(array, offset)`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import models, register_model
 
+from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels.arguments import LANES
-from tiedgpt.infer.kernels.simd import (
-    ARRAY,
-    call,
-    exponential,
-    f32,
-    folded,
-    i16,
-    i32,
-    i64,
-    instructions,
-    larger,
-    prefetch,
-    splat,
-    store,
-    vector,
-    widened,
-)  # fmt: skip
+from tiedgpt.infer.kernels.simd import ARRAY, call, f32, i16, i32, i64, instructions, vector
 
 
 class _F16(types.Type):
@@ -48,21 +33,21 @@ class _F16Model(models.PrimitiveModel):
 
 
 @instructions(F16, ARRAY, types.intp)
-def load16(builder, array, offset):
+def load(builder, array, offset):
     """Load 16 numbers from element `offset` of a float32, bf16 (uint16) or int8 array's data."""
-    return widened(builder, builder.gep(array, [offset]))
+    return simd.load_float32(builder, builder.gep(array, [offset]))
 
 
 @instructions(types.void, ARRAY, types.intp, F16)
-def store16(builder, array, offset, a):
+def store(builder, array, offset, a):
     """Write 16 float32 to a float32 array's data."""
-    store(builder, a, builder.gep(array, [offset]))
+    simd.store(builder, a, builder.gep(array, [offset]))
 
 
 @instructions(types.void, ARRAY, types.intp)
-def fetch16(builder, array, offset):
-    """Have the sixteen numbers from element `offset` of a float32 array's data fetched."""
-    prefetch(builder, builder.gep(array, [offset]))
+def prefetch(builder, array, offset):
+    """Prefetch the sixteen numbers from element `offset` of a float32 array's data."""
+    simd.prefetch(builder, builder.gep(array, [offset]))
 
 
 @instructions(types.float32, types.int32)
@@ -83,87 +68,86 @@ def nearest(builder, x):
     return call(builder, "llvm.rint.f32", f32, [x])
 
 
-@instructions(types.float32, types.float32)
-def power_of_two(builder, n):
-    """Return 2^n of a whole float32 from -126 to 127."""
-    exponent = builder.add(builder.fptosi(n, i32), i32(127))
-    return builder.bitcast(builder.shl(exponent, i32(23)), f32)
-
-
 @instructions(F16, F16, F16)
-def add16(builder, a, b):
+def add(builder, a, b):
     """Return the sums of pairs."""
     return builder.fadd(a, b)
 
 
 @instructions(F16, F16, F16)
-def scale16(builder, a, b):
+def multiply(builder, a, b):
     """Return the products of pairs."""
     return builder.fmul(a, b)
 
 
 @instructions(F16, F16, F16)
-def max16(builder, a, b):
+def divide(builder, a, b):
+    """Return the quotients of pairs."""
+    return builder.fdiv(a, b)
+
+
+@instructions(F16, F16, F16)
+def maximum(builder, a, b):
     """Return the larger of each pair, a number where one is NaN."""
     return call(builder, "llvm.maxnum.v16f32", a.type, [a, b])
 
 
 @instructions(F16, F16, F16)
-def larger16(builder, a, b):
+def larger(builder, a, b):
     """Return the larger of each pair, NaN where one is NaN."""
-    return larger(builder, a, b)
+    return simd.larger(builder, a, b)
 
 
 @instructions(F16, F16)
-def exp16(builder, a):
+def exp(builder, a):
     """Return e^a; see `simd.exponential`."""
-    return exponential(builder, a)
+    return simd.exponential(builder, a)
 
 
 @instructions(F16, types.float32)
-def filled16(builder, x):
-    """Return sixteen times a number."""
-    return splat(builder, x)
+def splat(builder, x):
+    """Return a vector of sixteen equal numbers."""
+    return simd.splat(builder, x)
 
 
 @instructions(F16, F16, types.float32, types.float32)
-def shift16(builder, a, x, y):
+def shift(builder, a, x, y):
     """Return (a - x) * y for numbers x and y."""
-    return builder.fmul(builder.fsub(a, splat(builder, x)), splat(builder, y))
+    return builder.fmul(builder.fsub(a, simd.splat(builder, x)), simd.splat(builder, y))
 
 
 @instructions(types.float32, F16)
-def total16(builder, a):
+def total(builder, a):
     """Return the sum of sixteen numbers."""
-    return folded(builder, a, builder.fadd)
+    return simd.reduce_lanes(builder, a, builder.fadd)
 
 
 @instructions(types.float32, F16)
-def largest16(builder, a):
+def largest(builder, a):
     """Return the largest of sixteen numbers, NaN if one is NaN."""
-    return folded(builder, a, partial(larger, builder))
+    return simd.reduce_lanes(builder, a, partial(simd.larger, builder))
 
 
 @instructions(F16, types.intp)
-def count16(builder, first):
+def count_from(builder, first):
     """Return the bits of sixteen int32 that count from `first`."""
     steps = ir.Constant(vector(i32), [*range(LANES)])
-    numbers = builder.add(splat(builder, builder.trunc(first, i32)), steps)
+    numbers = builder.add(simd.splat(builder, builder.trunc(first, i32)), steps)
     return builder.bitcast(numbers, vector(f32))
 
 
 def _comparison(sign):
-    """Make a function of a vector and a number that returns where the vector's are so, as bits."""
+    """Make a function that compares a vector with a number and returns a bit for each lane."""
 
     @instructions(types.intp, F16, types.float32)
     def compare(builder, a, x):
-        so = builder.fcmp_ordered(sign, a, splat(builder, x))
-        return builder.zext(builder.bitcast(so, i16), i64)
+        is_true = builder.fcmp_ordered(sign, a, simd.splat(builder, x))
+        return builder.zext(builder.bitcast(is_true, i16), i64)
 
     return compare
 
 
-above16, at_least16, equal16 = _comparison(">"), _comparison(">="), _comparison("==")
+above, at_least, equal = _comparison(">"), _comparison(">="), _comparison("==")
 
 
 def _mask(builder, bits):
@@ -171,17 +155,17 @@ def _mask(builder, bits):
 
 
 @instructions(F16, F16, types.intp)
-def masked16(builder, a, bits):
-    """Return a vector's numbers where bits are set, else 0."""
-    return builder.select(_mask(builder, bits), a, splat(builder, f32(0.0)))
+def mask(builder, a, bits):
+    """Return a vector with 0 in the lanes whose bits are not set."""
+    return builder.select(_mask(builder, bits), a, simd.splat(builder, f32(0.0)))
 
 
 @instructions(types.void, ARRAY, types.intp, F16, types.intp)
-def compress16(builder, array, offset, a, bits):
-    """Write a vector's numbers where bits are set, side by side; 16 places are written."""
+def compress(builder, array, offset, a, bits):
+    """Write the lanes whose bits are set side by side; 16 places are written."""
     values = [a, _mask(builder, bits), ir.Constant(a.type, ir.Undefined)]
     packed = call(builder, "llvm.experimental.vector.compress.v16f32", a.type, values)
-    store(builder, packed, builder.gep(array, [offset]))
+    simd.store(builder, packed, builder.gep(array, [offset]))
 
 
 @instructions(types.intp, types.intp)

@@ -1,10 +1,10 @@
 """Work shared by threads without locks: phases of chunks, claimed one by one.
 
 A step is a row of phases. In each, threads claim chunks until none is left, and go on when all are
-done. A thread begins with its own share of the chunks, which lie side by side and are its own in
-each step, and then steals from the shares of others. No thread is waited for that has not claimed a
-chunk: one that comes late, or is put to sleep by the system, finds fewer chunks. A chunk computes
-the same whoever claims it.
+done. A thread begins with its own share of the chunks, which lie side by side and are the same in
+each step, and then steals from the shares of others. Threads wait only for those that have claimed
+a chunk: one that comes late, or that the system interrupts, finds fewer chunks left. The result of
+a chunk does not depend on the thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tiedgpt.infer.kernels.arguments import LINE
 from tiedgpt.infer.kernels.simd import ARRAY, call, i32, instructions
 
 SPINS = 4000
-"""Looks at a counter before the thread offers its core to others."""
+"""Times that a thread looks at a counter before it yields its core."""
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
 
 
 @instructions(types.int64, ARRAY, types.intp, types.int64)
 def add(builder, array, index, value):
-    """Add to an element of an int64 array at once for all threads; return what was there before."""
+    """Add to an element of an int64 array atomically; return its value before."""
     return builder.atomic_rmw("add", builder.gep(array, [index]), value, "seq_cst")
 
 
@@ -43,14 +43,14 @@ def write(builder, array, index, value):
 
 @instructions(types.void)
 def pause(builder):
-    """Tell the core that the thread waits in a loop."""
+    """Tell the core that the thread waits in a loop (x86: `pause`)."""
     if X86:
         call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
 @instructions(types.void)
-def give_way(builder):
-    """Offer the core to other threads."""
+def yield_core(builder):
+    """Let other threads run on this core."""
     call(builder, "SwitchToThread" if os.name == "nt" else "sched_yield", i32, [])
 
 
@@ -62,18 +62,19 @@ def is_over(control):
 
 @njit(inline="always", error_model="numpy")
 def end(control):
-    """Say that all phases are done."""
+    """Mark all phases as done."""
     write(control.counters, 0, 1)
 
 
 @njit(inline="always", error_model="numpy")
 def _line(control, phase):
+    """Return where the counters of a phase begin."""
     return (1 + phase * (1 + control.threads)) * LINE
 
 
 @njit(error_model="numpy")
 def next_chunk(control, phase, chunks):
-    """Claim a chunk of a phase that no thread has, of one's own share first; -1: there is none."""
+    """Claim a chunk of a phase, first of this thread's own share; -1 if none is left."""
     counters, threads = control.counters, control.threads
     for further in range(threads):
         share = (control.me + further) % threads
@@ -97,12 +98,12 @@ def barrier(control, phase, done, chunks):
         pause()
         spins += 1
         if spins > SPINS:
-            give_way()
+            yield_core()
 
 
 @njit(error_model="numpy")
-def claimed(control, phase, chunks):
-    """Go through the chunks of a phase that this thread claims; then wait until all are done."""
+def claim_chunks(control, phase, chunks):
+    """Yield the chunks of a phase that this thread claims; then wait until all are done."""
     done = 0
     while True:
         chunk = next_chunk(control, phase, chunks)
