@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.formats.transformers import GPT1, GPT2, TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers import BODY_PREFIX, GPT1, GPT2, TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import (
     OUR_CARD,
     describe,
@@ -141,7 +141,7 @@ class Head(nn.Module):
         """
         gpt = self.gpt
         model_type = model_type_of(gpt.config)
-        prefix = "" if self.own else model_type.prefix  # transformers' bare body has none
+        prefix = "" if self.own else BODY_PREFIX  # transformers' bare body has none
         tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
         tensors |= {name: stored_tensor(name, self.get_parameter(name)) for name in self.own}
         name = self._class_name(gpt.config)

@@ -33,7 +33,7 @@ from tiedgpt.heads import Head
 from tiedgpt.tie import untie
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers, require_adaptable
 from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
-from tiedgpt.weights.formats.transformers import model_type_of, to_file
+from tiedgpt.weights.formats.transformers import BODY_PREFIX, model_type_of, to_file
 from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -148,7 +148,7 @@ def _names(model: Model) -> dict[str, str]:
     """Return PEFT's names of the layers of a GPT that may be adapted, by ours."""
     gpt = gpt_of(model)
     model_type = model_type_of(gpt.config)
-    prefix = model_type.prefix if isinstance(model, Head) and not model.own else ""
+    prefix = BODY_PREFIX if isinstance(model, Head) and not model.own else ""
     blocks = (name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear))
     names = (*blocks, "wte", "head")
     theirs = (to_file(f"{name}.weight", model_type).removesuffix(".weight") for name in names)

@@ -21,8 +21,8 @@ from tiedgpt.weights.formats.state_dict import (
     has_linear_layout,
     has_prefix,
     has_two_matrices,
-    our_tensors,
 )
+from tiedgpt.weights.formats.transformers import our_tensors
 from tiedgpt.weights.registry import Format
 from tiedgpt.weights.tensors import Native, Storage, StoredTensor, printable
 
@@ -54,20 +54,21 @@ def recognizes(checkpoint: Checkpoint) -> bool:
         return True
     if "model_args" in checkpoint.config or not has_prefix(checkpoint):
         return False
-    tensors, masked = our_tensors(checkpoint.source, checkpoint.tensors)
-    apart = masked and has_biases(tensors) and has_two_matrices(tensors)
+    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
+    is_masked = len(tensors) < len(checkpoint.tensors)
+    apart = is_masked and has_biases(tensors) and has_two_matrices(tensors)
     return apart and has_linear_layout(checkpoint)
 
 
 def claim(checkpoint: Checkpoint) -> Claim | None:
     """Return that two matrices are meant to be two."""
-    tensors, _ = our_tensors(checkpoint.source, _names_of_2022(checkpoint))
+    tensors = our_tensors(checkpoint.source, _names_of_2022(checkpoint))
     return Claim(False, "minGPT is untied by design") if has_two_matrices(tensors) else None
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors, _ = our_tensors(checkpoint.source, _names_of_2022(checkpoint))
+    tensors = our_tensors(checkpoint.source, _names_of_2022(checkpoint))
     logged = checkpoint.config.get("model")
     logged = logged if isinstance(logged, Mapping) else {}
     fields: dict[str, Any] = {"bias": has_biases(tensors)}

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.containers import detect, open_container
-from tiedgpt.weights.formats.transformers import MASK_BUFFERS
+from tiedgpt.weights.formats.transformers import BODY_PREFIX, our_tensors
 from tiedgpt.weights.registry import Format
-from tiedgpt.weights.tensors import StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor
 
-PREFIX = "transformer."
-"""nanoGPT's and minGPT's."""
 ACTIVATION = "gelu_new"
 NOTE = (
     f"a bare state dict of tiedgpt does not say its activation: {ACTIVATION} and dense "
@@ -28,31 +25,14 @@ NOTE = (
 
 def has_prefix(checkpoint: Checkpoint) -> bool:
     """Whether its names are nanoGPT's and minGPT's rather than our own."""
-    return any(name.startswith((PREFIX, "lm_head.")) for name in checkpoint.tensors)
+    return any(name.startswith((BODY_PREFIX, "lm_head.")) for name in checkpoint.tensors)
 
 
 def has_linear_layout(checkpoint: Checkpoint) -> bool:
     """Whether a block's matrices lie as nn.Linear has them: c_attn is (3 D, D)."""
-    prefix = PREFIX if has_prefix(checkpoint) else ""
+    prefix = BODY_PREFIX if has_prefix(checkpoint) else ""
     c_attn = checkpoint.tensors.get(prefix + "h.0.attn.c_attn.weight")
     return c_attn is not None and len(c_attn.shape) == 2 and c_attn.shape[0] == 3 * c_attn.shape[1]
-
-
-def our_tensors(
-    source: object, tensors: Mapping[str, StoredTensor]
-) -> tuple[dict[str, StoredTensor], bool]:
-    """Return the tensors by our names, and whether mask buffers were left out."""
-    ours: dict[str, StoredTensor] = {}
-    masked = False
-    for their_name, stored in tensors.items():
-        name = HEAD if their_name == "lm_head.weight" else their_name.removeprefix(PREFIX)
-        if MASK_BUFFERS.fullmatch(name):
-            masked = True
-        elif name in ours:
-            raise CorruptInputError(f"{source} holds {printable(name)} twice")
-        else:
-            ours[name] = stored
-    return ours, masked
 
 
 def has_two_matrices(tensors: Mapping[str, StoredTensor]) -> bool:
@@ -81,7 +61,7 @@ def claim(checkpoint: Checkpoint) -> Claim | None:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors, _ = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
     norm = "pre" if "ln_f.weight" in tensors else "post"
     return GPTCheckpoint(
         "tiedgpt state dict",

@@ -16,13 +16,8 @@ from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS
-from tiedgpt.weights.formats.state_dict import (
-    PREFIX,
-    has_biases,
-    has_linear_layout,
-    has_prefix,
-    our_tensors,
-)
+from tiedgpt.weights.formats.state_dict import has_biases, has_linear_layout, has_prefix
+from tiedgpt.weights.formats.transformers import BODY_PREFIX, LM_HEAD, our_tensors
 from tiedgpt.weights.registry import GPT2_ALONE, Format, TokenizerFile, Writer
 from tiedgpt.weights.tensors import printable
 
@@ -51,7 +46,7 @@ def recognizes(checkpoint: Checkpoint) -> bool:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors, masked = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
     fields: dict[str, Any] = {"bias": has_biases(tensors)}
     args, beside = _mapping(checkpoint, "model_args"), _mapping(checkpoint, "config")
     for name, value in args.items():
@@ -65,7 +60,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     if "resid_pdrop" in fields:
         fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), fields["resid_pdrop"])
     fields |= {name: beside[name] for name in CONFIG_FIELDS if name in beside}
-    assumed, guess = _gelu(args, masked)
+    assumed, guess = _gelu(args, masked=len(tensors) < len(checkpoint.tensors))
     trained = fields.get("activation_function", "gelu")
     notes = (f"it was trained with {trained}; nanoGPT since June 2023 computes gelu on it",)
     return GPTCheckpoint(
@@ -74,7 +69,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     )  # fmt: skip
 
 
-def _gelu(args: Mapping[str, Any], masked: bool) -> tuple[str, str]:
+def _gelu(args: Mapping[str, Any], *, masked: bool) -> tuple[str, str]:
     """Return the GELU that is most likely meant, and a note, which is empty if it is certain.
 
     nanoGPT computed the tanh form until June 2023 and the exact one since. "bias" stands in
@@ -129,10 +124,10 @@ def write(
     for name, parameter in tensors.items():
         tensor = convert_tensor(name, parameter, PRECISIONS[precision])
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # storages are saved whole
-        state[PREFIX + name] = tensor if alone else tensor.clone()
+        state[BODY_PREFIX + name] = tensor if alone else tensor.clone()
     n_bytes = sum(tensor.nbytes for tensor in state.values())
     require_room(path.parent, n_bytes)
-    state["lm_head.weight"] = state[PREFIX + EMBEDDING]
+    state[LM_HEAD] = state[BODY_PREFIX + EMBEDDING]
     checkpoint = {
         "model": state,
         "model_args": {theirs: getattr(config, ours) for theirs, ours in MODEL_ARGS.items()},

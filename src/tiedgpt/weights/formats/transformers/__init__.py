@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
 
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
+BODY_PREFIX, LM_HEAD = "transformer.", "lm_head.weight"
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """Causal masks that old versions saved beside the weights; they are no parameters."""
 CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
@@ -59,7 +60,6 @@ class ModelType:
     """Ours -> theirs, where they differ."""
     fields: tuple[str, ...] = tuple(n for n in FIELDS if n not in ("norm", "attention_windows"))
     """Our fields that its config.json can hold."""
-    prefix: str = "transformer."
 
 
 GPT2 = ModelType(
@@ -120,8 +120,7 @@ def model_type_from(config: Mapping[str, Any]) -> ModelType:
 
 def to_file(name: str, model_type: ModelType) -> str:
     """Return the name in a file of transformers of a parameter of ours."""
-    theirs = model_type.prefix + model_type.tensor_names.get(name, name)
-    return "lm_head.weight" if name == HEAD else theirs
+    return LM_HEAD if name == HEAD else BODY_PREFIX + model_type.tensor_names.get(name, name)
 
 
 def recognizes(checkpoint: Checkpoint) -> bool:
@@ -156,18 +155,8 @@ def open_module(module: nn.Module) -> Checkpoint:
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers."""
     model_type = model_type_from(checkpoint.config)
-    names = {theirs: ours for ours, theirs in model_type.tensor_names.items()}
-    names["lm_head.weight"] = HEAD
-    tensors: dict[str, StoredTensor] = {}
-    for their_name, stored in checkpoint.tensors.items():
-        bare = their_name.removeprefix(model_type.prefix)
-        name = names.get(bare, bare)
-        if name in tensors:
-            raise CorruptInputError(
-                f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
-            )
-        if not MASK_BUFFERS.fullmatch(name):
-            tensors[name] = stored.transpose() if CONV1D.fullmatch(name) else stored
+    tensors = our_tensors(checkpoint.source, checkpoint.tensors, model_type)
+    tensors |= {n: t.transpose() for n, t in tensors.items() if CONV1D.fullmatch(n)}
     fields, foreign = config_fields(checkpoint.config)
     notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need
@@ -180,6 +169,27 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     assumed = {"n_head": 12} if "model_type" in checkpoint.config else {}  # as transformers
     layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
+
+
+def our_tensors(
+    source: object, tensors: Mapping[str, StoredTensor], model_type: ModelType = GPT2
+) -> dict[str, StoredTensor]:
+    """Return tensors by our names, without the prefix of transformers and nanoGPT, and masks.
+
+    Raises `CorruptInputError`, naming `source`, where a tensor has two names.
+    """
+    names = {theirs: ours for ours, theirs in model_type.tensor_names.items()} | {LM_HEAD: HEAD}
+    ours: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix(BODY_PREFIX)
+        name = names.get(name, name)
+        if name in ours:
+            raise CorruptInputError(
+                f"{source} holds {printable(name)} twice, with and without its prefix"
+            )
+        if not MASK_BUFFERS.fullmatch(name):
+            ours[name] = tensor
+    return ours
 
 
 def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
