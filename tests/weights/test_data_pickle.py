@@ -120,30 +120,6 @@ def test_the_payloads_of_this_test_would_run(tmp_path):
             made.rmdir() if made.is_dir() else made.unlink()
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_truncated_anywhere_it_is_refused(tmp_path, protocol):
-    content = pickle.dumps(META, protocol)
-    for end in range(len(content)):
-        with pytest.raises(CorruptInputError) as error:
-            read(tmp_path, content[:end])
-        assert "\n" not in str(error.value) and "meta.pkl" in str(error.value)
-
-
-@given(
-    protocol=st.integers(0, 5),
-    flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
-)
-@settings(max_examples=300)
-def test_no_damage_ends_in_an_error_that_is_not_ours(tmp_path_factory, protocol, flips):
-    content = bytearray(pickle.dumps(META, protocol))
-    for at, byte in flips:
-        content[at % len(content)] = byte
-    try:
-        read(tmp_path_factory.getbasetemp(), bytes(content))
-    except CorruptInputError as error:
-        assert "\n" not in str(error)
-
-
 @given(content=st.binary(max_size=60))
 @settings(max_examples=300)
 def test_no_bytes_end_in_an_error_that_is_not_ours(tmp_path_factory, content):

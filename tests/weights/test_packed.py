@@ -2,19 +2,16 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from tiedgpt import GPT
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import PRECISIONS
 from tiedgpt.weights.formats.packed.writer import can_pack, pack_gpt, save_packed
@@ -102,13 +99,9 @@ def test_a_packed_directory_is_found_by_itself_and_by_its_file(packed, tmp_path)
     assert find_packed("gpt2") is None
 
 
-def test_a_file_that_was_cut_off_is_refused(packed):
-    whole = (packed / FILE).read_bytes()
-    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
-        (packed / FILE).write_bytes(whole[:size])
-        with pytest.raises(CorruptInputError):
-            open_packed(packed)
-    (packed / FILE).write_bytes(whole + b"\0")
+def test_bytes_after_the_last_array_are_refused(packed):
+    with (packed / FILE).open("ab") as file:
+        file.write(b"\0")
     with pytest.raises(CorruptInputError, match="not fully covered"):
         open_packed(packed)
 
@@ -130,27 +123,6 @@ def test_a_model_in_use_stays_as_it_is_when_another_takes_its_place(tiny, packed
     for name, array in model.arrays.items():
         np.testing.assert_array_equal(array, kept[name])
     assert not np.array_equal(open_packed(packed).arrays["wpe"], kept["wpe"])
-
-
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_a_changed_header_gives_our_error_or_the_same_model(packed, data):
-    whole = bytearray((packed / FILE).read_bytes())
-    header = 8 + int.from_bytes(whole[:8], "little")
-    kept = open_packed(packed).arrays
-    changed = whole.copy()
-    changed[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
-    other = packed.parent / "other"
-    shutil.rmtree(other, ignore_errors=True)
-    shutil.copytree(packed, other)
-    (other / FILE).write_bytes(changed)
-    try:
-        again = open_packed(other)
-    except TiedGPTError:
-        return
-    assert {name: a.shape for name, a in again.arrays.items()} == {
-        name: a.shape for name, a in kept.items()
-    }
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ import json
 import struct
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.errors import CorruptInputError
 from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 
@@ -57,33 +55,6 @@ def test_hostile_headers_are_refused(name, tmp_path):
         file_of(path, header, data, length)
     with pytest.raises(CorruptInputError, match=r"x\.safetensors"):
         SafetensorsFile.open(path)
-
-
-def test_a_file_cut_anywhere_is_refused(saved):
-    path = saved / "model.safetensors"
-    whole = path.read_bytes()
-    for size in [*range(0, 200, 7), *range(200, len(whole), len(whole) // 40)]:
-        path.write_bytes(whole[:size])
-        with pytest.raises(CorruptInputError):
-            SafetensorsFile.open(path)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_changed_bytes_of_a_header_give_our_error_or_a_sound_file(saved, data):
-    path = saved / "model.safetensors"
-    whole = bytearray(path.read_bytes())
-    try:
-        (length,) = struct.unpack("<Q", whole[:8])
-        for _ in range(data.draw(st.integers(1, 4))):
-            whole[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
-        other = saved / "changed.safetensors"
-        other.write_bytes(whole)
-        file = SafetensorsFile.open(other)
-        for name in file.entries:
-            file.read(name)
-    except TiedGPTError:
-        pass
 
 
 def test_every_type_of_the_format_is_known(tmp_path):
