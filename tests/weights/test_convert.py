@@ -130,15 +130,6 @@ def test_a_directory_tells_how_many_tokens_the_model_takes(source, tokenizer, tm
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
-def test_what_a_format_cannot_express_is_named_and_nothing_is_left(tiny, tokenizer, tmp_path):
-    banded = replace(tiny.config, vocab_size=len(tokenizer), attention_windows=(0, 4))
-    GPT(banded).save_pretrained(tmp_path / "banded")
-    for name in ("gguf", "nanogpt", "llmc"):
-        with pytest.raises(UserError, match="attention_windows"):
-            to(tmp_path / "banded", tmp_path / "out" / "x", name, tokenizer)
-    assert not list((tmp_path / "out").rglob("*"))
-
-
 def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
     real = convert_module.load
 

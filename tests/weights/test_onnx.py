@@ -11,12 +11,11 @@ import torch
 
 from tests.tie.checkpoints import D, V, matrix
 from tests.tie.checkpoints import write_onnx as write_theirs
-from tests.weights.test_onnx_write import KINDS, made
+from tests.weights.test_onnx_write import made
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
-from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 
 with warnings.catch_warnings():
@@ -226,24 +225,6 @@ def test_the_metadata_of_others_are_let_be(tmp_path):
 def alike(model: GPT, other: GPT) -> bool:
     ours, theirs = model.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_written_comes_back_bit_by_bit(tmp_path, kind):
-    model = made(**KINDS[kind], eos_token_id=3)
-    write_onnx(model, tmp_path / "a.onnx")
-    back = load(tmp_path / "a.onnx")
-    assert back.layout == "ONNX, tiedgpt ONNX"
-    assert back.model.config == model.config
-    assert alike(back.model, model)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_sixteen_bits_come_back_as_they_were_rounded(tmp_path, precision):
-    model = made()
-    write_onnx(model, tmp_path / "a.onnx", precision=precision)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    assert alike(GPT.from_pretrained(tmp_path / "a.onnx"), model.to(dtype))
 
 
 def test_a_directory_with_it_and_another_config_beside(tmp_path):

@@ -25,16 +25,6 @@ def fresh(tiny: GPT, **changes) -> GPT:
     return GPT(replace(tiny.config, **changes)).eval()
 
 
-@pytest.mark.parametrize("changes", [{"bias": False}, {"bias": False, "norm": "post"}, *OURS])
-def test_what_is_written_loads_back_as_it_was(tiny, ids, tmp_path, changes):
-    model = fresh(tiny, **changes)
-    model.save_pretrained(tmp_path)
-    again = GPT.from_pretrained(tmp_path)
-    assert again.config == model.config
-    assert again.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(again(ids), model(ids))
-
-
 @pytest.mark.parametrize("changes", OURS)
 def test_what_transformers_would_compute_wrongly_it_refuses(tiny, tmp_path, changes):
     fresh(tiny, **changes).save_pretrained(tmp_path)

@@ -48,7 +48,8 @@ def can_pack(model: GPT) -> bool:
     """Whether a model computes what its config says and nothing else: no adapters, a plain head."""
     own_head = model.head is not None
     return (
-        {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes(model.config)
+        {name: tuple(p.shape) for name, p in model.named_parameters() if not p.is_meta}
+        == shapes(model.config)
         and {type(module) for module in model.modules()} <= MODULES
         and own_head is not model.config.tie_word_embeddings
         and not (own_head and head_matrix(model.head) is None)  # type: ignore[arg-type]
@@ -67,7 +68,8 @@ def pack_gpt(
     """
     if not can_pack(model):
         raise UserError(
-            "a model with adapters, other modules or another head than its config's is not packed",
+            "a model with adapters, other modules, another head than its config's, or without data "
+            "(on the meta device) is not packed",
             hint="merge the adapters, or compute it with torch",
         )
     scales: dict[str, NDArray[np.float32]] = {}

@@ -1,0 +1,227 @@
+"""What every writer promises, by its record: an exact copy, a refusal by name, all or nothing."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.weights.load import load
+from tiedgpt.weights.parameters import PRECISIONS
+from tiedgpt.weights.registry import Writer, writers
+
+pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
+
+FILES = [name for name, writer in writers().items() if writer.suffix]
+"""Formats of one file, which report their progress."""
+VARIANTS = {
+    "plain": {},
+    "no biases": {"bias": False},
+    "GPT-1": {"norm": "post"},
+    "GPT-1, narrow, no biases": {"norm": "post", "n_inner": 40, "bias": False},
+    "untied": {"tie_word_embeddings": False},
+    "inner width, epsilon": {"n_inner": 96, "layer_norm_epsilon": 1e-6},
+    "windows": {"attention_windows": (0, 5)},
+    "windows, no biases, untied": {
+        "attention_windows": (0, 5), "bias": False, "tie_word_embeddings": False,
+    },
+    "relu": {"activation_function": "relu", "n_inner": 40},
+    "exact gelu": {"activation_function": "gelu"},
+    "odd width": {"n_embd": 33, "n_head": 3, "n_inner": 70, "tie_word_embeddings": False},
+}  # fmt: skip
+ADDS_BIASES = ("gguf", "llmc")
+"""Formats that hold zeros for missing biases, which come back as biases."""
+REFUSED = {
+    "norm": "post", "attention_windows": (0, 5), "layer_norm_epsilon": 1e-5 / 2, "n_inner": 48,
+    "tie_word_embeddings": False, "activation_function": "relu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the quick brown fox, the lazy dog. It's 1234 o'clock\n" * 20], 300)
+
+
+@pytest.fixture
+def make(tokenizer):
+    """A model that a writer takes, unless fields say otherwise."""
+
+    def model_for(writer: Writer, **fields) -> GPT:
+        torch.manual_seed(3)
+        sizes = {"vocab_size": len(tokenizer), "n_positions": 24, "n_embd": 32, "n_layer": 2}
+        own = {"n_head": 4, "activation_function": writer.activation or "gelu_new"}
+        model = GPT(GPTConfig(**sizes | own | fields)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+        return model
+
+    return model_for
+
+
+@pytest.fixture
+def write(tokenizer):
+    """Write a model, with a tokenizer where the format holds one; return its path."""
+
+    def write_as(name: str, model: GPT, directory: Path, **options) -> Path:
+        writer = writers()[name]
+        path = directory / f"model{writer.suffix}"
+        if name == "gguf":
+            options |= {"tokenizer": tokenizer}
+            model.config = replace(model.config, eos_token_id=tokenizer.eos_token_id)
+        writer.write(model, path, **{"precision": "fp32"} | options)
+        return path
+
+    return write_as
+
+
+def can_hold(name: str, variant: str) -> bool:
+    writer, fields = writers()[name], VARIANTS[variant]
+    if "bias" in fields and name in ADDS_BIASES:
+        return False
+    fixed = {**writer.fixed} | (
+        {"activation_function": writer.activation} if writer.activation else {}
+    )
+    return all(fixed.get(field, value) == value for field, value in fields.items())
+
+
+HELD = [(name, variant) for name in writers() for variant in VARIANTS if can_hold(name, variant)]
+
+
+@pytest.mark.parametrize(("name", "variant"), HELD)
+def test_a_model_and_its_config_come_back_bit_for_bit(name, variant, make, write, tmp_path):
+    model = make(writers()[name], **VARIANTS[variant])
+    loaded = load(write(name, model, tmp_path))
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    assert replace(loaded.model.config, **ids) == replace(model.config, **ids)
+    state = model.state_dict()
+    assert loaded.model.state_dict().keys() == state.keys()
+    for key, value in loaded.model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(n, p) for n, w in writers().items() for p in ("fp16", "bf16") if p in w.precisions],
+)
+def test_sixteen_bits_come_back_as_they_were_rounded(name, precision, make, write, tmp_path):
+    model, dtype = make(writers()[name]), PRECISIONS[precision]
+    rounded = load(write(name, model, tmp_path / "a", precision=precision), dtype=dtype).model
+    model.to(dtype)
+    own = load(write(name, model, tmp_path / "b", precision=precision), dtype=dtype).model
+    for key, value in model.state_dict().items():
+        assert torch.equal(rounded.state_dict()[key], value), key
+        assert torch.equal(own.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", ADDS_BIASES)
+def test_biases_that_are_not_there_are_zeros(name, make, write, tmp_path):
+    model = make(writers()[name], bias=False)
+    back = GPT.from_pretrained(write(name, model, tmp_path))
+    ids = torch.randint(model.config.vocab_size, (2, 24))
+    assert back.config.bias and not back.h[1].mlp.c_fc.bias.any()
+    torch.testing.assert_close(back(ids), model(ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        (name, field)
+        for name, writer in writers().items()
+        for field in (*writer.fixed, *(["activation_function"] if writer.activation else []))
+    ],
+)
+def test_what_a_program_does_not_compute_is_refused_by_name(name, field, make, write, tmp_path):
+    writer = writers()[name]
+    model = make(writer, **{field: REFUSED[field]})
+    said = {"tie_word_embeddings": "a head of its own", "activation_function": "activation 'relu'"}
+    with pytest.raises(UserError, match=rf"{said.get(field, field)}.* cannot be written") as error:
+        write(name, model, tmp_path)
+    assert writer.program in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def wrap_a_layer(model: GPT) -> None:
+    model.h[0].mlp.c_fc = torch.nn.Sequential(model.h[0].mlp.c_fc)
+
+
+def add_a_parameter(model: GPT) -> None:
+    model.h[1].attn.c_attn.lora_a = torch.nn.Parameter(torch.ones(2))
+
+
+def add_a_head_with_a_bias(model: GPT) -> None:
+    model.head = torch.nn.Linear(32, model.config.vocab_size)
+
+
+def add_a_head_that_the_config_denies(model: GPT) -> None:
+    model.head = torch.nn.Linear(32, model.config.vocab_size, bias=False)
+
+
+NOT_PLAIN = {
+    wrap_a_layer: r"h\.0\.mlp\.c_fc\.0\.weight",
+    add_a_parameter: r"h\.1\.attn\.c_attn\.lora_a",
+    add_a_head_with_a_bias: "a head of ",
+    add_a_head_that_the_config_denies: "disagree|a head of its own",
+    lambda model: model.to("meta"): "has no data",
+}
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", writers())
+def test_what_is_no_plain_gpt_is_named_and_not_written(name, change, make, write, tmp_path):
+    model = make(writers()[name])
+    change(model)
+    says = "adapters, other modules, .* or without data" if name == "packed" else NOT_PLAIN[change]
+    with pytest.raises(UserError, match=says):
+        write(name, model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_precision_that_a_format_lacks_is_refused(name, make, write, tmp_path):
+    writer = writers()[name]
+    for model, precision in ((make(writer), "int3"), (make(writer).double(), None)):
+        names = ", ".join(writer.precisions)
+        with pytest.raises(UserError, match=f"precision must be one of {names} for .*, got"):
+            write(name, model, tmp_path, precision=precision)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_progress_ends_at_all_bytes(name, make, write, tmp_path):
+    seen = []
+    write(name, make(writers()[name]), tmp_path, progress=lambda *now: seen.append(now))
+    done = [now for now, _ in seen]
+    assert done == sorted(done) and {whole for _, whole in seen} == {done[-1]}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_failure_leaves_what_was_there(name, make, write, tmp_path):
+    before = tmp_path / f"model{writers()[name].suffix}"
+    before.write_bytes(b"before")
+
+    def fill_the_disk(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(NoRoomError):
+        write(name, make(writers()[name]), tmp_path, progress=fill_the_disk)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"before"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_directory_is_not_replaced_by_a_file(name, make, write, tmp_path):
+    (tmp_path / f"model{writers()[name].suffix}").mkdir()
+    with pytest.raises(UserError, match="Is a directory"):
+        write(name, make(writers()[name]), tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_room_is_asked_for_first(name, make, write, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda place: usage)
+    with pytest.raises(NoRoomError):
+        write(name, make(writers()[name]), tmp_path)
+    assert not list(tmp_path.iterdir())
