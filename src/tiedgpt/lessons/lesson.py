@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError, UserError
@@ -168,7 +167,8 @@ def explain(
     `topic` is one of TOPICS; None lists them. `model` is a `tiedgpt.GPT`, transformers' GPT-2 or
     any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
     name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
-    path, or transformers'. A part that cannot be measured is left out, and the lesson says why.
+    path, or transformers'. A part that cannot be measured, as most of a module that is no GPT, is
+    left out, and the lesson says why.
     `progress` is called with a line about each part that takes seconds, before it begins.
 
     Raises `UserError` for an unknown topic, and a model or text that cannot be used.
@@ -178,12 +178,14 @@ def explain(
     if topic not in TOPICS:
         raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
     about = TOPICS[topic]
-    subject = import_module("tiedgpt.lessons.subject").open_subject(
-        model, tokenizer, text, progress
-    )
-    lesson = Lesson(topic, about.question, about.places, about.commands, **subject.described())
-    with subject.inference():
-        getattr(import_module("tiedgpt.lessons.topics"), topic)(subject, lesson)
+    from tiedgpt.lessons import topics  # torch, which listing the topics does not need
+    from tiedgpt.lessons.subject import open_subject
+    from tiedgpt.tie.heads import inference
+
+    subject = open_subject(model, tokenizer, text, progress)
+    lesson = Lesson(topic, about.question, about.places, about.commands, **subject.describe())
+    with inference(subject.module):
+        getattr(topics, topic)(subject, lesson)
     return lesson
 
 

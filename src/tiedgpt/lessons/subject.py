@@ -1,15 +1,10 @@
-"""The model that a lesson runs on, and the text that it reads.
-
-Any torch module that turns ids (B, T) into logits (B, T, V) will do. Nothing in it is changed:
-experiments take a copy that shares its parameters, or call it with other values.
-"""
+"""The model that a lesson runs on, and the text that it reads; nothing in the model is changed."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -56,19 +51,21 @@ class Subject:
     progress: Callable[[str], None] = lambda line: None
     """Is told of each part that takes seconds, before it begins."""
 
-    def __post_init__(self) -> None:
-        self.audit: Audit = audit(self.module)
-        names = [matrix.names for matrix in self.audit.matrices]
-        self.reads = names[0][0]
-        self.predicts = names[-1][-1] if "predicts" in self.audit.matrices[-1].roles else None
-        """Names of parameters; the second is None where the head multiplies with no parameter."""
-
     @cached_property
-    def gpt(self) -> GPT:
-        """The model as a GPT; `UserError` if it is none."""
-        if isinstance(self.module, GPT):
-            return self.module
-        return GPT.from_pretrained(self.module, resolve=None if self.tied else "untie")
+    def audit(self) -> Audit:
+        """What `tiedgpt tie audit` says of the model."""
+        return audit(self.module)
+
+    @property
+    def reads(self) -> str:
+        """The name of the parameter that reads."""
+        return self.audit.matrices[0].names[0]
+
+    @property
+    def predicts(self) -> str | None:
+        """The name of the parameter that predicts; None where the head has none."""
+        last = self.audit.matrices[-1]
+        return last.names[-1] if "predicts" in last.roles else None
 
     @property
     def tied(self) -> bool:
@@ -80,14 +77,24 @@ class Subject:
         """The matrix that reads, (V, D)."""
         return self.module.get_parameter(self.reads).detach()
 
-    @property
-    def head_weight(self) -> Tensor:
-        """The matrix that predicts, (V, D); `UserError` if it is no parameter."""
-        if self.predicts is None:
-            raise UserError(self.audit.findings[0].explain)
-        return self.module.get_parameter(self.predicts).detach()
+    @cached_property
+    def gpt(self) -> GPT:
+        """The model as a GPT; `UserError` if it is none."""
+        if isinstance(self.module, GPT):
+            return self.module
+        return GPT.from_pretrained(self.module, resolve=None if self.tied else "untie").eval()
 
-    def described(self) -> dict[str, Any]:
+    def with_two_matrices(self) -> nn.Module:
+        """Return a copy that shares its parameters; tied, with a copy of W as its head."""
+        twin = sharing(self.module)
+        if self.tied and isinstance(twin, GPT):
+            untie(twin)
+        elif self.tied and self.predicts is not None:
+            owner, _, name = self.predicts.rpartition(".")
+            setattr(twin.get_submodule(owner), name, nn.Parameter(self.weight.clone()))
+        return twin
+
+    def describe(self) -> dict[str, Any]:
         """Return the fields of a lesson that say what it is measured on."""
         size = "{} x {}".format(*self.audit.matrices[0].shape)
         does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
@@ -101,63 +108,30 @@ class Subject:
             "partial": [random] if self.is_random else [],
         }
 
-    def inference(self) -> AbstractContextManager[None]:
-        """Switch dropout off for a lesson, and then back."""
-        return inference(self.module)
-
     def logits(
-        self,
-        module: nn.Module | None = None,
-        *,
-        ids: Tensor | None = None,
-        changed: dict[str, Tensor] | None = None,
+        self, module: nn.Module | None = None, changed: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Return (T, V): of another module, of other ids, or with other values of parameters."""
-        module, ids = module or self.module, (self.ids if ids is None else ids)[None]
-        out = torch.func.functional_call(module, changed, (ids,)) if changed else module(ids)
+        """Return (T, V): of another module, or with other values of parameters."""
+        module, ids = module or self.module, self.ids[None]
+        out = torch.func.functional_call(module, changed or {}, (ids,))
         out = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
         if not isinstance(out, Tensor) or out.shape[:2] != ids.shape:
             raise UserError(f"{type(module).__name__} does not turn ids (B, T) into logits")
         return out[0].float()
 
     def state(self) -> Tensor:
-        """Return h (T, D), which the head is given; `UserError` where it cannot be found."""
-        if isinstance(self.module, GPT):
-            return self.module.body(self.ids[None])[0].float()
-        owner = self.owner()
-        caught: list[Tensor] = []
-        hook = owner.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
-        try:
-            self.logits()
-        finally:
-            hook.remove()
-        return caught[0][0].float()
-
-    def owner(self, module: nn.Module | None = None) -> nn.Linear:
-        """Return the linear layer that predicts."""
-        found = (module or self.module).get_submodule((self.predicts or "").rpartition(".")[0])
-        if not isinstance(found, nn.Linear):
-            raise UserError("the head is no linear layer that has a name, so its input is unknown")
-        return found
-
-    def untied(self) -> nn.Module:
-        """Return a copy with a head of its own, equal to W; all else is shared with the model."""
-        twin = sharing(self.module)
-        if isinstance(twin, GPT):
-            untie(twin)
-        else:
-            self.owner(twin).weight = nn.Parameter(self.head_weight.clone())
-        return twin
+        """Return h (T, D), which the head is given."""
+        return self.gpt.body(self.ids[None])[0].float()
 
     def loss(self, logits: Tensor) -> Tensor:
         """Return the mean cross-entropy () of logits (T, V), in nats."""
         return F.cross_entropy(logits[:-1], self.ids[1:])
 
-    def word(self, id: int | Tensor) -> str:
+    def word(self, id: Any) -> str:
         """Return a token as people read it."""
         return visible(self.piece(id), WORD)
 
-    def piece(self, id: int | Tensor) -> str:
+    def piece(self, id: Any) -> str:
         """Return a token's text."""
         return piece(self.tokenizer, int(id))
 
@@ -168,65 +142,62 @@ def open_subject(
     """Return what a lesson runs on; see `explain`."""
     if model is None:
         progress("training a tiny GPT on Python's docstrings")
-        tiny = tiny_model()
-        model, tokenizer = tiny.model, tiny.tokenizer
+        model, tokenizer, _ = tiny_model()
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
     elif isinstance(model, (str, os.PathLike)):
         about = os.fspath(model)
     else:
         about = f"{type(model).__name__} in memory"
-    found = tokenizer_for(model, tokenizer)
-    own = _validation_ids(model) if text is None and tokenizer is None else None
+    words = tokenizer_for(model, tokenizer)
+    parts = _validation_parts(model) if text is None and tokenizer is None else []
     if not isinstance(model, nn.Module):
-        model, _ = open_model(model, found)
-    n = sum(parameter.numel() for parameter in model.parameters())
+        model, _ = open_model(model, words)
+    about += f": {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
     size = audit(model).matrices[0].shape[0]
     length = min(LENGTH, getattr(getattr(model, "config", None), "n_positions", LENGTH))
     device = next(model.parameters()).device
-    if own is not None and len(own) >= 4 and int(own.max()) < size:
-        reads = ", reading a typical part of its run's validation text"
-        about = f"{about}: {n:,} parameters{reads}"
-        subject = Subject(model, about, found, own.to(device), progress=progress)
-        return _typical(subject, length)
-    ids = _ids(found, text, size, length)
+    parts = [
+        part[:length].to(device) for part in parts if len(part) >= 4 and int(part.max()) < size
+    ]
+    if parts:
+        about += ", reading a typical part of its run's validation text"
+        return _read_typical(Subject(model, about, words, parts[0], progress=progress), parts)
+    ids = _encode(words, text, size, length)
     is_random = ids is None
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
-    return Subject(model, f"{about}: {n:,} parameters", found, ids.to(device), is_random, progress)
+    return Subject(model, about, words, ids.to(device), is_random, progress)
 
 
-def _validation_ids(model: Any) -> Tensor | None:
-    """Return ids that a run was validated on, from `PARTS` places; None if the model is no run."""
-    if not isinstance(model, (str, os.PathLike)):
-        return None
-    directory = Path(model) / "data"
+def _validation_parts(model: Any) -> list[Tensor]:
+    """Return ids that a run was validated on, from `PARTS` places; none if the model is no run."""
+    directory = Path(model) / "data" if isinstance(model, (str, os.PathLike)) else Path("nowhere")
     if not any(directory.glob("val_*.bin")):
-        return None
+        return []
     shards = Shards.in_directory(directory, "val")
     apart = max(LENGTH, len(shards) // PARTS)
     starts = range(0, max(1, len(shards) - LENGTH + 1), apart)
-    parts = [shards.read(start, min(start + LENGTH, len(shards))) for start in starts]
-    return torch.from_numpy(np.concatenate(parts).astype("int64"))
+    parts = (shards.read(start, min(start + LENGTH, len(shards))) for start in starts)
+    return [torch.from_numpy(part.astype(np.int64)) for part in parts]
 
 
 @torch.no_grad()
-def _typical(subject: Subject, length: int) -> Subject:
-    """Let a subject read the part of its ids that has the median loss, of `length` tokens."""
-    parts = [part[:length] for part in subject.ids.split(LENGTH)]
-    with subject.inference():
-        losses = [float(F.cross_entropy(subject.logits(ids=part)[:-1], part[1:])) for part in parts]
+def _read_typical(subject: Subject, parts: list[Tensor]) -> Subject:
+    """Let a subject read the part that has the median loss."""
+    losses = []
+    with inference(subject.module):
+        for subject.ids in parts:
+            losses.append(float(subject.loss(subject.logits())))
     subject.ids = parts[sorted(range(len(parts)), key=losses.__getitem__)[len(parts) // 2]]
     return subject
 
 
-def _ids(tokenizer: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
+def _encode(words: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
     """Return the first ids of the text; None if no text is given, and TEXT cannot be encoded."""
-    if tokenizer is None and text is not None:
-        raise UserError(
-            "a text needs a tokenizer, and there is none with the model", hint="give it"
-        )
+    if words is None and text is not None:
+        raise UserError("a text needs a tokenizer, and the model has none", hint="give it")
     try:
-        ids = tokenizer.encode(TEXT if text is None else text)[:length] if tokenizer else None
+        ids = words.encode(TEXT if text is None else text)[:length] if words else None
     except UserError:
         if text is not None:
             raise

@@ -1,4 +1,8 @@
-"""What each lesson measures and says: one function for each topic."""
+"""What each lesson measures and says: one function for each topic.
+
+The numbers are those of `tiedgpt.inspect`, `tiedgpt.tie` and `tiedgpt.tune`. What only a GPT can
+answer is left out of a lesson on another module.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
-from tiedgpt.inspect import gradient_split
+from tiedgpt.inspect import dot, gradient_split, random_head
+from tiedgpt.inspect import positions as measure_positions
+from tiedgpt.inspect.faces import faces
 from tiedgpt.lessons.lesson import Lesson
 from tiedgpt.lessons.subject import Subject, tiny_model
-from tiedgpt.tie import ledger
-from tiedgpt.tie import tie as tie_again
+from tiedgpt.tie import ledger, untie
+from tiedgpt.tie import tie as share_matrix
 from tiedgpt.tie.heads import sharing
 from tiedgpt.tune import freeze, lora
 from tiedgpt.tune.adapters import BLOCKS
@@ -40,11 +46,11 @@ RANK = 8
 
 def tie(subject: Subject, lesson: Lesson) -> None:
     """Show that one matrix reads and predicts: by formula, by a changed row, by a step."""
-    _two_uses(subject, lesson)
-    _changed_row(subject, lesson)
+    _compute_both_uses(subject, lesson)
+    _double_a_row(subject, lesson)
     if subject.tied:
         with lesson.optional("a head of its own with equal values"):
-            _equal_head(subject, lesson)
+            _step_with_an_equal_head(subject, lesson)
     elif subject.audit.comparison is not None:
         lesson.say(
             f"The two matrices differ: {subject.reads} and {subject.predicts} "
@@ -53,20 +59,25 @@ def tie(subject: Subject, lesson: Lesson) -> None:
 
 
 @torch.no_grad()
-def _two_uses(subject: Subject, lesson: Lesson) -> None:
+def _compute_both_uses(subject: Subject, lesson: Lesson) -> None:
     """Compute both uses of W by hand and compare them with the model's own."""
     ids, (size, width), t = subject.ids, subject.weight.shape, len(subject.ids)
     reader = subject.module.get_submodule(subject.reads.rpartition(".")[0])
-    read = float((reader(ids[None])[0] - subject.weight[ids]).abs().max())
-    lesson.numbers |= {"read_difference": read, "verdict": subject.audit.verdict}
-    rows = [("read", f"W_e[ids]    ({t}) -> ({t}, {width})", subject.reads, f"{read:.1g}")]
+    differences = {"read": reader(ids[None])[0] - subject.weight[ids]}
     with lesson.optional("the check of h W^T"):
-        by_hand = F.linear(subject.state(), subject.head_weight.float())
-        predict = float((by_hand - subject.logits()).abs().max())
-        lesson.numbers["predict_difference"] = predict
-        shape = f"h_n W_e^T   ({t}, {width}) -> ({t}, {size})"
-        rows.append(("predict", shape, subject.predicts or "", f"{predict:.1g}"))
-    lesson.table(("use", f"by hand, for {t} tokens", "matrix", ">difference"), rows)
+        by_hand = F.linear(subject.state(), faces(subject.gpt)[-1].weight)
+        differences["predict"] = by_hand - subject.logits()
+    largest = {use: float(each.abs().max()) for use, each in differences.items()}
+    lesson.numbers |= {f"{use}_difference": x for use, x in largest.items()}
+    lesson.numbers["verdict"] = subject.audit.verdict
+    formulas = {
+        "read": (f"W_e[ids]    ({t}) -> ({t}, {width})", subject.reads),
+        "predict": (f"h_n W_e^T   ({t}, {width}) -> ({t}, {size})", subject.predicts or ""),
+    }
+    lesson.table(
+        ("use", f"by hand, for {t} tokens", "matrix", ">difference"),
+        [(use, *formulas[use], f"{x:.1g}") for use, x in largest.items()],
+    )
     lesson.say(
         "The difference is from the model's own output. `tiedgpt tie audit` compares names and "
         f"storage; its verdict: {subject.audit.verdict} ({subject.audit.claim_source})."
@@ -74,12 +85,10 @@ def _two_uses(subject: Subject, lesson: Lesson) -> None:
 
 
 @torch.no_grad()
-def _changed_row(subject: Subject, lesson: Lesson) -> None:
+def _double_a_row(subject: Subject, lesson: Lesson) -> None:
     """Double the row of a token that is not in the text, in the matrix that reads."""
-    before = subject.logits()
-    rest = before[-1].index_fill(0, subject.ids, -torch.inf)
-    id = int(rest.argmax())
-    rows = subject.weight.clone()
+    before, rows = subject.logits(), subject.weight.clone()
+    id = int(before[-1].index_fill(0, subject.ids, -torch.inf).argmax())
     rows[id] *= 2
     after = subject.logits(changed={subject.reads: rows})
     moved = (after - before).abs()
@@ -99,14 +108,14 @@ def _changed_row(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def _equal_head(subject: Subject, lesson: Lesson) -> None:
+def _step_with_an_equal_head(subject: Subject, lesson: Lesson) -> None:
     """Give a copy of the model a head with equal values, and train it for one step."""
-    twin, shape = subject.untied(), subject.weight.shape
-    logits = subject.logits(twin)
-    matrices = [parameter for parameter in twin.parameters() if parameter.shape == shape]
-    read, predict = torch.autograd.grad(subject.loss(logits), matrices)
+    twin = sharing(subject.gpt)
+    untie(twin)
+    split = gradient_split(twin, None, subject.ids, arrays=True)
+    assert split.read is not None and split.predict is not None
     with torch.no_grad():
-        apart = float((logits - subject.logits()).abs().max())
+        apart = float((subject.logits(twin) - subject.logits(subject.gpt)).abs().max())
     lesson.say(
         "Equal values are not a tie. A copy of this model got an untied head with the same values. "
         "Its logits differ by {copy_apart:.1g}, so comparing values cannot distinguish the two "
@@ -114,7 +123,7 @@ def _equal_head(subject: Subject, lesson: Lesson) -> None:
         "to {drift:.2g}; the standard deviation of W is {deviation:.2g}. So compare storage.",
         copy_apart=apart,
         rate=RATE,
-        drift=float((read - predict).abs().max()) * RATE,
+        drift=RATE * float(np.abs(split.read - split.predict).max()),
         deviation=float(subject.weight.std()),
     )
 
@@ -138,53 +147,48 @@ def head(subject: Subject, lesson: Lesson) -> None:
     )
     with lesson.optional("the two parts of the gradient"):
         split = gradient_split(subject.gpt, None, subject.ids)
-        parts = {
-            "reading": (split.norm_read, int((split.rows_read > 0).sum())),
-            "predicting": (split.norm_predict, int((split.rows_predict > 0).sum())),
-        }
+        reached = {"read": int((split.rows_read > 0).sum())}
+        reached["predict"] = int((split.rows_predict > 0).sum())
+        rows = [("from reading", split.norm_read, reached["read"])]
+        rows.append(("from predicting", split.norm_predict, reached["predict"]))
         lesson.table(
             ("gradient of the loss", ">norm", ">rows with a gradient"),
-            [
-                (f"from {use}", f"{norm:.3g}", f"{n:,} of {len(split.pieces):,}")
-                for use, (norm, n) in parts.items()
-            ],
+            [(name, f"{norm:.3g}", f"{n:,} of {len(split.pieces):,}") for name, norm, n in rows],
         )
-        joined = "backward() adds both into one .grad" if subject.tied else "they stay separate"
+        sums = "backward() adds both into one .grad" if subject.tied else "they stay separate"
         lesson.say(
-            f"Their cosine is {{cosine:z.2f}}; {joined}. Reading gives a gradient only to the rows "
+            f"Their cosine is {{cosine:z.2f}}; {sums}. Reading gives a gradient only to the rows "
             "of the text's tokens. Predicting gives one to every row, through the softmax.",
             cosine=split.cosine,
+            norm_read=split.norm_read,
+            norm_predict=split.norm_predict,
+            rows_read=reached["read"],
+            rows_predict=reached["predict"],
         )
-        for use, name in (("reading", "read"), ("predicting", "predict")):
-            lesson.numbers[f"norm_{name}"], lesson.numbers[f"rows_{name}"] = parts[use]
     with lesson.optional("other heads on this body"):
-        _other_heads(subject, lesson)
+        _compare_heads(subject, lesson)
 
 
-@torch.no_grad()
-def _other_heads(subject: Subject, lesson: Lesson) -> None:
+def _compare_heads(subject: Subject, lesson: Lesson) -> None:
     """Measure the loss with W, its copy and random numbers as the head; then tiny GPTs."""
-    h, size = subject.state(), subject.weight.shape
-    draws = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 0.02
-    own = "its own head" if not subject.tied else "W itself"
-    matrices = {
-        own: subject.head_weight,
-        "the embedding, tied" if not subject.tied else "a copy of W": subject.weight,
-        "new numbers from N(0, 0.02)": draws.to(h.device),
-    }
-    losses = {
-        name: float(subject.loss(F.linear(h, matrix.float()))) for name, matrix in matrices.items()
-    }
-    uniform = math.log(size[0])
+    random, twin = random_head(subject.gpt, None, subject.ids), sharing(subject.gpt)
+    own, other, new = "its own head", "the embedding, tied", "new numbers from N(0, 0.02)"
+    if subject.tied:
+        own, other = "W itself", "a copy of W"
+        untie(twin)
+    else:
+        share_matrix(twin)
+    copy = measure_positions(twin, None, subject.ids).loss
+    losses = {own: random.loss, other: copy, new: random.random_loss}
+    uniform = random.uniform_loss
     lesson.numbers |= {"losses": losses, "uniform": uniform}
     rows = [*losses.items(), ("equal probabilities: ln V", uniform)]
     lesson.table(
         ("head on this body", ">loss on the text, nats"), [(n, f"{x:.3f}") for n, x in rows]
     )
-    own_loss, new_loss = losses[own], losses["new numbers from N(0, 0.02)"]
     why = (
         "New numbers predict nothing because they were not trained, not because they are untied. "
-        if own_loss < min(new_loss, uniform)
+        if random.loss < min(random.random_loss, uniform)
         else "The model's own head is no better than new numbers or equal probabilities on this "
         "text: the model was not trained, or not on such text. "
     )
@@ -197,7 +201,7 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
         if untied.loss < tied.loss
         else ""
     )
-    sizes = [sum(p.numel() for p in each.model.parameters()) for each in (tied, untied)]
+    sizes = [each.model.config.parameter_count() for each in (tied, untied)]
     lesson.say(
         why + "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
         "steps. Tied: {tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: "
@@ -214,13 +218,11 @@ def _other_heads(subject: Subject, lesson: Lesson) -> None:
 
 def parameters(subject: Subject, lesson: Lesson) -> None:
     """Count, untie, count again, and tie again."""
-    whole, (v, d) = ledger(subject.module), subject.weight.shape
     with lesson.optional("with a head of its own, and tied again"):
-        twin = subject.untied() if subject.tied else sharing(subject.module)
+        twin, (v, d) = subject.with_two_matrices(), subject.weight.shape
         two = ledger(twin)
-        tie_again(twin)
-        again = ledger(twin)
-        one = whole if subject.tied else again
+        share_matrix(twin)
+        one = ledger(twin)
         columns = {
             "parameters": (one.total, two.total),
             "bytes of the weights": (one.bytes, two.bytes),
@@ -241,7 +243,7 @@ def parameters(subject: Subject, lesson: Lesson) -> None:
             v=v,
             d=d,
             matrix=v * d,
-            again=again.total,
+            again=one.total,
         )
     tied, untied = (
         GPTConfig.preset("gpt2", tie_word_embeddings=tied).parameter_count()
@@ -256,124 +258,126 @@ def parameters(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-@torch.no_grad()
 def positions(subject: Subject, lesson: Lesson) -> None:
     """Show a prediction at each position, that none sees ahead, and which one generation uses."""
-    logits, ids, word = subject.logits(), subject.ids, subject.word
-    probs, n, size = logits.softmax(-1), len(ids), logits.shape[1]
-    lesson.table(
-        (">#", "token", "next token", ">probability", "likeliest", ">probability"),
-        [
-            (str(i), word(ids[i]), word(ids[i + 1]), f"{probs[i, ids[i + 1]]:.2g}",
-             word(probs[i].argmax()), f"{probs[i].max():.2g}")
-            for i in range(min(SHOWN, n - 1))
-        ],
-    )  # fmt: skip
-    lesson.say(
-        "One pass over {tokens} tokens gives logits ({tokens}, {size:,}): a prediction at each "
-        "position. {targets} positions have a true next token, and training learns from all of "
-        "them: the mean loss is {loss:.3f} nats. The last position has no next token. Generation "
-        "needs only this position; its likeliest token is {following}.",
-        tokens=n,
-        size=size,
-        targets=n - 1,
-        loss=float(subject.loss(logits)),
-        following=word(probs[-1].argmax()),
-    )
-    at, poked = n // 2, ids.clone()
-    poked[at] = (poked[at] + 1) % size
-    moved = (subject.logits(ids=poked) - logits).abs().amax(-1)
-    lesson.say(
-        "This works because no position sees later tokens. When token {at} changes, the logits "
-        "before it change by {moved_before:.1g}, and the logits from there on by up to "
-        "{moved_after:.2g}. So each position makes the prediction that generation would make after "
-        "the same tokens.",
-        at=at,
-        moved_before=float(moved[:at].max()),
-        moved_after=float(moved[at:].max()),
-    )
+    ids, word, n, matrix = subject.ids, subject.word, len(subject.ids), subject.weight.numel()
+    with lesson.optional("the predictions"):
+        at = n // 2
+        found = measure_positions(subject.gpt, None, ids, top=1, poke=at)
+        best, moved = found.top_ids[:, 0], found.max_abs_change
+        assert moved is not None
+        probability, highest = np.exp(found.logprob), np.exp(found.top_logprob[:, 0])
+        lesson.table(
+            (">#", "token", "next token", ">probability", "likeliest", ">probability"),
+            [
+                (str(i), word(ids[i]), word(ids[i + 1]), f"{probability[i]:.2g}", word(best[i]),
+                 f"{highest[i]:.2g}")
+                for i in range(min(SHOWN, n - 1))
+            ],
+        )  # fmt: skip
+        lesson.say(
+            "One pass over {tokens} tokens gives logits ({tokens}, {size:,}): a prediction at each "
+            "position. {targets} positions have a true next token, and training learns from all of "
+            "them: the mean loss is {loss:.3f} nats. The last position has no next token. "
+            "Generation needs only this position; its likeliest token is {following}.",
+            tokens=n,
+            size=len(subject.weight),
+            targets=found.next,
+            loss=found.loss,
+            following=word(best[-1]),
+        )
+        lesson.say(
+            "This works because no position sees later tokens. When token {at} changes, the logits "
+            "before it change by {moved_before:.1g}, and the logits from there on by up to "
+            "{moved_after:.2g}. So each position makes the prediction that generation would make "
+            "after the same tokens.",
+            at=at,
+            moved_before=float(moved[:at].max()),
+            moved_after=float(moved[at:].max()),
+        )
     lesson.say(
         "The head takes V D multiply-adds per position: {head_cost:,} for the whole text, "
         "{one_cost:,} for the one position that generation needs.",
-        head_cost=n * subject.weight.numel(),
-        one_cost=subject.weight.numel(),
+        head_cost=n * matrix,
+        one_cost=matrix,
     )
 
 
 @torch.no_grad()
 def norms(subject: Subject, lesson: Lesson) -> None:
     """Take logits apart into norms and an angle, and move the norms without any effect."""
-    h, rows, word = subject.state(), subject.head_weight.float(), subject.word
-    logits, norm, cosine = h @ rows.T, rows.norm(dim=1), F.cosine_similarity(h[-1:], rows)
-    top = logits[-1].topk(5).indices
-    ranks = 1 + (cosine > cosine[top, None]).sum(1)
     lesson.say(
         "In short: each token has one row, and training fits that row to both jobs. On the output "
         "side a longer row makes its token's logit larger, for better or worse. On the input side "
         "a longer row makes the token count for more beside its position. A row's length alone "
         "does not tell how important a token is: only what is left after the mean row is "
-        "subtracted changes a prediction. The numbers below show each of these on this model."
+        "subtracted changes a prediction. The numbers below show each of these on this model.",
+        last=subject.word(subject.ids[-1]),
+        matrix=subject.weight.numel(),
     )
+    with lesson.optional("the dot products"):
+        _take_logits_apart(subject, lesson)
+        _double_rows(subject, lesson)
+        if subject.tied:
+            _shift_rows(subject, lesson)
+
+
+def _take_logits_apart(subject: Subject, lesson: Lesson) -> None:
+    """Show the likeliest tokens' rows, and how often the angle alone would choose another token."""
+    h, face = subject.state(), faces(subject.gpt)[-1]
+    found = dot(subject.gpt, None, subject.ids, top=5)
     lesson.say(
         "The logit of token i is h . e_i = |h| |e_i| cos, where e_i is its row of {predicts}. "
         "After the last token, {last}, |h| is {h_norm:.3g}:",
         predicts=subject.predicts,
-        last=word(subject.ids[-1]),
-        h_norm=float(h[-1].norm()),
+        h_norm=found.h_norm,
     )
+    columns = zip(found.ids, found.logit, found.row_norm, found.cos, found.rank_cos, strict=True)
     lesson.table(
         ("token", ">logit", ">|e_i|", ">cos", ">rank by cos"),
         [
-            (word(i), f"{logits[-1, i]:.3f}", f"{norm[i]:.3f}", f"{cosine[i]:.3f}", f"{rank:,}")
-            for i, rank in zip(top.tolist(), ranks.tolist(), strict=True)
+            (subject.word(i), f"{logit:.3f}", f"{norm:.3f}", f"{cos:.3f}", f"{rank:,}")
+            for i, logit, norm, cos, rank in columns
         ],
     )
-    by_cosine = (F.normalize(h) @ F.normalize(rows).T).argmax(-1)
+    by_angle = (h @ F.normalize(face.weight).T).argmax(-1)
     lesson.say(
         "The token with the largest logit need not have the largest cosine. At {differ} of "
         "{tokens} positions of the text, another token has a larger cosine, and the norms of the "
         "rows decide.",
-        differ=int((by_cosine != logits.argmax(-1)).sum()),
+        differ=int((by_angle != subject.logits().argmax(-1)).sum()),
         tokens=len(h),
     )
-    with lesson.optional("a longer row on the input side"):
-        _longer_rows(subject, lesson, logits[-1])
-    with lesson.optional("other norms, same model"):
-        _moved_norms(subject, lesson)
 
 
-def _longer_rows(subject: Subject, lesson: Lesson, last: Tensor) -> None:
+def _double_rows(subject: Subject, lesson: Lesson) -> None:
     """Double a row where it predicts, then one where it is read, in a copy with two matrices."""
-    token, id = subject.ids[-1], last.argmax()
-    longer, rows = last.clone(), subject.weight.clone()
-    longer[id] *= 2
-    rows[token] *= 2
-    twin = subject.untied() if subject.tied else subject.module
-    before, after = (subject.logits(twin, changed=new) for new in (None, {subject.reads: rows}))
+    twin, rows = subject.with_two_matrices(), subject.weight.clone()
+    rows[subject.ids[-1]] *= 2
+    before = subject.logits(twin)[-1]
+    after = subject.logits(twin, {subject.reads: rows})[-1].softmax(-1)
+    best, longer = before.argmax(), before.clone()
+    longer[best] *= 2
     lesson.say(
         "On the output side, the norm of a row scales one logit: with twice the row of {best}, the "
         "token's probability changes from {best_before:.3f} to {best_after:.3f}. On the input "
         "side, the row is added to the position embedding and passes through all layers: with "
         "twice the row of {last} (in an untied copy), {read_moved:.1%} of the next token's "
         "probability moves to other tokens.",
-        best=subject.word(id),
-        best_before=float(last.softmax(-1)[id]),
-        best_after=float(longer.softmax(-1)[id]),
-        read_moved=float((before[-1].softmax(-1) - after[-1].softmax(-1)).abs().sum() / 2),
+        best=subject.word(best),
+        best_before=float(before.softmax(-1)[best]),
+        best_after=float(longer.softmax(-1)[best]),
+        read_moved=float((before.softmax(-1) - after).abs().sum() / 2),
     )
 
 
-def _moved_norms(subject: Subject, lesson: Lesson) -> None:
+def _shift_rows(subject: Subject, lesson: Lesson) -> None:
     """Subtract a vector from all rows and add it to all positions: another W, the same model."""
-    names = dict(subject.module.named_parameters())
-    places = [name for name in names if name.endswith(("wpe.weight", "positions_embed.weight"))]
-    if not places or not subject.tied:
-        return
-    rows, place = names[subject.reads], names[places[0]]
+    gpt, rows = subject.gpt, subject.gpt.wte.weight
     shift = 2 * rows[subject.ids[-1]]
-    changed = {subject.reads: rows - shift, places[0]: place + shift}
-    before, after = subject.logits(), subject.logits(changed=changed)
-    old, new = rows.norm(dim=1), changed[subject.reads].norm(dim=1)
+    changed = {"wte.weight": rows - shift, "wpe.weight": gpt.wpe.weight + shift}
+    before, after = (subject.logits(gpt, x).softmax(-1) for x in (None, changed))
+    old, new = rows.norm(dim=1), changed["wte.weight"].norm(dim=1)
     ranks = torch.stack([norm.argsort().argsort() for norm in (old, new)]).double()
     lesson.say(
         "The norm of a row does not tell how important a token is. Subtract one vector (here twice "
@@ -382,7 +386,7 @@ def _moved_norms(subject: Subject, lesson: Lesson) -> None:
         "and no probability changes by more than {probability_moved:.1g}. But the mean norm "
         "changes from {norm_before:.3g} to {norm_after:.3g}, and the rank correlation of old and "
         "new norms is {rank_correlation:.2f}.",
-        probability_moved=float((after.softmax(-1) - before.softmax(-1)).abs().max()),
+        probability_moved=float((after - before).abs().max()),
         norm_before=float(old.mean()),
         norm_after=float(new.mean()),
         rank_correlation=float(torch.corrcoef(ranks)[0, 1]),
@@ -392,12 +396,12 @@ def _moved_norms(subject: Subject, lesson: Lesson) -> None:
 @torch.no_grad()
 def loss(subject: Subject, lesson: Lesson) -> None:
     """Compute the loss and its gradient by hand, and compare them with autograd's."""
-    logits = subject.logits().requires_grad_()
-    n, size = len(subject.ids) - 1, logits.shape[1]
+    logits, targets = subject.logits().requires_grad_(), subject.ids[1:]
+    n, size = len(targets), logits.shape[1]
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(subject.loss(logits), logits)
-    probs, targets = logits[:-1].softmax(-1), subject.ids[1:]
-    value = float(subject.loss(logits))
+        value = subject.loss(logits)
+        (gradient,) = torch.autograd.grad(value, logits)
+    probs = logits[:-1].softmax(-1)
     lesson.say(
         "The loss is the mean of -ln P(true next token) over {targets} positions: {by_hand:.4f} "
         "nats by hand, {loss:.4f} by cross_entropy. exp(loss) is the perplexity, {perplexity:,.1f}:"
@@ -405,35 +409,37 @@ def loss(subject: Subject, lesson: Lesson) -> None:
         "probabilities for all tokens, the loss is ln V = ln {size:,} = {uniform:.3f} nats.",
         targets=n,
         by_hand=-float(probs.gather(1, targets[:, None]).log().mean()),
-        loss=value,
+        loss=float(value),
         perplexity=math.exp(value),
         size=size,
         uniform=math.log(size),
     )
-    expected = (probs - F.one_hot(targets, size)) / n
+    by_hand = (probs - F.one_hot(targets, size)) / n
     lesson.say(
         "The gradient with respect to the logits is (P - onehot) / {targets}; autograd's differs "
         "by {gradient_apart:.1g}. A step raises the true token's logit in proportion to 1 - P, and "
         "lowers each other logit in proportion to its P.",
-        gradient_apart=float((gradient[:-1] - expected).abs().max()),
+        gradient_apart=float((gradient[:-1] - by_hand).abs().max()),
     )
     with lesson.optional("the gradient of the rows"):
-        rows = gradient[:-1].T @ subject.state()[:-1]
-        right = torch.unique(targets)
+        rows = gradient_split(subject.gpt, None, subject.ids).rows_predict
+        right = np.unique(targets.cpu().numpy())
         lesson.say(
             "logits = h W^T, so predicting gives W the gradient (P - onehot)^T h / {targets}. "
             "{rows_reached:,} of {size:,} rows get a gradient, not only the {n_right} rows of true "
             "next tokens; those have {right_share:.0%} of its squared norm.",
-            rows_reached=int((rows.norm(dim=1) > 0).sum()),
+            rows_reached=int((rows > 0).sum()),
             n_right=len(right),
-            right_share=float(rows[right].square().sum() / rows.square().sum()),
+            right_share=float(np.square(rows[right]).sum() / np.square(rows).sum()),
         )
 
 
 @torch.no_grad()
 def body(subject: Subject, lesson: Lesson) -> None:
     """Show what the body returns, and what different heads on it return and cost."""
-    with lesson.optional("the states"):
+    whole = ledger(subject.module)
+    own = 0 if subject.tied or not subject.predicts else subject.weight.numel()
+    with lesson.optional("the states, and other heads"):
         lesson.say(
             "The body is everything up to the last norm: ids {ids} -> states {states}, one vector "
             "per token. A head turns states into an answer; the head over the vocabulary gives "
@@ -443,14 +449,12 @@ def body(subject: Subject, lesson: Lesson) -> None:
             states=(1, *subject.state().shape),
             logits=(1, *subject.logits().shape),
         )
-    own = 0 if subject.tied or not subject.predicts else subject.head_weight.numel()
-    with lesson.optional("other heads"):
-        _heads(subject, lesson, own)
+        _put_heads_on(subject, lesson, own)
     lesson.say(
         "The model has {total:,} parameters. {own:,} of them belong only to the vocabulary head. "
         "The {matrix:,} of {reads} belong to the body, which reads with them. So a model without "
         "its tied head is not smaller, and a new head does not change the matrix.",
-        total=ledger(subject.module).total,
+        total=whole.total,
         own=own,
         matrix=subject.weight.numel(),
         reads=subject.reads,
@@ -464,16 +468,16 @@ def body(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def _heads(subject: Subject, lesson: Lesson, own: int) -> None:
+def _put_heads_on(subject: Subject, lesson: Lesson, own: int) -> None:
     """Put each kind of head on the body."""
     ids, bare = subject.ids[None], sharing(subject.gpt)
     bare.head = None
-    rows = [("the vocabulary", str((1, *subject.logits().shape)), f"{own:,}")]
+    rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{own:,}")]
     for name, (kind, options) in HEADS.items():
         with torch.random.fork_rng(devices=[]):
-            made = kind(bare, **options).eval()
-        out = made(ids.expand(2, -1)[None] if kind is MultipleChoice else ids)
-        cost = sum(p.numel() for n, p in made.named_parameters() if not n.startswith("gpt."))
+            model = kind(bare, **options).eval()
+        out = model(ids.expand(2, -1)[None] if kind is MultipleChoice else ids)
+        cost = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("gpt."))
         lesson.numbers[kind.__name__] = cost
         rows.append((name, str(tuple(out.shape)), f"{cost:,}"))
     lesson.table(("head", "its output for this text", ">parameters of its own"), rows)
@@ -492,64 +496,55 @@ def tuning(subject: Subject, lesson: Lesson) -> None:
         total=ledger(subject.module).total,
         reads=subject.reads,
     )
-    with lesson.optional("a step of the head alone"):
-        _step_of_the_head(subject, lesson)
-    with lesson.optional("other ways to tune"):
-        _ways_to_tune(subject, lesson)
+    with lesson.optional("a step of the head alone, and other ways to tune"):
+        _step_the_head(subject, lesson)
+        _count_ways_to_tune(subject, lesson)
 
 
 @torch.no_grad()
-def _step_of_the_head(subject: Subject, lesson: Lesson) -> None:
+def _step_the_head(subject: Subject, lesson: Lesson) -> None:
     """Take one step of SGD with the matrix that predicts, and follow its rows on both sides."""
-    split = gradient_split(subject.gpt, None, subject.ids, arrays=True)
-    rows = subject.head_weight.float()
-    step = RATE * torch.as_tensor(split.predict).to(rows)
-    if subject.tied:
-        step += RATE * torch.as_tensor(split.read).to(rows)
+    split, tied = gradient_split(subject.gpt, None, subject.ids, arrays=True), subject.tied
+    assert split.read is not None and split.predict is not None
+    rows = faces(subject.gpt)[-1].weight
+    step = RATE * torch.from_numpy(split.predict + split.read * tied).to(rows)
     far = step.norm(dim=1)
-    seen = torch.zeros(len(far), dtype=torch.bool, device=far.device)
-    seen[subject.ids] = True
-    shown = [
-        int(i)
-        for side in (seen, ~seen)
-        for i in far.where(side, 0).topk(min(3, int(side.sum()))).indices
-    ]
+    seen = torch.isin(torch.arange(len(far), device=far.device), subject.ids)
+    largest = [far.where(side, -1).argsort(descending=True)[:3] for side in (seen, ~seen)]
     lesson.table(
         ("row of", "in the text", ">moves as input", ">as output", ">of its length"),
         [
-            (
-                subject.word(i),
-                "yes" if seen[i] else "no",
-                f"{far[i] * subject.tied:.2g}",
-                f"{far[i]:.2g}",
-                f"{far[i] / rows[i].norm():.2%}",
-            )
-            for i in shown
+            (subject.word(i), "yes" if seen[i] else "no", f"{far[i] * tied:.2g}", f"{far[i]:.2g}",
+             f"{far[i] / rows[i].norm():.2%}")
+            for i in torch.cat(largest).tolist()
         ],
-    )
-    states, reads = subject.state(), {subject.reads: subject.weight - step.to(subject.weight.dtype)}
-    losses = {"before": subject.logits(), "the new rows predict": F.linear(states, rows - step)}
-    if subject.tied:
-        losses["the new rows read and predict"] = subject.logits(changed=reads)
-    lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in losses.items()}
-    said = "; ".join(f"{name}, {{losses[{name}]:.4f}}" for name in losses)
+    )  # fmt: skip
+    logits = {
+        "before": subject.logits(),
+        "the new rows predict": F.linear(subject.state(), rows - step),
+    }
+    if tied:
+        changed = {"wte.weight": (rows - step).to(subject.gpt.wte.weight.dtype)}
+        logits["the new rows read and predict"] = subject.logits(subject.gpt, changed)
+    lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in logits.items()}
+    losses = "; ".join(f"{name}, {{losses[{name}]:.4f}}" for name in logits)
     both = " Both columns are equal: training the head always changes the input, too."
+    squares = torch.linalg.eigvalsh((step.T @ step).double()).flip(0)
     lesson.say(
         "This was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
         "moved: the text's tokens by {seen_moved:.2g} on average, the others by "
-        "{others_moved:.2g}." + both * subject.tied + f" The loss: {said}.",
+        "{others_moved:.2g}." + both * tied + f" The loss: {losses}.",
         rate=RATE,
         n_moved=int((far > 0).sum()),
         size=len(far),
         seen_moved=float(far[seen].mean()),
         others_moved=float(far[~seen].mean()),
+        largest_move=float(far.max()),
+        kept=float(squares[:RANK].sum() / squares.sum()),
     )
-    lesson.numbers["largest_move"] = float(far.max())
-    squares = torch.linalg.eigvalsh((step.T @ step).double()).flip(0)
-    lesson.numbers["kept"] = float(squares[:RANK].sum() / squares.sum())
 
 
-def _ways_to_tune(subject: Subject, lesson: Lesson) -> None:
+def _count_ways_to_tune(subject: Subject, lesson: Lesson) -> None:
     """Count what each way to tune trains, in a model without memory."""
     config, (size, width) = subject.gpt.config, subject.weight.shape
     rank, head_alone = min(RANK, width), "body,+wte" if subject.tied else "body"
@@ -566,18 +561,16 @@ def _ways_to_tune(subject: Subject, lesson: Lesson) -> None:
             model = GPT(config)
             chosen = choose(model)
         counts[name] = chosen.moving
-        faces = (model.wte, model.wte if model.head is None else model.head)
-        moves = (any(p.requires_grad for p in face.parameters()) for face in faces)
-        said = ["moves" if each else "stays" for each in moves]
-        rows.append((name, f"{chosen.moving:,}", f"{chosen.moving / chosen.total:.2%}", *said))
+        sides = (model.wte, model.head or model.wte)
+        is_moved = (any(p.requires_grad for p in side.parameters()) for side in sides)
+        moves = ["moves" if each else "stays" for each in is_moved]
+        rows.append((name, f"{chosen.moving:,}", f"{chosen.moving / chosen.total:.2%}", *moves))
     lesson.table(("tiedgpt tune", ">trains", ">of all", "W as input", "output"), rows)
-    share = "" if "kept" not in lesson.numbers else (
-        " The best {rank} directions hold {kept:.0%} of the step above."
-    )  # fmt: skip
     lesson.say(
         "An adapter of W is one pair P Q, {size:,} x {rank} and {rank} x {width:,}: {pair:,} "
         "numbers instead of {matrix:,}. Row i changes by P_i Q, where it is read and where it "
-        "predicts. All rows change within the same {rank} directions." + share,
+        "predicts. All rows change within the same {rank} directions. The best {rank} directions "
+        "hold {kept:.0%} of the step above.",
         size=size,
         rank=rank,
         width=width,
