@@ -143,7 +143,7 @@ def test_doctor_tells_of_this_machine(capfd):
     assert found["torch"].startswith(torch.__version__.split("+")[0])
     assert found["missing"] == "nothing that is required"
     assert main(["doctor"]) == 0
-    assert "faster matmul dtype" in capfd.readouterr().out
+    assert "train --dtype auto" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ CONFIG = GPTConfig(
 def small_chunks(monkeypatch):
     """Chunks of at most 7 rows, so that tiny inputs take several."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 8 * 53)
-    monkeypatch.setattr(fast_loss_module, "CACHED_ROWS", 3)
+    monkeypatch.setattr(fast_loss_module, "CACHED_BYTES", 120)
 
 
 def drawn_model() -> GPT:

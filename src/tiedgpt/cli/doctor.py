@@ -86,16 +86,14 @@ def _of_torch() -> dict[str, Any]:
     """Return what torch says of this machine."""
     import torch
 
-    from tiedgpt.core.config import GPTConfig
-    from tiedgpt.train.pace import faster_dtype
-    from tiedgpt.train.sizing import training_device
+    from tiedgpt.train.sizing import choose_dtype, training_device
 
     device = training_device()
     return {
         "torch threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "faster matmul dtype": faster_dtype(GPTConfig.preset("gpt2"), device),
+        "train --dtype auto": choose_dtype(device),
     }
 
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiedgpt.train.fast.matmul import has_bf16
+
 Pair = tuple[Tensor, dict[str, Any]]
 """A parameter and the group that it belongs to."""
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -64,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         for stack in _stacks((p, group) for p, group in pairs if p.grad is not None):
             updates = [self._look_ahead(p, group) for p, group in stack]
             x = torch.cat(updates)
-            directions = newton_schulz(x.to(fast_dtype(x))).split([len(u) for u in updates])
+            directions = newton_schulz(x.to(_precision(x))).split([len(u) for u in updates])
             for (p, group), direction in zip(stack, directions, strict=True):
                 rate = group["lr"] * 0.2 * math.sqrt(max(direction.shape[1:]))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -121,13 +123,8 @@ def _polynomial(gram: Tensor) -> Tensor:
     return m
 
 
-def fast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for Newton-Schulz: bf16 where the device has instructions for it, else fp32.
-
-    Emulated, bf16 takes up to five times as long. float64 stays.
-    """
+def _precision(x: Tensor) -> torch.dtype:
+    """Return the dtype for Newton-Schulz; float64 stays."""
     if x.dtype == torch.float64:
         return x.dtype
-    features = torch.cpu.get_capabilities() if x.device.type == "cpu" else {"bf16": True}
-    has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if has_bf16(x.device) else torch.float32

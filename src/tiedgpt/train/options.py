@@ -223,7 +223,7 @@ class ComputeOptions:
     )
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto",
-        "dtype of the matmuls; auto: the faster one, measured here. Weights stay in fp32.",
+        "dtype of the matmuls; auto: bf16 where this device computes in it. Weights stay in fp32.",
     )
     device: str = option(
         "auto",

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-import timeit
 from dataclasses import replace
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from tiedgpt.core.config import GPTConfig
 from tiedgpt.train.blocks import in_training
 from tiedgpt.train.objective import Task
 from tiedgpt.train.optim import groups_and_optimizers
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Dtype, Plan
+from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 
 MEASURED = 0.01
@@ -25,19 +21,6 @@ FOR_STEPS = 0.5
 """Of the time, at least, whatever the last evaluation takes."""
 SAMPLE_SHARE = 0.1
 """Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
-DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def faster_dtype(config: GPTConfig, device: torch.device) -> Dtype:
-    """Return "bf16" where a matmul of the MLP's shape is faster in it than in fp32."""
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    seconds = {}
-    for name, dtype in DTYPES.items():
-        x = torch.randn(1024, config.n_embd, dtype=dtype, device=device)
-        w = torch.randn(config.inner_dim, config.n_embd, dtype=dtype, device=device)
-        seconds[name] = min(timeit.repeat(partial(F.linear, x, w), number=1, repeat=5))
-    return "bf16" if seconds["bf16"] < 0.8 * seconds["fp32"] else "fp32"
 
 
 def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> float:

@@ -20,6 +20,7 @@ from tiedgpt.errors import DivergedError, NoRoomError, UserError
 from tiedgpt.infer.room import free_memory
 from tiedgpt.train.blocks import decide, in_training
 from tiedgpt.train.choice import choose
+from tiedgpt.train.fast.matmul import has_bf16
 from tiedgpt.train.measures import TensorMemory, held_memory
 from tiedgpt.train.objective import Task
 from tiedgpt.train.optim import groups_and_optimizers
@@ -34,13 +35,12 @@ from tiedgpt.train.options import (
 from tiedgpt.train.pace import (
     MEASURED,
     SAMPLE_SHARE,
-    faster_dtype,
     for_steps,
     measure_steps,
     step_seconds,
 )
 from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Plan, Recompute
+from tiedgpt.train.plan import Dtype, Plan, Recompute
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
@@ -134,7 +134,7 @@ def draft_plan(options: AnyOptions, task: Task, world: World) -> Plan:
         micro_batch=1,
         warmup=0,
         grad_clip=options.grad_clip,
-        dtype="bf16" if options.dtype == "auto" else options.dtype,
+        dtype=choose_dtype(device) if options.dtype == "auto" else options.dtype,
         seed=options.seed,
         eval_every=1,
         eval_batches=1,
@@ -148,9 +148,12 @@ def draft_plan(options: AnyOptions, task: Task, world: World) -> Plan:
         **options.plan_fields(config, task.context, task.epoch_rows),
     )
     require_lasting(config, draft, task.row_tokens, world, task.trained)
-    if options.dtype == "auto":
-        draft = replace(draft, dtype=faster_dtype(config, device))
     return fit_micro_batch(draft, options, task, world)
+
+
+def choose_dtype(device: torch.device) -> Dtype:
+    """Return the dtype of matmuls: bf16 where the device computes in it. No load decides."""
+    return "bf16" if has_bf16(device) else "fp32"
 
 
 def _can_end_early(options: AnyOptions, task: Task) -> bool:

@@ -19,7 +19,7 @@ from tiedgpt.train.fast.loss import one_pass_cross_entropy
 def small_chunks(monkeypatch):
     """Chunks of at most 7 rows, so that even tiny inputs take several and leave a ragged one."""
     monkeypatch.setattr(core_loss, "CHUNK_BYTES", 7 * 8 * 53)
-    monkeypatch.setattr(fast_loss, "CACHED_ROWS", 3)
+    monkeypatch.setattr(fast_loss, "CACHED_BYTES", 120)
     monkeypatch.setattr(fast_loss, "BLOCK", 40)
 
 

@@ -26,11 +26,12 @@ from tiedgpt.core.loss import (
     require_targets,
 )
 from tiedgpt.core.model import GPT
+from tiedgpt.train.fast.matmul import IMAGES, linear, weight_gradient
 from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.weights.parameters import head_matrix
 
-CACHED_ROWS = 16
-"""Rows of fp32 logits that a CPU's cache holds: 3 MB of V = 50,257."""
+CACHED_BYTES = 3 << 20
+"""Of fp32 logits that a CPU's cache holds: 16 rows of V = 50,257."""
 BLOCK = 2048
 """Rows of W that are cast, and of its gradient that are added to, at a time on a CPU."""
 
@@ -133,12 +134,13 @@ def _loss_and_gradients(
     grad_w = torch.zeros_like(weight, dtype=sums_in) if needs_w else None
     answers, share, any_counted = _shares(targets, sums_in)
     total = torch.zeros((), dtype=sums_in, device=h.device)
-    vocab_size, n_rows = weight.shape[0], chunk_rows(h.shape[0], weight.shape[0], dtype)
-    on_cpu = h.device.type == "cpu"
-    few = CACHED_ROWS if on_cpu else n_rows
+    vocab_size, on_cpu = weight.shape[0], h.device.type == "cpu"
+    n_rows = chunk_rows(h.shape[0], vocab_size, dtype)
+    n_rows -= n_rows % IMAGES if n_rows > IMAGES else 0
+    few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size)) if on_cpu else n_rows
     weight_dtype = weight.dtype
     weight = weight if on_cpu else weight.to(dtype)
-    step = min(BLOCK, vocab_size) if weight.dtype != dtype else vocab_size
+    step = min(BLOCK, vocab_size) if on_cpu else vocab_size
     blocks = [slice(at, min(at + step, vocab_size)) for at in range(0, vocab_size, step)]
     buffer = h.new_empty(step if weight.dtype != dtype else 0, h.shape[1], dtype=dtype)
 
@@ -152,18 +154,15 @@ def _loss_and_gradients(
         h_c = h[rows].to(dtype)
         z = logits[: h_c.shape[0]]  # (R, V), the only large tensor
         for block in blocks:
-            torch.mm(h_c, narrow(block).T, out=z[:, block])
+            linear(h_c, narrow(block), out=z[:, block])
         parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
         for some, answer, scale in zip(*parts, strict=True):
             total += _turn_into_gradient(some, answer, scale)
         if grad_h is not None:
-            grad_h[rows] = sum((z[:, block] @ narrow(block)).to(sums_in) for block in blocks)
-        for sums, block in () if grad_w is None else ((grad_w[b], b) for b in blocks):
-            if sums.dtype == dtype:
-                sums.addmm_(z[:, block].T, h_c)
-            else:
-                out = buffer[: len(sums)] if len(buffer) else None
-                sums += torch.mm(z[:, block].T, h_c, out=out)
+            grad_h[rows] = sum(linear(z[:, b], narrow(b).T).to(sums_in) for b in blocks)
+        if grad_w is not None:
+            for block in blocks:
+                grad_w[block] += weight_gradient(h_c, z[:, block])
     grad_w = None if grad_w is None else grad_w.to(weight_dtype)
     return torch.where(any_counted, total, torch.nan), grad_h, grad_w
 
