@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 IMAGES = 16
 """The rows are said to be so many images: PyTorch gives oneDNN fewer on several threads only."""
@@ -44,7 +45,7 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     if not (_is_for_onednn(x) and _is_for_onednn(grad)):
         return grad.T @ x
     shape = (grad.shape[1], x.shape[1], 1, 1)
-    return torch.nn.grad.conv2d_weight(_images(x), shape, _images(grad)).flatten(1)
+    return conv2d_weight(_images(x), shape, _images(grad)).flatten(1)
 
 
 def _is_for_onednn(x: Tensor) -> bool:
