@@ -93,7 +93,7 @@ QUICK = {
     "a config": "from tiedgpt import GPTConfig; GPTConfig.preset('gpt3-175b').parameter_count()",
     "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
     "data": "import tiedgpt.data",
-    "safetensors": "import tiedgpt.weights.safetensors_file",
+    "safetensors": "import tiedgpt.weights.containers",
     "a packed model": "import tiedgpt.weights.formats.packed, tiedgpt.infer.packed_session",
     "the engine": "from tiedgpt.infer import Engine; import tiedgpt.infer.scheduler",
     "usage": "from tiedgpt.cli.main import main; main(['--help'])",

@@ -33,7 +33,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt import tie as tie_package
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix, ledger
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 from tiedgpt.weights.torch_file import stored_tensor
 
 

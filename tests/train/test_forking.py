@@ -8,7 +8,7 @@ import pytest
 from tests.train.trials import metrics
 from tiedgpt.cli.main import main
 from tiedgpt.train.checkpoint import checkpoints
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 SHAPE = ("--size", "tiny", "--tokenizer", "char", "--context", "16")
 QUICK = ("--steps", "6", "--dtype", "fp32")

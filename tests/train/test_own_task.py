@@ -20,7 +20,7 @@ from tiedgpt.train.events import Ended, Evaluated, Started, Stepped
 from tiedgpt.train.objective import Loss, Task
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=12, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1)
 BETA = 0.5

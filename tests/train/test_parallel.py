@@ -27,7 +27,7 @@ from tiedgpt.train.parallel import Shards, World, join_world, launched
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, read_plan
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 PLAN = Plan(
     steps=6, batch_size=5, micro_batch=1, optimizer="adamw", lr=1e-3, warmup=1, weight_decay=0.1,

@@ -15,7 +15,7 @@ from tiedgpt.cli.source import source_or_newest
 from tiedgpt.train.metrics import read_history
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory, can_generate, run_for, times_longer
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 QUICK = ("--size", "tiny", "--width", "32", "--tokenizer", "char", "--context", "16")
 QUICK += ("--batch-size", "2", "--dtype", "fp32")

@@ -16,7 +16,7 @@ from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.sizing import make_longer
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import make_record, read_plan
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 
 def run_all(run, config, plan, tokenizer, stop_after=None):

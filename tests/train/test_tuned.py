@@ -26,7 +26,7 @@ from tiedgpt.train.sizing import make_plan
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter, lora, save_adapter
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 
 def chat(n, colours=("red", "blue", "green")):

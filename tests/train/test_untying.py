@@ -23,7 +23,7 @@ from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import groups_and_optimizers, untie_in_training
 from tiedgpt.train.sizing import make_plan
 from tiedgpt.train.step import train_step
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tiedgpt.tie import add_tokens, audit, untie
 from tiedgpt.train import fast_training
 from tiedgpt.tune import freeze, load_adapter, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS, adapted_layers
-from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
 WTE = "base_model.model.transformer.wte"

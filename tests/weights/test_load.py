@@ -388,7 +388,7 @@ def test_a_head_that_transformers_has_no_place_for_is_not_written(tiny, tmp_path
 def test_what_safetensors_writes_we_read_and_the_reverse(tiny, saved, tmp_path):
     state = load_file(saved / "model.safetensors")
     save_file(state, tmp_path / "copy.safetensors")
-    from tiedgpt.weights.safetensors_file import SafetensorsFile
+    from tiedgpt.weights.containers import SafetensorsFile
 
     ours = SafetensorsFile.open(tmp_path / "copy.safetensors")
     assert ours.entries.keys() == state.keys()

@@ -201,7 +201,7 @@ print(*sorted(name for name in sys.modules if name.startswith("tiedgpt.weights."
     others = {"gguf", "onnx", "llmc", "packed", "torch_file", "nanogpt", "state_dict"}
     imported = {name.removeprefix("tiedgpt.weights.") for name in done.stdout.split()}
     imported = {name.removeprefix("formats.") for name in imported}
-    assert {"safetensors_file", "transformers"} <= imported
+    assert {"containers", "transformers"} <= imported
     assert not imported & others
 
 

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.containers import SafetensorsFile
 from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import PRECISIONS
 from tiedgpt.weights.formats.packed.writer import can_pack, pack_gpt, save_packed
 from tiedgpt.weights.load import load
-from tiedgpt.weights.safetensors_file import SafetensorsFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.weights.safetensors_file import SafetensorsFile
+from tiedgpt.weights.containers import SafetensorsFile
 
 
 def file_of(path, header, data: bytes = b"", length: int | None = None):

@@ -27,12 +27,12 @@ from tiedgpt.tie.findings import size
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
 from tiedgpt.weights.comparison import nonzero_rows
+from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.load import load
 from tiedgpt.weights.roles import Roles, find_roles, lies_transposed
-from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 
 NOT_RUN = "its matrices were audited, its weights not compared, for it is no GPT that runs here"

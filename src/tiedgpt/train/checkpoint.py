@@ -21,7 +21,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.objective import Task
 from tiedgpt.train.parallel import World, distribute_like
-from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
 T = TypeVar("T")

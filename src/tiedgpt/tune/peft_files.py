@@ -33,8 +33,8 @@ from tiedgpt.heads import Head
 from tiedgpt.tie import untie
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers, require_adaptable
 from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
+from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, model_type_of, to_file
-from tiedgpt.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

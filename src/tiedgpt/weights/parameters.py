@@ -7,7 +7,6 @@ module's own names. Everything else is refused by name before a byte is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -71,9 +70,7 @@ def parameters_for(
             f"{precision!r}",
             option="precision",
         )
-    require_computed(writer.program, model, writer.fixed)
-    if writer.activation:
-        require_gelu(writer.program, model, writer.activation, approximate_gelu=approximate_gelu)
+    _require_computed(writer, model, approximate_gelu=approximate_gelu)
     return gpt_parameters(model, writer.program), precision
 
 
@@ -126,15 +123,16 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in own}
 
 
-def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> None:
-    """Raise `UserError`, naming the field, where a program cannot compute a model.
+def _require_computed(writer: Writer, model: GPT, *, approximate_gelu: bool) -> None:
+    """Raise `UserError`, naming the field, where the format's program cannot compute a model.
 
-    `fixed` holds the fields for which the program knows one value.
+    The exact GELU and its tanh form differ by less than 0.0005 everywhere: `approximate_gelu` lets
+    a model of one be run with the other.
     """
-    config = model.config
+    config, fixed, program = model.config, writer.fixed, writer.program
     if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
         raise UserError(
-            f"a head of its own cannot be written: {whose} predicts with wte",
+            f"a head of its own cannot be written: {program} predicts with wte",
             hint=(
                 'load it with resolve="keep-input" or "keep-output" (--resolve), or tie(model), '
                 "to have one matrix"
@@ -144,22 +142,14 @@ def require_computed(whose: str, model: GPT, fixed: Mapping[str, object]) -> Non
         own = getattr(config, name)
         if own != value and not (name == "n_inner" and own == 4 * config.n_embd):
             raise UserError(
-                f"{name}={own!r} cannot be written: {whose} has only {MEANINGS.get(name, value)}"
+                f"{name}={own!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
             )
-
-
-def require_gelu(whose: str, model: GPT, computed: str, *, approximate_gelu: bool) -> None:
-    """Raise `UserError` for another activation than the one computed.
-
-    The exact GELU and its tanh form differ by less than 0.0005 everywhere: `approximate_gelu` lets
-    a model of one be run with the other.
-    """
-    own = model.config.activation_function
+    own, computed = config.activation_function, writer.activation
     alike = own in GELUS and computed in GELUS
-    if own != computed and not (approximate_gelu and alike):
+    if computed and own != computed and not (approximate_gelu and alike):
         anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
         raise UserError(
-            f"the model's activation {own!r} cannot be written: {whose} computes {computed!r}",
+            f"the model's activation {own!r} cannot be written: {program} computes {computed!r}",
             hint=anyway if alike else None,
         )
 

@@ -25,6 +25,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
+from tiedgpt.weights.containers import SafetensorsFile, is_safetensors
 from tiedgpt.weights.formats.packed.panels import (
     PANEL,
     PRECISIONS,
@@ -37,7 +38,6 @@ from tiedgpt.weights.formats.packed.panels import (
 )
 from tiedgpt.weights.formats.transformers import PACKED, config_fields, model_type_from
 from tiedgpt.weights.registry import Format, Writer
-from tiedgpt.weights.safetensors_file import SafetensorsFile, is_safetensors
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"

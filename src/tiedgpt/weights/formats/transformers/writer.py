@@ -15,6 +15,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import read_json, replacing, require_room, write_json, writing
 from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.formats.transformers import (
     CONV1D,
     TIEDGPT,
@@ -23,7 +24,6 @@ from tiedgpt.weights.formats.transformers import (
     to_file,
 )
 from tiedgpt.weights.parameters import PRECISIONS, gpt_parameters, zero_biases
-from tiedgpt.weights.safetensors_file import write_safetensors
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
