@@ -9,7 +9,7 @@ import torch
 
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
-from tiedgpt.cli.tie import _alike
+from tiedgpt.cli.tie import _group_layers
 from tiedgpt.tie.ledgers import Row
 
 
@@ -88,7 +88,7 @@ def test_names_with_several_numbers_keep_all_their_rows():
 
     rows = [row(f"down.{i}.block.{j}.weight", 4 + 4 * i) for i in range(2) for j in range(3)]
     rows.append(row("top.weight", 2))
-    shown = _alike(rows)
+    shown = _group_layers(rows)
     assert [name for name, _ in shown] == [
         "down.0.block.0-2.weight",
         "down.1.block.0-2.weight",

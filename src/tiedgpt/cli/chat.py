@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.source import EngineOptions, source_or_newest
+from tiedgpt.cli.source import EngineOptions, SourceOrNewest, source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.options import argument, option
+from tiedgpt.options import option
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
@@ -24,14 +24,9 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(EngineOptions):
+class Arguments(SourceOrNewest, EngineOptions):
     """Options of `chat`."""
 
-    source: str | None = argument(
-        "A run, a model's directory or a hub name; default: the newest run in runs/.",
-        default=None,
-        metavar="MODEL",
-    )
     system: str | None = option(None, "The system message, sent before the conversation.")
     max_new_tokens: int | None = option(
         None,

@@ -56,12 +56,12 @@ def say(
     text = text.encode("utf-8", "replace").decode()  # names of files may not be text
     lines = text.split("\n")
     if to.is_terminal:
-        lines = [part for line in lines for part in wrapped(line, to.width - len(label))]
+        lines = [part for line in lines for part in wrap(line, to.width - len(label))]
     below = f"\n{' ' * len(label)}"
     to.print(Text.assemble((label, style), (below.join(lines), body)))
 
 
-def wrapped(line: str, width: int) -> list[str]:
+def wrap(line: str, width: int) -> list[str]:
     """Return a line as several of at most `width` columns; longer words stay whole."""
     parts = textwrap.wrap(line, max(width, 20), break_long_words=False, break_on_hyphens=False)
     return parts or [""]
@@ -109,7 +109,7 @@ def table(
         others = [max(cell_len(row[n]) for row in cells) for n in range(1, len(columns))]
         room = max(SHORTEST_NAME, to.width - sum(others) - 2 * len(others))
         for row in cells:
-            row[0] = "\n".join(shortened(line, room) for line in row[0].split("\n"))
+            row[0] = "\n".join(shorten_name(line, room) for line in row[0].split("\n"))
     head, rule, *lines = aligned(columns, cells[1:])
     to.print(Text(title, "italic"), end="\n" if title else "")
     to.print(Text(f"{head}\n{rule}"))
@@ -132,7 +132,7 @@ def waiting(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def bar(
     what: str, *columns: ProgressColumn, to: Console | None = None
-) -> Iterator[Callable[[int, int], None]]:
+) -> Iterator[Callable[[int, int | None], None]]:
     """Show a progress bar on stderr, or `to`, in a terminal; yields what moves it."""
     from rich.progress import BarColumn, Progress
 
@@ -144,7 +144,7 @@ def bar(
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def shortened(name: str, width: int) -> str:
+def shorten_name(name: str, width: int) -> str:
     """Return the name in at most `width` columns, with `...` in place of its middle."""
     if cell_len(name) <= width:
         return name

@@ -24,12 +24,12 @@ CALIBRATION_CHARACTERS = 4 << 20
 """Read from the text of --calibrate, which needs some 32,000 tokens."""
 
 
-def written_formats() -> tuple[str, ...]:
+def list_formats() -> tuple[str, ...]:
     """Return the choices of --to."""
     return ("auto", *writers())
 
 
-def written_precisions() -> tuple[str, ...]:
+def list_precisions() -> tuple[str, ...]:
     """Return the choices of --precision: those of all formats."""
     names = (name for writer in writers().values() for name in writer.precisions)
     return ("auto", *dict.fromkeys(names))
@@ -51,12 +51,12 @@ class Arguments(ModelOptions):
         "The format, one of those in docs/formats.md: a Hugging Face directory (transformers), "
         "a directory packed for tiedgpt's CPU kernels (packed), or a file. auto: by DEST's "
         "suffix; without one, transformers.",
-        choices=written_formats,
+        choices=list_formats,
     )
     precision: str = option(
         "auto",
         "auto: the model's own if the format has it, otherwise fp32; int8 for packed.",
-        choices=written_precisions,
+        choices=list_precisions,
     )
     calibrate: str | None = option(
         None,

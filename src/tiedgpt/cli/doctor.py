@@ -71,18 +71,18 @@ def examine() -> dict[str, Any]:
     affinity = getattr(os, "sched_getaffinity", None)
     report["cores"] = len(affinity(0)) if affinity else os.cpu_count()
     if not missing:
-        report |= _of_torch()
+        report |= _examine_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
     report["missing"] = ", ".join(missing) or "nothing that is required"
-    report["formats"] = {format.title: _use_of(format) for format in formats()}
+    report["formats"] = {format.title: _describe_use(format) for format in formats()}
     compiler = shutil.which("g++") or shutil.which("clang++")
-    report["features"] = {name: _has(*needs) for name, needs in FEATURES.items()} | {
+    report["features"] = {name: _describe_feature(*needs) for name, needs in FEATURES.items()} | {
         "train --compile": f"yes, by {compiler}" if compiler else "no: install g++ or clang++"
     }
     return report
 
 
-def _of_torch() -> dict[str, Any]:
+def _examine_torch() -> dict[str, Any]:
     """Return what torch says of this machine."""
     import torch
 
@@ -97,7 +97,7 @@ def _of_torch() -> dict[str, Any]:
     }
 
 
-def _use_of(format: Format) -> str:
+def _describe_use(format: Format) -> str:
     """Say whether a format is read and written, and what some of its files need."""
     does = "read and written" if format.writer else "read"
     missing = [package for package in format.packages if util.find_spec(package) is None]
@@ -105,7 +105,7 @@ def _use_of(format: Format) -> str:
     return f"{does}; for all of it: {needs}" if missing else does
 
 
-def _has(packages: tuple[str, ...], install: str) -> str:
+def _describe_feature(packages: tuple[str, ...], install: str) -> str:
     """Say whether a feature's package is there, or how it is got."""
     found = [package for package in packages if util.find_spec(package) is not None]
     return f"yes, by {', '.join(found)}" if found else f"no: {install}"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tiedgpt.cli.console import console, note
+from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
@@ -102,7 +102,7 @@ def _evaluate(args: Arguments) -> None:
         corpus = documents([args.data], encoding=args.encoding)
         data = [document.text for document in corpus]
         note(*corpus.notes())
-        if _trained_on(args.source, args.data):
+        if _was_trained_on(args.source, args.data):
             note(f"{args.source} was trained on {args.data}: its score on new text will be worse")
     with args.engine(source_or_newest(args.source)) as engine:
         if not data:
@@ -114,24 +114,27 @@ def _evaluate(args: Arguments) -> None:
                     "--context, --stride and --bos are for texts", hint="leave them out"
                 )
             rest = partial(examples.score_examples, engine)
-            kept = _scored(args, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data))
-            result = examples.ExamplesScore(kept)
+            scores = _score_all(
+                args, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data)
+            )
+            result = examples.ExamplesScore(scores)
+            rows = _describe_examples(result)
         else:
             windows = texts.Windows.of(engine, args.context, args.stride, args.bos)
             args = replace(args, context=windows.context, stride=windows.stride)
             score = partial(texts.score_windows, engine, data, windows)
-            scores = _scored(args, data, texts.WindowScore, lambda n: score(skip=n))
-            result = texts.TextScore(windows, scores)
+            parts = _score_all(args, data, texts.WindowScore, lambda n: score(skip=n))
+            result = texts.TextScore(windows, parts)
+            rows = _describe_texts(result)
     if args.format == "json":
         print(json.dumps(result.to_json()))
     else:
-        rows = _of_texts(result) if isinstance(result, texts.TextScore) else _of_examples(result)
         width = max(map(len, rows))
         for name, value in rows.items():
             print(f"{name:<{width}}  {value}")
 
 
-def _trained_on(source: str, data: str) -> bool:
+def _was_trained_on(source: str, data: str) -> bool:
     """Whether the source is a run that was trained on this file or folder."""
     options: dict[str, Any] = {}
     with contextlib.suppress(TiedGPTError):  # a damaged record is no reason to stop
@@ -139,7 +142,7 @@ def _trained_on(source: str, data: str) -> bool:
     return Path(data).resolve() in (Path(name).resolve() for name in options.get("data", ()))
 
 
-def _scored(
+def _score_all(
     args: Arguments,
     data: list[Any],
     kind: type[S],
@@ -147,24 +150,23 @@ def _scored(
     total: int | None = None,
 ) -> list[S]:
     """Return all scores: those that --save holds, then the others, which are added to it."""
-    from rich.progress import track
-
-    done = list[S]()
+    results = list[S]()
     if args.save is None:
-        fresh = scores(0)
+        later = scores(0)
     else:
-        facts = _facts(args, data)
-        done = read_saved(args.save, facts, kind)
-        if done:
-            note(f"{len(done)} results are in {args.save}: resuming")
-        fresh = keep(args.save, facts, scores(len(done)))
-    err = console(stderr=True)
-    left = None if total is None else total - len(done)
-    shown = track(fresh, "scoring", left, console=err, transient=True, disable=not err.is_terminal)
-    return [*done, *shown]
+        conditions = _list_conditions(args, data)
+        results = read_saved(args.save, conditions, kind)
+        if results:
+            note(f"{len(results)} results are in {args.save}: resuming")
+        later = keep(args.save, conditions, scores(len(results)))
+    with bar("scoring") as progress:
+        for score in later:
+            results.append(score)
+            progress(len(results), total)
+    return results
 
 
-def _facts(args: Arguments, data: list[Any]) -> dict[str, Any]:
+def _list_conditions(args: Arguments, data: list[Any]) -> dict[str, Any]:
     """Return what the results depend on."""
     source = Path(args.source)
     files = [source, *source.rglob("*")] if source.is_dir() else [source]
@@ -181,7 +183,7 @@ def _facts(args: Arguments, data: list[Any]) -> dict[str, Any]:
     }
 
 
-def _of_texts(result: TextScore) -> dict[str, str]:
+def _describe_texts(result: TextScore) -> dict[str, str]:
     windows, (low, high), n = result.windows, result.interval, len(result.scores)
     beginning = "after a beginning-of-text token" if windows.bos else "is not scored"
     first = f"the text's first token {beginning}"
@@ -201,7 +203,7 @@ def _of_texts(result: TextScore) -> dict[str, str]:
     }
 
 
-def _of_examples(result: ExamplesScore) -> dict[str, str]:
+def _describe_examples(result: ExamplesScore) -> dict[str, str]:
     numbers = result.to_json()
 
     def share(name: str) -> str:

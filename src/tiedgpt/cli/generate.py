@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tiedgpt.cli.console import note
-from tiedgpt.cli.options import UsageError, parse, prompt_hint
-from tiedgpt.cli.source import EngineOptions, read_text, source_or_newest
+from tiedgpt.cli.options import UsageError, hint_at_prompt, parse
+from tiedgpt.cli.source import EngineOptions, SourceOrNewest, read_text, source_or_newest
 from tiedgpt.infer.options import GenerationConfig
-from tiedgpt.options import argument, option
+from tiedgpt.options import option
 
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
@@ -28,14 +28,9 @@ MOST_SLOTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(EngineOptions, GenerationConfig):
+class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
     """Continue a text."""
 
-    source: str | None = argument(
-        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
-        default=None,
-        metavar="MODEL",
-    )
     prompt: str = option(
         "",
         "The text to continue; - reads standard input; empty: begin a new text.",
@@ -98,7 +93,7 @@ def run(arguments: list[str]) -> None:
     config, human = args.config(), args.format == "human"
     source = source_or_newest(args.source, task="lm")
     if " " in source and not args.prompt and not Path(source).exists():
-        raise UsageError(f"there is no model {source!r}", prompt_hint(source))
+        raise UsageError(f"there is no model {source!r}", hint_at_prompt(source))
     prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
     if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
@@ -110,7 +105,7 @@ def run(arguments: list[str]) -> None:
             if human:
                 print(f"\n{RULE}\n".join(prompt + completion.text for completion in completions))
         else:
-            completions = [_streamed(engine, prompt, config, show=human)]
+            completions = [_stream(engine, prompt, config, show=human)]
     if not human:
         answers = [{"prompt": prompt, **asdict(completion)} for completion in completions]
         for answer in answers:
@@ -133,7 +128,7 @@ def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> No
         note(f"the context slid: the first {dropped} tokens were dropped")
 
 
-def _streamed(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:
+def _stream(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:
     """Generate; print the text as it comes, after its prompt, if it is to be shown."""
     generation = engine.stream(prompt, config)
     unshown = prompt

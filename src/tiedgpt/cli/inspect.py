@@ -5,16 +5,16 @@ The names and their options are those of `tiedgpt.inspect.registry`.
 
 from __future__ import annotations
 
-import sys
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, make_dataclass
 from inspect import signature
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiedgpt.cli.console import fact, waiting
+from tiedgpt.cli.console import bar, fact, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
-from tiedgpt.cli.source import ModelOptions, read_text, source_or_newest
+from tiedgpt.cli.source import ModelOptions, SourceOrNewest, read_text, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
@@ -46,14 +46,9 @@ writes all views to a page that needs no server."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultArguments(ModelOptions):
+class ResultArguments(SourceOrNewest, ModelOptions):
     """Options of every name."""
 
-    source: str | None = argument(
-        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
-        default=None,
-        metavar="MODEL",
-    )
     format: Literal["human", "json"] = option(
         "human", "json: one object, columns as lists.", short="f"
     )
@@ -71,15 +66,10 @@ class TextArguments(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TextArguments):
+class Arguments(SourceOrNewest, TextArguments):
     """Options of the page."""
 
     name: str = argument("What to show: a name of the list above, or page, which needs --html.")
-    source: str | None = argument(
-        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
-        default=None,
-        metavar="MODEL",
-    )
     html: Path | None = option(
         None, "Write the page with all views to this file; it opens in a browser, without a server."
     )
@@ -113,10 +103,12 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
         require_figures(args.plot)
     if inspection.reads_text:
         options["text"] = _text(args, inspection.verb)
-    if "progress" in signature(inspection.function).parameters:
-        options["progress"] = _progress
     source = source_or_newest(args.source)
-    with waiting(f"computing {inspection.verb} of {source}"):
+    has_layers = "progress" in signature(inspection.function).parameters
+    layers = bar("layers") if has_layers else nullcontext()
+    with waiting(f"computing {inspection.verb} of {source}"), layers as progress:
+        if has_layers:
+            options["progress"] = progress
         result = inspection.function(*_model(args, source), **options)
     if args.plot is not None:
         _draw(result, args.plot)
@@ -202,9 +194,3 @@ def _page(args: Arguments) -> None:
     with replacing(args.html) as temporary:
         temporary.write_text(page, encoding="utf-8")
     fact("written", f"{args.html} ({megabytes(len(page.encode()))}): open it in a browser")
-
-
-def _progress(done: int, of: int) -> None:
-    if sys.stderr.isatty():
-        text = "" if done == of else f"layer {done} of {of}"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

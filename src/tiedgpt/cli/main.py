@@ -82,8 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
         if not torch_says and not isinstance(error, MemoryError):
             raise
-        said = "out of memory; no partial file is left"
-        return _fail(said, NoRoomError.exit_code)
+        return _fail("out of memory; no partial file is left", NoRoomError.exit_code)
 
 
 def _run(arguments: list[str]) -> int:
@@ -99,9 +98,9 @@ def _run(arguments: list[str]) -> int:
             warnings.showwarning = lambda message, *_, **__: note(str(message))
             return int(import_module(f"tiedgpt.cli.{verb}").run(rest) or EXIT_OK)
     else:
-        from tiedgpt.cli.options import no_verb
+        from tiedgpt.cli.options import unknown_verb
 
-        raise no_verb(verb, VERBS)
+        raise unknown_verb(verb, VERBS)
     return EXIT_OK
 
 

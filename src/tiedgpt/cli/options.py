@@ -51,26 +51,26 @@ def parse(options: type[Options], verb: str, arguments: Sequence[str], descripti
     """
     parser = make_parser(options, verb, description)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    dashed = [_as_typed(argument) for argument in arguments[:end]]
+    words = [_put_dashes(argument) for argument in arguments[:end]]
     has_end = end < len(arguments)  # which the intermixed method does not know
     read = parser.parse_known_args if has_end else parser.parse_known_intermixed_args
-    values, rest = read([*dashed, *arguments[end:]])
+    values, rest = read([*words, *arguments[end:]])
     if rest:
         unknown = next((argument for argument in rest if argument.startswith("-")), rest[0])
-        raise _unknown(unknown, options, verb)
+        raise _explain_unknown(unknown, options, verb)
     tuples = {name: tuple(x) for name, x in vars(values).items() if isinstance(x, list)}
-    made: Options = _build(options, vars(values) | tuples)
-    return made
+    result: Options = _build(options, vars(values) | tuples)
+    return result
 
 
 def _build(options: Any, values: dict[str, Any]) -> Any:
     """Return a dataclass, and those that it is made of, of values by name."""
     own = {f.name: values[f.name] for f in dataclasses.fields(options) if f.name in values}
-    parts = {name: _build(kind, values) for name, kind in _parts(options).items()}
+    parts = {name: _build(kind, values) for name, kind in _list_parts(options).items()}
     return options(**own, **parts)
 
 
-def _parts(options: type) -> dict[str, type]:
+def _list_parts(options: type) -> dict[str, type]:
     """Return the dataclasses that one is made of, by the name of the field."""
     hints = get_type_hints(options).items()
     return {name: kind for name, kind in hints if hasattr(kind, "__dataclass_fields__")}
@@ -80,10 +80,10 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
     """Return argparse's parser for the fields of a dataclass, and of those that it is made of."""
     blocks = description.strip().split("\n\n")
     blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
-    kinds = (options, *_parts(options).values())
+    kinds = (options, *_list_parts(options).values())
     hints = {kind: get_type_hints(kind) for kind in kinds}
-    known = [(kind, field) for kind in kinds for field in _fields(kind)]
-    arguments = (_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
+    known = [(kind, field) for kind in kinds for field in _list_fields(kind)]
+    arguments = (_make_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
     parser = Parser(
         prog=f"tiedgpt {verb}",
         usage=" ".join([f"tiedgpt {verb}", *arguments, "[options]"]),
@@ -97,32 +97,34 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
     groups: dict[str, Any] = {"options": parser}
     for kind in kinds:
         for field in dataclasses.fields(kind):  # in which the parts come before the whole
-            heading = _heading(kind, field)
+            heading = _find_heading(kind, field)
             if heading not in groups and "help" in field.metadata:
                 groups[heading] = parser.add_argument_group(heading)
     for kind, field in known:
-        how = _how(field, hints[kind][field.name], getattr(kind, "DEFAULTS", {}))
+        keywords = _make_keywords(field, hints[kind][field.name], getattr(kind, "DEFAULTS", {}))
         if is_argument(field):
-            parser.add_argument(field.name, **how)
+            parser.add_argument(field.name, **keywords)
             continue
         short = [f"-{field.metadata['short']}"] if field.metadata["short"] else []
-        to = groups[_heading(kind, field)]
-        to.add_argument(*short, flag(field), dest=field.name, **how)
+        to = groups[_find_heading(kind, field)]
+        to.add_argument(*short, flag(field), dest=field.name, **keywords)
     return parser
 
 
 def option_fields(options: type) -> list[dataclasses.Field[Any]]:
     """Return the fields that the command line asks for: those that carry a help."""
-    return [field for kind in (options, *_parts(options).values()) for field in _fields(kind)]
+    return [
+        field for kind in (options, *_list_parts(options).values()) for field in _list_fields(kind)
+    ]
 
 
-def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+def _list_fields(kind: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of one dataclass that carry a help, those of the class itself first."""
     fields = (field for field in dataclasses.fields(kind) if "help" in field.metadata)
     return sorted(fields, key=lambda field: field.name not in get_annotations(kind))
 
 
-def _heading(kind: type, field: dataclasses.Field[Any]) -> str:
+def _find_heading(kind: type, field: dataclasses.Field[Any]) -> str:
     """Return the heading under which the help lists a field."""
     if group := field.metadata.get("group"):
         return str(group)
@@ -130,111 +132,113 @@ def _heading(kind: type, field: dataclasses.Field[Any]) -> str:
     return str(getattr(owner, "GROUP", "options"))
 
 
-def _as_typed(argument: str) -> str:
+def _put_dashes(argument: str) -> str:
     """Return an option with dashes in its name, as it is declared."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-def _how(field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, str]) -> dict[str, Any]:
+def _make_keywords(
+    field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
-    choices, kind = _choices(field, hint), next(iter(_kinds(hint)), str)
+    choices, kind = _list_choices(field, hint), next(iter(_list_types(hint)), str)
     if meaning := defaults.get(field.name):
         text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
     if is_argument(field) and choices:
-        text = f"{text.rstrip('.')}: {_listed(choices)}"
+        text = f"{text.rstrip('.')}: {_format_choices(choices)}"
     elif default not in ("", None) and type(default) in (str, int, float):
-        shown = f"{default:g}" if isinstance(default, float) else default
-        text = f"{text.rstrip('.')} (default: {shown})"
-    how: dict[str, Any] = {"help": text.replace("%", "%%")}
+        value = f"{default:g}" if isinstance(default, float) else default
+        text = f"{text.rstrip('.')} (default: {value})"
+    keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
-        return how | {"action": "store_const", "const": not default}
-    how |= {"type": _choice(choices) if choices else kind}
+        return keywords | {"action": "store_const", "const": not default}
+    keywords |= {"type": _make_reader(choices) if choices else kind}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
         nargs = ("*" if optional else "+") if is_many else ("?" if optional else None)
-        return how | {"nargs": nargs, "metavar": _placeholder(field, hint).strip("[.] ")}
-    how["required"] = default is dataclasses.MISSING
+        return keywords | {"nargs": nargs, "metavar": _make_placeholder(field, hint).strip("[.] ")}
+    keywords["required"] = default is dataclasses.MISSING
     if is_many:
-        how["nargs"] = "+"
+        keywords["nargs"] = "+"
     elif facts["repeated"]:
-        how["action"] = "append"
-    return how | {"metavar": facts["metavar"] or "|".join(choices) or PLACEHOLDERS[kind]}
+        keywords["action"] = "append"
+    return keywords | {"metavar": facts["metavar"] or "|".join(choices) or PLACEHOLDERS[kind]}
 
 
-def _placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
+def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
     """Return how an argument without a flag is written in the usage: `[MODEL]`, `DATA ...`."""
     name = field.metadata["metavar"] or field.name.upper()
     name += " ..." if get_origin(hint) is tuple else ""
     return name if field.default is dataclasses.MISSING else f"[{name}]"
 
 
-def _choice(choices: Sequence[str]) -> Any:
+def _make_reader(choices: Sequence[str]) -> Any:
     """Return what makes a choice from its text, in which functions' names have underscores."""
 
     def read(text: str) -> str:
         dashed = text.replace("_", "-")
         if dashed in choices:
             return dashed
-        near = _meant(text, choices).rstrip()
-        problem = f"must be {_listed(choices)}, got {text!r}"
+        near = _suggest(text, choices).rstrip()
+        problem = f"must be {_format_choices(choices)}, got {text!r}"
         raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
 
     return read
 
 
-def _listed(choices: Sequence[str]) -> str:
+def _format_choices(choices: Sequence[str]) -> str:
     return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
 
 
-def _flat(hint: Any) -> list[Any]:
+def _flatten(hint: Any) -> list[Any]:
     """Return the types and literals of which a type is made."""
-    return [each for arg in get_args(hint) for each in _flat(arg)] or [hint]
+    return [each for arg in get_args(hint) for each in _flatten(arg)] or [hint]
 
 
-def _choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
+def _list_choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
     if field.metadata.get("choices") is not None:
         return tuple(field.metadata["choices"]())
-    return tuple(each for each in _flat(hint) if isinstance(each, str))
+    return tuple(each for each in _flatten(hint) if isinstance(each, str))
 
 
-def _kinds(hint: Any) -> list[type]:
-    return [each for each in _flat(hint) if each in PLACEHOLDERS]
+def _list_types(hint: Any) -> list[type]:
+    return [each for each in _flatten(hint) if each in PLACEHOLDERS]
 
 
-def no_verb(verb: str, verbs: Collection[str]) -> UsageError:
+def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:
     """Return the error for a verb that there is not."""
-    hint = f"{_meant(verb, verbs)}`tiedgpt --help` lists all: {', '.join(verbs)}"
+    hint = f"{_suggest(verb, verbs)}`tiedgpt --help` lists all: {', '.join(verbs)}"
     return UsageError(f"`tiedgpt` has no verb {verb!r}", hint)
 
 
-def _meant(text: str, known: Collection[str]) -> str:
+def _suggest(text: str, known: Collection[str]) -> str:
     """Return a question after the name that begins so, or that is nearest; "" for none."""
     begin = [name for name in known if name.startswith(text)]
     near = begin or get_close_matches(text, list(known), cutoff=0.7)
     return f"did you mean {near[0]}? " if near else ""
 
 
-def _unknown(argument: str, options: type, verb: str) -> UsageError:
+def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     """Return the error for an argument that no option takes."""
     known = option_fields(options)
     lists = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
         hint = lists
         if any(field.name == "prompt" for field in known):
-            hint = prompt_hint(argument)
+            hint = hint_at_prompt(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
     from tiedgpt.infer.options import OTHER_NAMES
 
     typed = argument.partition("=")[0]
     flags = {field.name: flag(field) for field in known if not is_argument(field)}
     other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"), "")
-    near = f"did you mean {flags[other]}? " if other in flags else _meant(typed, flags.values())
+    near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
     return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + lists)
 
 
-def prompt_hint(text: str) -> str:
+def hint_at_prompt(text: str) -> str:
     """Return the hint for a prompt in another argument's place."""
     return f"a text to continue goes after --prompt: --prompt {shlex.quote(text)}"

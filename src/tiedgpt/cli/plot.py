@@ -51,12 +51,12 @@ def run(arguments: list[str]) -> None:
     args = parse(Arguments, "plot", arguments, ABOUT)
     histories = open_histories(args.runs)
     if args.format == "json":
-        print(json.dumps([_plain(history, args.x) for history in histories], indent=1))
+        print(json.dumps([_to_dict(history, args.x) for history in histories], indent=1))
         return
     if args.samples:
         show_samples(histories)
         return
-    trainings = [as_training(history, args.x) for history in histories]
+    trainings = [to_training(history, args.x) for history in histories]
     drawn = panels(trainings, label(histories, args.x))
     if args.out is None:
         show_summary(histories)
@@ -89,7 +89,7 @@ def _runs_at(path: Path) -> list[Path]:
     return [path] if (path / "metrics.jsonl").exists() else inside or [path]
 
 
-def as_training(history: History, axis: Axis) -> Training:
+def to_training(history: History, axis: Axis) -> Training:
     """Return a run's curves over the axis."""
     return Training(history.name, {key: history.series(key, axis) for key in history.columns})
 
@@ -111,9 +111,9 @@ def show_summary(histories: Sequence[History]) -> None:
                 history.name,
                 f"{history.step:,}",
                 f"{history.units:,}",
-                duration(history.seconds),
+                format_duration(history.seconds),
                 f"{smoothed(losses)[-1]:.3f}" if losses else "",
-                validated(history),
+                format_validation(history),
                 ", ".join(filter(None, state)),
             )
         )
@@ -121,7 +121,7 @@ def show_summary(histories: Sequence[History]) -> None:
     table(["run", *(f">{name}" for name in columns), ""], rows)
 
 
-def validated(history: History) -> str:
+def format_validation(history: History) -> str:
     """Return the newest validation in a few words."""
     if (bits := history.last("val_bits_per_byte")) is not None:
         return f"{bits:.3f} bits/byte"
@@ -131,7 +131,7 @@ def validated(history: History) -> str:
     return "" if value is None else f"{key.removeprefix('val_').replace('_', ' ')} {value:.3f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds: 0:03:07."""
     return str(timedelta(seconds=round(seconds)))
 
@@ -146,7 +146,7 @@ def show_samples(histories: Sequence[History]) -> None:
             print(f"\n--- step {step:,}{said}\n{sample.rstrip()}")
 
 
-def _plain(history: History, axis: Axis) -> dict[str, object]:
+def _to_dict(history: History, axis: Axis) -> dict[str, object]:
     curves = {key: history.series(key, axis) for key in history.columns}
     return {
         "run": history.name,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tiedgpt.cli.console import table
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.plot import duration, validated
+from tiedgpt.cli.plot import format_duration, format_validation
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
 from tiedgpt.train.storage import RUNS, Standing, runs_in
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> None:
     args = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
     runs = list(runs_in(Path(args.folder)))
     if args.format == "json":
-        print(json.dumps([_plain(each) for each in runs], indent=1))
+        print(json.dumps([_to_dict(each) for each in runs], indent=1))
         return
     if not runs and (Path(args.folder) / "run.toml").exists():
         raise UserError(
@@ -47,12 +47,14 @@ def run(arguments: list[str]) -> None:
         if not history.finished and each.steps is not None:
             steps += f" of {each.steps:,}"
         when = datetime.fromtimestamp(each.changed).strftime("%b %d %H:%M")
-        score = validated(history)
-        rows.append((each.path.name, each.task, steps, duration(history.seconds), score, when))
+        score = format_validation(history)
+        rows.append(
+            (each.path.name, each.task, steps, format_duration(history.seconds), score, when)
+        )
     table(["run", "task", ">steps", ">time", ">validation", ">changed"], rows)
 
 
-def _plain(each: Standing) -> dict[str, object]:
+def _to_dict(each: Standing) -> dict[str, object]:
     history = each.history
     scores = {k: history.last(k) for k in history.columns if k.startswith("val_")}
     return {

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.source import EngineOptions, source_or_newest
+from tiedgpt.cli.source import EngineOptions, SourceOrNewest, source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.infer.options import require_positive
-from tiedgpt.options import argument, option
+from tiedgpt.options import option
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
@@ -37,14 +37,9 @@ KEY = "TIEDGPT_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(EngineOptions):
+class Arguments(SourceOrNewest, EngineOptions):
     """Serve a model with OpenAI's API."""
 
-    source: str | None = argument(
-        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
-        default=None,
-        metavar="MODEL",
-    )
     host: str = option(
         "127.0.0.1",
         "The address to listen on; 0.0.0.0 is open to other machines and needs a key or "

@@ -73,7 +73,7 @@ class Display:
         """Show notes."""
         note(*texts, to=self.err)
 
-    def _planned(self, event: events.Planned) -> None:
+    def _show_plan(self, event: events.Planned) -> None:
         """Show what is trained, and how long that will take."""
         self.planned, self.steps = event, event.plan.steps
         options, plan, task, world = event.options, event.plan, event.task, event.world
@@ -86,10 +86,10 @@ class Display:
             kind: f"{source}: {data}",
             "tokens": described["tokens"],
             "model": f"{options.start or options.fork or plan.size}: "
-            + _parameters(config, described)
+            + _count_parameters(config, described)
             + ("" if task.trained is None else f"; {task.trained:,} are trained"),
             "chosen": plan.reason,
-            "training": self._training(plan, task, world),
+            "training": self._describe_training(plan, task, world),
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else memory_line(plan),
         }
@@ -109,7 +109,7 @@ class Display:
         if (lacks := decide(options.compile, world.device)[1]) is not None:
             self.say(lacks)
 
-    def _training(self, plan: Plan, task: Trained, world: World) -> str:
+    def _describe_training(self, plan: Plan, task: Trained, world: World) -> str:
         """Return in words how long is trained, on what, and what is unusual about it."""
         where = str(world.device)
         if world.device.type == "cpu":
@@ -157,7 +157,7 @@ class Display:
                     "text; more --minutes, --steps or --epochs continue the training"
                 )
             case events.Planned():
-                self._planned(event)
+                self._show_plan(event)
             case events.Started():
                 for group in event.groups if self.show.verbose else ():
                     fact("optimizer", str(group), to=self.err)
@@ -170,7 +170,7 @@ class Display:
             case events.Ended() if event.finished:
                 self._progress.update(self._task, completed=event.step, total=event.step)
             case events.Stepped():
-                self._stepped(event)
+                self._show_step(event)
             case events.Skipped():
                 self.say(
                     f"step {event.step:,} was skipped, without an update: {event.why} "
@@ -182,13 +182,13 @@ class Display:
             case events.Evaluated():
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),
-                    f"val {_scored(event.metrics, 3)}  ",
+                    f"val {_format_scores(event.metrics, 3)}  ",
                     ("| " + " ".join(event.sample.replace("\ufffd", "").split()), "dim"),
                 )
                 line.truncate(self.err.width - 1)
                 self.err.print(line)
 
-    def _stepped(self, event: events.Stepped) -> None:
+    def _show_step(self, event: events.Stepped) -> None:
         """Show the loss and the speed, each an exponential mean without a bias at the start."""
         self._seen += 1
         share = max(1 - SMOOTHING, 1 / self._seen)
@@ -219,7 +219,7 @@ class Display:
         here = shlex.quote(str(directory.path))
         if isinstance(task, Labelled):
             theirs = task.head_class.class_in_transformers(config) is not None
-            steps = _next_in_python(task, directory.model)
+            steps = _write_python(task, directory.model)
         else:
             config, words = _show_samples(out, directory, task, options)
             theirs = model_type_of(config) is not TIEDGPT
@@ -231,33 +231,33 @@ class Display:
             seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
-        score = f"validation {_scored(ended.metrics, 4)}, on all held-out data"
+        score = f"validation {_format_scores(ended.metrics, 4)}, on all held-out data"
         if isinstance(task, TunedExamples) and not task.examples.holds_out:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
-            score = f"{_scored(ended.metrics, 4)} on the examples trained on, which are "
+            score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "
             score += "memorized" if memorized else "not memorized yet: train for more --steps"
         part = f"loss {ended.sample_nats:.4f}"
         if part not in score:
             score += f"; {part} on the part scored during training"
         fact("score", score, to=out)
-        fact("model", _parameters(config, task.describe(config)), to=out)
+        fact("model", _count_parameters(config, task.describe(config)), to=out)
         loads = ", which transformers loads too" if theirs else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
         out.print(Text("\nnext", "bold"))
         out.print(steps)
 
 
-def _parameters(config: GPTConfig, described: Mapping[str, str]) -> str:
+def _count_parameters(config: GPTConfig, described: Mapping[str, str]) -> str:
     """Return the parameter count and what predicts."""
     return f"{config.parameter_count():,} parameters; {described['predicts']}"
 
 
-def _scored(metrics: Mapping[str, float], digits: int) -> str:
+def _format_scores(metrics: Mapping[str, float], digits: int) -> str:
     names = {key: key.removeprefix("val_").replace("_", " ") for key in metrics}
     return ", ".join(f"{names[key]} {value:.{digits}f}" for key, value in metrics.items())
 
 
-def _next_in_python(task: Labelled, model: Path) -> str:
+def _write_python(task: Labelled, model: Path) -> str:
     """Return how the head is used."""
     head = task.head_class.__name__
     names = (head, *(name for name in ("best_spans", "pad") if name in task.use))

@@ -14,10 +14,21 @@ from typing import Any, Literal
 from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.options import option
+from tiedgpt.options import argument, option
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """How names of texts end, which are no models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOrNewest:
+    """The model that a verb opens: the one that is named, or the newest."""
+
+    source: str | None = argument(
+        "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
+        default=None,
+        metavar="MODEL",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,12 +95,12 @@ def _print_repair(repair: Any) -> None:
 def _print_ledger(ledger: Ledger) -> None:
     rows: list[tuple[str, ...]] = []
     shared: list[int] = []
-    for name, alike in _alike(ledger.rows):
+    for name, alike in _group_layers(ledger.rows):
         shared += [len(rows)] if alike[0].shared else []
         rows.append(
             (
                 name,
-                f"{len(alike)} x " * (len(alike) > 1) + _size(alike[0].shape),
+                f"{len(alike)} x " * (len(alike) > 1) + _format_shape(alike[0].shape),
                 f"{sum(row.parameters for row in alike):,}",
                 f"{sum(row.bytes for row in alike) / 1e6:,.2f}",
                 f"{sum(row.multiply_adds for row in alike):,}",
@@ -120,21 +120,21 @@ def _print_ledger(ledger: Ledger) -> None:
         show_text(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
 
 
-def _size(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _alike(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def _group_layers(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Put the same parameter of all layers under one name: h.0-11.ln_1.weight."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         pattern = tuple(LAYER.sub("*", name) for name in row.names)
         groups.setdefault((pattern, row.shape), []).append(row)
     alike = [(zip(*(row.names for row in group), strict=True), group) for group in groups.values()]
-    return [("\n= ".join(map(_span, names)), group) for names, group in alike]
+    return [("\n= ".join(map(_join_names, names)), group) for names, group in alike]
 
 
-def _span(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return alike names as one, each number in them a span."""
     name = ""
     for parts in zip(*map(LAYER.split, names), strict=True):
@@ -150,7 +150,7 @@ def _print_audit(audit: Audit) -> None:
             (
                 "\n= ".join(matrix.names),
                 " and ".join(matrix.roles),
-                _size(matrix.shape),
+                _format_shape(matrix.shape),
                 matrix.dtype,
                 f"{matrix.n_bytes / 1e6:,.2f}",
             )

@@ -66,6 +66,8 @@ class FileCorpus:
     """Of files that are not UTF-8."""
     skipped: set[str] = field(default_factory=set)
     """Paths found in folders that were left out: in another encoding, or not regular files."""
+    unread: set[str] = field(default_factory=set)
+    """Paths found in folders that were left out for their ending, such as .csv."""
     guessed: dict[str, str] = field(default_factory=dict)
     """The encodings of named files that are not UTF-8."""
     streams: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -95,9 +97,11 @@ class FileCorpus:
                 yield Document(place, text)
         if blank:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
-            raise UserError(
-                f"no text in {names}: every document is empty", hint="name files with text"
-            )
+            why, hint = "every document is empty", "name files with text"
+            if self.unread:
+                why = f"{_endings(self.unread)} is not read yet"
+                hint = f'text files are read, and .jsonl with {{"{self.text_field}": ...}} lines'
+            raise UserError(f"no text in {names}: {why}", hint=hint)
 
     def records(
         self, expected: str, on_bad: Callable[[CorruptInputError], None] | None = None
@@ -137,10 +141,14 @@ class FileCorpus:
         found = [
             f"{n} is read as {how}; --encoding names another" for n, how in self.guessed.items()
         ]
-        if n_skipped := len(self.skipped):
-            names = ", ".join(sorted(self.skipped)[:3]) + (", ..." if n_skipped > 3 else "")
-            files = f"{n_skipped:,} file{'s' * (n_skipped > 1)}"
-            found.append(f"left out {files}, not text in UTF-8: {names}")
+        reasons = {
+            "not text in UTF-8": self.skipped,
+            f"as {_endings(self.unread)} is not read yet": self.unread,
+        }
+        for why, paths in reasons.items():
+            names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
+            files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
+            found += [f"left out {files}, {why}: {names}"] if paths else []
         return found
 
     def _require_text(self, path: str, name: str) -> bool:
@@ -152,7 +160,7 @@ class FileCorpus:
                 f"{name} is not read, as a {os.path.splitext(path)[1]} file is no plain text",
                 hint=f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl',
             )
-        self.skipped.add(path)
+        self.unread.add(path)
         return False
 
     def _binary(self, data: bytes) -> bool:
@@ -291,6 +299,11 @@ def _unreadable(path: str, error: OSError) -> UserError:
     return UserError(
         f"cannot read {_printable(path)}: {error.strerror or error}", hint="check the file"
     )
+
+
+def _endings(paths: Iterable[str]) -> str:
+    """Return the endings of names of files: `.csv`, or `.csv or .zip`."""
+    return " or ".join(sorted({os.path.splitext(path)[1].lower() for path in paths}))
 
 
 def _printable(path: str) -> str:

@@ -76,19 +76,19 @@ def model_card(
 
 {OUR_CARD}
 
-{_what(model, training.get("untie_at"), described.get("predicts", ""))}
+{_describe_model(model, training.get("untie_at"), described.get("predicts", ""))}
 
 ## Data
 
-{_facts(_data(tables, described))}
+{_format_facts(_describe_data(tables, described))}
 
 ## Result
 
-{_result(found, training["steps"])}
+{_describe_result(found, training["steps"])}
 
 ## Training
 
-{_facts(_training(found, tables))}
+{_format_facts(_describe_training(found, tables))}
 
 The command:
 
@@ -100,12 +100,12 @@ Here it meant {training["steps"]:,} steps. With all that was chosen, the same ru
 
 ```console
 $ {exact_command(tables)}
-```{_replanned(tables)}
+```{_explain_replan(tables)}
 
 ## Use
 
 ```python
-{_use(model)}
+{_describe_use(model)}
 ```
 """)
 
@@ -120,7 +120,7 @@ def exact_command(tables: Mapping[str, Any]) -> str:
     plan = tables["training"]
     planned = {name: plan[name] for name in PLANNED if name in plan}
     timeless = {"minutes": None, "epochs": None}
-    return _spell(tables, _chosen(tables) | planned | _shares(tables) | timeless)
+    return _spell(tables, _list_choices(tables) | planned | _list_shares(tables) | timeless)
 
 
 def _spell(tables: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _spell(tables: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _replanned(tables: Mapping[str, Any]) -> str:
+def _explain_replan(tables: Mapping[str, Any]) -> str:
     """Return what the exact command does not repeat of a run that was planned again."""
     if not (since := tables["training"].get("since")):
         return ""
@@ -150,7 +150,7 @@ def _replanned(tables: Mapping[str, Any]) -> str:
     )
 
 
-def _chosen(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _list_choices(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `--size auto` decided, as options; nothing where the size was given."""
     options, config, size = tables["options"], tables["model"], tables["training"].get("size")
     if not size or options.get("size", AUTO) != AUTO or options.get("task", "lm") != "lm":
@@ -165,7 +165,7 @@ def _chosen(tables: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _shares(tables: Mapping[str, Any]) -> dict[str, float]:
+def _list_shares(tables: Mapping[str, Any]) -> dict[str, float]:
     """Return the options that are shares of the steps, where the plan has other numbers.
 
     So it is where the steps were planned again, or a run went on for more of them.
@@ -180,7 +180,7 @@ def _shares(tables: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _what(model: Model, untied_at: int | None, predicts: str) -> str:
+def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:
     """Return the model's shape and what predicts."""
     gpt = body_of(model)
     config, count = gpt.config, sum(parameter.numel() for parameter in model.parameters())
@@ -198,7 +198,9 @@ def _what(model: Model, untied_at: int | None, predicts: str) -> str:
     )
 
 
-def _data(tables: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, str | None]:
+def _describe_data(
+    tables: Mapping[str, Any], described: Mapping[str, str]
+) -> dict[str, str | None]:
     options, python = tables["options"], tables["versions"]["python"]
     names = ", ".join(f"`{Path(name).name}`" for name in options.get("data") or ())
     labels = tables.get("train_examples", {}).get("labels", ())
@@ -212,7 +214,7 @@ def _data(tables: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _result(found: History, steps: int) -> str:
+def _describe_result(found: History, steps: int) -> str:
     """Return the scores: of all that was held out, and of a part of it as training went on."""
     keys = [key for key in found.columns if key.startswith("val_")]
     if not keys:
@@ -231,11 +233,11 @@ def _result(found: History, steps: int) -> str:
     shown = sorted(found.columns[keys[0]])
     every = -(-len(shown) // EVALUATIONS_SHOWN)
     rows = [(f"{n:,}", *(f"{found.columns[key][n]:.4f}" for key in keys)) for n in shown[::-every]]
-    table = _table(("step", *names), rows[::-1])
+    table = _format_table(("step", *names), rows[::-1])
     return f"{' '.join(said)}\n\nOn a part of it, as training went on:\n\n{table}"
 
 
-def _training(found: History, tables: Mapping[str, Any]) -> dict[str, str | None]:
+def _describe_training(found: History, tables: Mapping[str, Any]) -> dict[str, str | None]:
     plan, peak = tables["training"], found.last("machine_memory_bytes")
     numbers = {**plan, **tables.get("machine", {})}
     return {
@@ -248,7 +250,7 @@ def _training(found: History, tables: Mapping[str, Any]) -> dict[str, str | None
     }
 
 
-def _use(model: Model) -> str:
+def _describe_use(model: Model) -> str:
     """Return how the model is loaded."""
     config, name = body_of(model).config, type(model).__name__
     if isinstance(model, Head):
@@ -260,12 +262,12 @@ def _use(model: Model) -> str:
     return ours + (f"\n# or: transformers.{theirs}.from_pretrained(directory)" if theirs else "")
 
 
-def _facts(facts: Mapping[str, str | None]) -> str:
+def _format_facts(facts: Mapping[str, str | None]) -> str:
     """Return facts by name as a table, without those that say nothing."""
-    return _table(("", ""), [(name, text) for name, text in facts.items() if text])
+    return _format_table(("", ""), [(name, text) for name, text in facts.items() if text])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(

@@ -48,7 +48,7 @@ class Adapter:
     lora_ids: Tensor | None
     """(n,) int64, ascending: the rows that `lora_rows` is added to."""
 
-    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_low_rank(self, y: Tensor, x: Tensor) -> Tensor:
         """Turn y = x W^T (..., out) into x (W + s B A + rows)^T."""
         if self.lora_A is not None and self.lora_B is not None:
             low = F.linear(x.to(self.lora_A.dtype), self.lora_A)  # (..., r)
@@ -82,7 +82,7 @@ class LoRALinear(Adapter, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self.adapted(super().forward(x), x)
+        return self.add_low_rank(super().forward(x), x)
 
 
 class LoRAEmbedding(Adapter, TiedEmbedding):
@@ -102,7 +102,7 @@ class LoRAEmbedding(Adapter, TiedEmbedding):
 
     def unembed(self, h: Tensor) -> Tensor:
         """Predict: h (..., D) -> logits (..., V)."""
-        return self.adapted(super().unembed(h), h)
+        return self.add_low_rank(super().unembed(h), h)
 
 
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -148,7 +148,7 @@ def lora(
         )
     if not (math.isfinite(alpha) and alpha > 0):
         raise UserError(f"must be above 0, got {alpha}", option="alpha")
-    sizes = {name: Size(rank, alpha / rank) for name in _targeted(gpt, targets)}
+    sizes = {name: Size(rank, alpha / rank) for name in _find_targets(gpt, targets)}
     ids = tuple(sorted({*tokens}))
     for name in ("wte", "head") if ids else ():
         if name == "wte" or not predicts_through_wte(gpt):
@@ -249,7 +249,7 @@ def merge(model: Model) -> float:
     return change
 
 
-def _targeted(gpt: GPT, targets: Sequence[str]) -> list[str]:
+def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
     """Return the names of the layers that the targets mean; `UserError` where one means none."""
     if isinstance(targets, str):
         raise UserError(f"must be a list of names, got the string {targets!r}", option="targets")

@@ -95,7 +95,7 @@ def save_adapter(
                 f"{name} is trained too, and PEFT's format has no place for it: freeze it, or "
                 "merge the adapters and write the whole model (save_pretrained)"
             )
-    config, tensors = _described(model)
+    config, tensors = _describe(model)
     tensors |= {name: model.get_parameter(name).detach() for name in own}
     stored = {PREFIX + n: stored_tensor(n, tensor.contiguous()) for n, tensor in tensors.items()}
     require_room(directory, sum(tensor.n_bytes for tensor in stored.values()))
@@ -166,7 +166,7 @@ def _fingerprint(gpt: GPT) -> str:
 
 
 @torch.no_grad()
-def _described(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return adapter_config.json and the tensors by PEFT's names, without the prefix."""
     names, tensors = _names(model), dict[str, Tensor]()
     ranks, alphas, rows = dict[str, int](), dict[str, float](), dict[str, list[int]]()
