@@ -22,7 +22,7 @@ from torch import Tensor
 from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.tie.audits import Audit, checkpoint_of, examine
+from tiedgpt.tie.audits import Audit, audit, checkpoint_of, examine
 from tiedgpt.tie.findings import size
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
@@ -120,13 +120,23 @@ def fix(
     decision = decide_tie(checkpoint, roles)
     before = examine(checkpoint, decision)
     plan = _plan(checkpoint, decision, keep)
+    is_copied = checkpoint.format is not None and checkpoint.format.is_copied_by_fix
     with replacing(dest) as temporary:
-        if checkpoint.format is not None and checkpoint.format.is_copied_by_fix:
+        if is_copied:
             _write_copy(checkpoint, roles, plan, temporary)
         else:
             _write_gpt(checkpoint, plan, temporary)
-        after = _audit_copy(temporary, dest, plan, input_name, output_name)
+        reads, predicts = ([*plan.matrices][at] if is_copied else None for at in (0, -1))
+        after = audit(
+            temporary, input_name=input_name and reads, output_name=output_name and predicts
+        )
+        wanted = "tied" if plan.config[TIE_KEY] else "untied as claimed"
+        if after.verdict != wanted:
+            raise CheckFailedError(
+                f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
+            )
         check = _check_weights(checkpoint, plan, temporary, dest)
+    after = replace(after, source=str(dest))
     return Repair(str(checkpoint.source), str(dest), plan.actions, check, before, after)
 
 
@@ -158,16 +168,11 @@ def _plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> P
     claim = plan.config[TIE_KEY]
     if claim is is_untied:  # the old claim is the opposite
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
-    if not actions or _needs_nothing(decision, keep):
+    is_wasteful = decision.kind == "tied twice" or roles.input is None
+    if not actions or (decision.is_sound and keep is None and not is_wasteful):
         choice = "--keep input or --keep output makes one matrix of the two" if roles.pair else None
         raise UserError(f"{source} is {decision.kind}: nothing to mend", hint=choice)
     return replace(plan, actions=tuple(actions))
-
-
-def _needs_nothing(decision: TieDecision, keep: Keep | None) -> bool:
-    """Whether it is sound, holds no second copy, and has the name that loaders look for."""
-    is_wasteful = decision.kind == "tied twice" or decision.roles.input is None
-    return decision.is_sound and keep is None and not is_wasteful
 
 
 def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
@@ -321,22 +326,6 @@ def _write_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
 
 
 # Check it
-
-
-def _audit_copy(
-    directory: Path, dest: Path, plan: Plan, input_name: str | None, output_name: str | None
-) -> Audit:
-    """Audit what was written; a copy that is not sound never appears."""
-    copy = checkpoint_of(directory)
-    names = [name if name in copy.tensors else None for name in (input_name, output_name)]
-    roles = find_roles(copy, input_name=names[0], output_name=names[1])
-    after = examine(copy, decide_tie(copy, roles))
-    wanted = "tied" if plan.config[TIE_KEY] else "untied as claimed"
-    if after.verdict != wanted:
-        raise CheckFailedError(
-            f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
-        )
-    return replace(after, source=str(dest))
 
 
 def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Path) -> str:

@@ -61,13 +61,20 @@ def require_gpt(model: object) -> GPT:
                     f"{name} has an adapter", hint="merge it first (tiedgpt.tune.merge)"
                 )
         return model
-    parts = model.named_modules() if isinstance(model, nn.Module) else ()
-    for name in (name for name, part in parts if isinstance(part, GPT) and part is not model):
-        raise UserError(f"the GPT is model.{name} inside {type(model).__name__}: change that one")
+    if isinstance(model, nn.Module):
+        require_no_gpt_inside(model)
     raise UserError(
         f"{type(model).__name__} is no tiedgpt.GPT, or wte.weight is sharded or wrapped: change "
         "the GPT before that; of these functions only `tie` changes other modules"
     )
+
+
+def require_no_gpt_inside(module: nn.Module) -> None:
+    """Raise `UserError` for a module around a `tiedgpt.GPT`, which is to be changed itself."""
+    for name, part in module.named_modules():
+        if isinstance(part, GPT) and part is not module:
+            holder = type(module).__name__
+            raise UserError(f"the GPT is model.{name} inside {holder}: change that one")
 
 
 def is_tied(model: GPT) -> bool:

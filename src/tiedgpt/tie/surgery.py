@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
@@ -27,6 +27,7 @@ from tiedgpt.tie.heads import (
     predicts_through_wte,
     require_gpt,
     require_logits,
+    require_no_gpt_inside,
     second_names,
     unembeds,
 )
@@ -86,28 +87,25 @@ def tie(
         raise UserError(
             f"must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}", option="keep"
         )
-    for name, part in model.named_modules():
-        if isinstance(part, GPT) and part is not model:
-            raise UserError(f"the GPT is {name!r} inside {type(model).__name__}: tie that one")
+    require_no_gpt_inside(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     reads, predicts, apart = _two_matrices(model, parameters, input_name, output_name)
     before, matrix, other = ledger(model), parameters[reads], parameters[predicts]
     outputs = tuple(name for name, parameter in parameters.items() if parameter is other)
-    _keep_values(matrix, other, keep)
+    with torch.no_grad():  # whether W trains goes with the values
+        if keep == "output":
+            matrix.copy_(other)
+            matrix.requires_grad_(other.requires_grad)
+        elif keep == "mean":
+            matrix.lerp_(other, 0.5)
+            matrix.requires_grad_(matrix.requires_grad or other.requires_grad)
     for name in outputs:
         owner, _, last = name.rpartition(".")
         if isinstance(model, GPT):
             _predict_with_wte(model, owner)
         else:
             setattr(model.get_submodule(owner), last, matrix)
-    replaced = ", ".join(outputs)
-    lines = [f"tied: {reads} {tuple(matrix.shape)} reads and predicts; it replaces {replaced}"]
-    if apart is None:
-        lines.append("the two were not compared: on the meta device they have no values")
-    else:
-        kept = {"input": f"those of {reads}", "output": f"those of {replaced}"}
-        why = "" if apart.equal else f"; kept are {kept.get(keep, 'the means')}"
-        lines.append(f"the two {apart}{why}")
+    lines = _tie_report(tuple(matrix.shape), keep, reads, ", ".join(outputs), apart)
     config = getattr(unwrapped(model), "config", None)
     if isinstance(model, GPT):
         model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
@@ -208,15 +206,15 @@ def _two_matrices(
     return reads.name, predicts.name, compare(reads, predicts)
 
 
-@torch.no_grad()
-def _keep_values(matrix: nn.Parameter, other: Tensor, keep: Keep) -> None:
-    """Write the values to keep into `matrix`. `requires_grad` goes with the values."""
-    if keep == "output":
-        matrix.copy_(other)
-        matrix.requires_grad_(other.requires_grad)
-    elif keep == "mean":
-        matrix.lerp_(other, 0.5)
-        matrix.requires_grad_(matrix.requires_grad or other.requires_grad)
+def _tie_report(
+    shape: tuple[int, ...], keep: Keep, reads: str, outputs: str, apart: Comparison | None
+) -> list[str]:
+    """Say which matrix is gone, and how far it was from the one that stays."""
+    tied = f"tied: {reads} {shape} reads and predicts; it replaces {outputs}"
+    if apart is None:
+        return [tied, "the two were not compared: on the meta device they have no values"]
+    kept = {"input": f"those of {reads}", "output": f"those of {outputs}", "mean": "the means"}
+    return [tied, f"the two {apart}" + ("" if apart.equal else f"; kept are {kept[keep]}")]
 
 
 def _predict_with_wte(model: GPT, name: str) -> None:
@@ -243,11 +241,7 @@ def _head_report(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     head = "none: wte predicts" if model.head is None else describe(model.head)
     lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens", str(change)]
-    layers, second, now = (
-        list(head_layers(model)),
-        second_names(model),
-        dict(model.named_parameters()),
-    )
+    layers, now = list(head_layers(model)), dict(model.named_parameters())
     for name, old in parameters.items():
         if name in now and now[name] is not old:
             lines.append(f"{name} {tuple(now[name].shape)} is another parameter now")
@@ -260,8 +254,8 @@ def _head_report(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]
             call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
             call += f" lets wte.weight take the place of {layers[0]}.weight"
         lines.append(f"to tie it: {call}")
-    if second:
-        lines.append(f"{second[0]} is wte.weight under a second name: guard(model) notices a split")
+    for name in second_names(model)[:1]:
+        lines.append(f"{name} is wte.weight under a second name: guard(model) notices a split")
     if {*map(id, now.values())} != {*map(id, parameters.values())}:
         lines.append(NEW_OPTIMIZER)
     return Report(tied, change, "\n".join(lines))
