@@ -20,7 +20,7 @@ from tiedgpt.files import replacing
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
-from tiedgpt.tie.findings import megabytes
+from tiedgpt.tie.findings import format_bytes
 
 if TYPE_CHECKING:
     from tiedgpt.inspect.results import Result
@@ -193,4 +193,4 @@ def _page(args: Arguments) -> None:
     page = export(model, tokenizer, text, name=name, source=source)
     with replacing(args.html) as temporary:
         temporary.write_text(page, encoding="utf-8")
-    fact("written", f"{args.html} ({megabytes(len(page.encode()))}): open it in a browser")
+    fact("written", f"{args.html} ({format_bytes(len(page.encode()))}): open it in a browser")

@@ -11,7 +11,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import wide
-from tiedgpt.tie.heads import head_layers, is_tied, predicts_through_wte
+from tiedgpt.tie.heads import find_head_layers, is_tied, predicts_through_wte
 from tiedgpt.weights.parameters import head_matrix
 
 
@@ -58,7 +58,7 @@ def _predicting(model: GPT) -> Face:
     A head that computes its rows (an adapter, a factor) is asked for them: its answer to the unit
     vectors. Raises `UserError` for a head that is not linear.
     """
-    name, matrix = next(iter(head_layers(model)), "head"), None
+    name, matrix = next(iter(find_head_layers(model)), "head"), None
     if model.head is not None:
         matrix = head_matrix(model.head)
     elif type(model.wte) is TiedEmbedding:

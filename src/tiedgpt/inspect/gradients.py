@@ -23,7 +23,7 @@ from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result, lin
 from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, piece
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
-from tiedgpt.tie.heads import head_layers, inference, is_tied, require_gpt
+from tiedgpt.tie.heads import find_head_layers, inference, is_tied, require_gpt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def _matrices(model: GPT) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {"wte.weight": model.wte.weight}
     if is_tied(model):
         return found
-    layers = head_layers(model)
+    layers = find_head_layers(model)
     if len(layers) != 1:
         raise UserError(
             f"the head has {len(layers)} matrices of {tuple(model.wte.weight.shape)}: its "

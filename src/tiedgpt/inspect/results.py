@@ -11,7 +11,7 @@ import numpy as np
 
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import visible
-from tiedgpt.tie.findings import plain
+from tiedgpt.tie.findings import to_json_data
 
 NOT_IN_JSON = {"json": False}
 """Metadata of a field that is for Python only: it would be megabytes of text."""
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if not isinstance(value, np.ndarray):
-        return plain(value)
+        return to_json_data(value)
     if not np.issubdtype(value.dtype, np.floating):
         return value.tolist()
     if value.dtype != np.float64:  # 0.1, not 0.10000000149011612

@@ -20,7 +20,7 @@ from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.subjects import Model, Text, open_subject
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
-from tiedgpt.tie.heads import sharing
+from tiedgpt.tie.heads import copy_sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def random_head(
     subject = open_subject(model, tokenizer, text, least=2)
     gpt, size, width = subject.model, subject.model.config.vocab_size, subject.model.config.n_embd
     drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std
-    twin = sharing(gpt)
+    twin = copy_sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")
     twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))
     own, other = (positions(one, None, subject.ids[0], top=top) for one in (gpt, twin))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.plots.table import aligned
-from tiedgpt.tie.findings import plain
+from tiedgpt.tie.findings import to_json_data
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +127,7 @@ class Lesson:
         """Return everything but the text as one JSON object; NaN as null."""
         values = asdict(self)
         del values["blocks"]
-        return json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
+        return json.dumps(to_json_data(values), ensure_ascii=False, allow_nan=False)
 
     def __str__(self) -> str:
         title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)

@@ -24,7 +24,7 @@ from tiedgpt.plots.table import visible
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
-from tiedgpt.tie.heads import inference, sharing
+from tiedgpt.tie.heads import copy_sharing, inference
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
@@ -86,7 +86,7 @@ class Subject:
 
     def with_two_matrices(self) -> nn.Module:
         """Return a copy that shares its parameters; tied, with a copy of W as its head."""
-        twin = sharing(self.module)
+        twin = copy_sharing(self.module)
         if self.tied and isinstance(twin, GPT):
             untie(twin)
         elif self.tied and self.predicts is not None:

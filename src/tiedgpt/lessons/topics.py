@@ -24,7 +24,7 @@ from tiedgpt.lessons.lesson import Lesson
 from tiedgpt.lessons.subject import Subject, tiny_model
 from tiedgpt.tie import ledger, untie
 from tiedgpt.tie import tie as share_matrix
-from tiedgpt.tie.heads import sharing
+from tiedgpt.tie.heads import copy_sharing
 from tiedgpt.tune import freeze, lora
 from tiedgpt.tune.adapters import BLOCKS
 from tiedgpt.tune.freezing import Moving, moving
@@ -110,7 +110,7 @@ def _double_a_row(subject: Subject, lesson: Lesson) -> None:
 
 def _step_with_an_equal_head(subject: Subject, lesson: Lesson) -> None:
     """Give a copy of the model a head with equal values, and train it for one step."""
-    twin = sharing(subject.gpt)
+    twin = copy_sharing(subject.gpt)
     untie(twin)
     split = gradient_split(twin, None, subject.ids, arrays=True)
     assert split.read is not None and split.predict is not None
@@ -171,7 +171,7 @@ def head(subject: Subject, lesson: Lesson) -> None:
 
 def _compare_heads(subject: Subject, lesson: Lesson) -> None:
     """Measure the loss with W, its copy and random numbers as the head; then tiny GPTs."""
-    random, twin = random_head(subject.gpt, None, subject.ids), sharing(subject.gpt)
+    random, twin = random_head(subject.gpt, None, subject.ids), copy_sharing(subject.gpt)
     own, other, new = "its own head", "the embedding, tied", "new numbers from N(0, 0.02)"
     if subject.tied:
         own, other = "W itself", "a copy of W"
@@ -470,7 +470,7 @@ def body(subject: Subject, lesson: Lesson) -> None:
 
 def _put_heads_on(subject: Subject, lesson: Lesson, own: int) -> None:
     """Put each kind of head on the body."""
-    ids, bare = subject.ids[None], sharing(subject.gpt)
+    ids, bare = subject.ids[None], copy_sharing(subject.gpt)
     bare.head = None
     rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{own:,}")]
     for name, (kind, options) in HEADS.items():

@@ -13,7 +13,7 @@ import tiedgpt
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
-from tiedgpt.tie.findings import plain
+from tiedgpt.tie.findings import to_json_data
 from tiedgpt.train.metrics import read_history
 
 if TYPE_CHECKING:
@@ -82,16 +82,16 @@ def describe_model(
         "tokenizer": tokenizer is not None,
         "most_tokens": most,
     }
-    return json.dumps(plain(description), allow_nan=False)  # ASCII: a path may be no UTF-8
+    return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
 def _stored_matrices(source: Source) -> dict[str, Any] | None:
     """Return what `audit` says of the file, with the file's name for each matrix."""
-    from tiedgpt.tie.audits import checkpoint_of, examine
+    from tiedgpt.tie.audits import examine, open_source
     from tiedgpt.weights.decision import decide_tie
 
     try:
-        checkpoint = checkpoint_of(source)
+        checkpoint = open_source(source)
         audit = examine(checkpoint, decide_tie(checkpoint))
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
-from tiedgpt.tie.findings import Finding, findings, plain
+from tiedgpt.tie.findings import Finding, findings, to_json_data
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
@@ -68,7 +68,7 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return plain(asdict(self) | {"exit_code": self.exit_code})
+        return to_json_data(asdict(self) | {"exit_code": self.exit_code})
 
 
 def audit(
@@ -83,31 +83,31 @@ def audit(
     `CorruptInputError` for a file that cannot be read, `UserError` if there is no embedding or
     there are several candidates.
     """
-    checkpoint = checkpoint_of(source)
+    checkpoint = open_source(source)
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     return examine(checkpoint, decide_tie(checkpoint, roles))
 
 
-def checkpoint_of(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
+def open_source(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
         return open_checkpoint(source)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
         raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")
-    from tiedgpt.tie.modules import module_checkpoint
+    from tiedgpt.tie.modules import open_module
 
-    return module_checkpoint(source)
+    return open_module(source)
 
 
 def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
     """Tell what was decided about a checkpoint; see `audit`."""
     roles = decision.roles
-    only_reads = decision.kind == "no head" or checkpoint.usage.derived or roles.unreadable
+    only_reads = decision.kind == "no head" or checkpoint.usage.head_computation or roles.unreadable
     names = (roles.matrix.name, *(tensor.name for tensor in roles.aliases))
     does: tuple[str, ...] = ("reads",) if only_reads else ("reads", "predicts")
     matrices = [(roles.matrix, names, does)]
-    if roles.pair is not None and not roles.shared:
+    if roles.pair is not None and not roles.is_shared:
         reads, head = roles.pair
         matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
     return Audit(
@@ -119,6 +119,6 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
         matrices=tuple(Matrix(n, d, t.shape, t.dtype, t.n_bytes) for t, n, d in matrices),
         comparison=roles.comparison,
         transposed=roles.transposed,
-        wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.equal else 0,
+        wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.is_equal else 0,
         findings=tuple(findings(checkpoint, decision)),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
-from tiedgpt.weights.comparison import Comparison, initialization, nonzero_rows
+from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, recognize_initialization
 from tiedgpt.weights.decision import TieDecision
 from tiedgpt.weights.roles import Roles
 from tiedgpt.weights.tensors import StoredTensor, printable
@@ -39,43 +39,53 @@ def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]
             yield Finding(finding.kind, title, explain)
 
 
-def plain(value: Any) -> Any:
+def to_json_data(value: Any) -> Any:
     """Return a value that JSON can hold; numbers that are not finite become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
+        return [to_json_data(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_json_data(item) for key, item in value.items()}
     return value
 
 
-def size(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     """Return a shape as people write it: 50,257 x 768."""
     return " x ".join(f"{n:,}" for n in shape) if shape else "one number"
 
 
-def megabytes(n_bytes: int) -> str:
+def format_bytes(n_bytes: int) -> str:
     """Return a number of bytes as people write it."""
     return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 50_000 else f"{n_bytes:,} bytes"
+
+
+def _with_shape(matrix: StoredTensor) -> str:
+    return f"{matrix.name} ({format_shape(matrix.shape)})"
 
 
 def _tell_one(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
     """Tell of one matrix: its names, and whether it predicts."""
     roles, matrix = decision.roles, decision.roles.matrix
-    shape, heads = size(matrix.shape), roles.unreadable[:4]
-    if checkpoint.usage.derived:
+    shape, heads = format_shape(matrix.shape), roles.unreadable[:4]
+    if why := checkpoint.usage.head_computation:
         yield Finding(
             "derived",
             "the head multiplies with something derived from W, or with something else",
-            f"{matrix.name} ({shape}) reads. The head {checkpoint.usage.derived}: it does not "
-            "multiply with W itself. Merge or remove that first, then audit again.",
+            f"{matrix.name} ({shape}) reads. The head {why}: it does not multiply with W itself. "
+            "Merge or remove that first, then audit again.",
         )
         return
-    if roles.output is not None and roles.fits and not (roles.shared or roles.comparison):
+    if (
+        roles.output is not None
+        and roles.has_one_width
+        and not (roles.is_shared or roles.comparison)
+    ):
         heads = (roles.output,)
     if heads:
-        listed = ", ".join(f"{head.name} ({size(head.shape)}, {head.dtype})" for head in heads)
+        listed = ", ".join(
+            f"{head.name} ({format_shape(head.shape)}, {head.dtype})" for head in heads
+        )
         yield Finding(
             "not comparable",
             f"{matrix.name} and the head were not compared",
@@ -99,7 +109,7 @@ def _tell_one(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding
         )
     if decision.kind == "tied" and roles.pair is None:
         yield _tell_tied(matrix, has_heads_name=roles.input is None)
-    if roles.shared and roles.output is not None:
+    if roles.is_shared and roles.output is not None:
         yield from _tell_shared(roles, roles.output)
 
 
@@ -118,21 +128,24 @@ def _tell_tied(matrix: StoredTensor, *, has_heads_name: bool) -> Finding:
             "random numbers. `tiedgpt tie fix` renames it for GPT-2 and GPT; otherwise rename it "
             "yourself."
         )
-    there_is = f"There is one matrix of {size(matrix.shape)}, {matrix.name}."
+    there_is = f"There is one matrix of {format_shape(matrix.shape)}, {matrix.name}."
     return Finding("one matrix", title, f"{there_is} {explain}")
 
 
 def _tell_shared(roles: Roles, head: StoredTensor) -> Iterator[Finding]:
     """Tell of one matrix under several names."""
     matrix = roles.matrix
-    shape, names = size(matrix.shape), [matrix.name, *(tensor.name for tensor in roles.aliases)]
+    shape, names = (
+        format_shape(matrix.shape),
+        [matrix.name, *(tensor.name for tensor in roles.aliases)],
+    )
     yield Finding(
         "same storage",
         f"{head.name} is {matrix.name}",
         f"{' and '.join(names)} are names of the same {matrix.n_bytes:,} bytes: one matrix of "
         f"{shape}. A count by names counts it {len(names)} times.",
     )
-    if roles.two_parameters:
+    if roles.has_two_parameters:
         yield Finding(
             "two parameters on one storage",
             f"{head.name} and {matrix.name} are two Parameters on the same bytes",
@@ -145,20 +158,19 @@ def _tell_shared(roles: Roles, head: StoredTensor) -> Iterator[Finding]:
 def _tell_two(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
     """Tell how far two matrices are apart, and of rows that only one of them has."""
     roles, comparison = decision.roles, decision.roles.comparison
-    if roles.pair is None or checkpoint.usage.derived:
+    if roles.pair is None or checkpoint.usage.head_computation:
         return
     reads, head = roles.pair
-    both = [f"{matrix.name} ({size(matrix.shape)})" for matrix in roles.pair]
-    if not roles.fits:
+    if not roles.has_one_width:
         yield Finding(
             "shapes",
             f"{head.name} does not fit {reads.name}",
-            f"{reads.name} is {size(reads.shape)} and {head.name} is {size(head.shape)}. Their "
-            "widths differ: the head belongs to another model, or predicts something other than "
-            "tokens.",
+            f"{reads.name} is {format_shape(reads.shape)} and {head.name} is "
+            f"{format_shape(head.shape)}. Their widths differ: the head belongs to another model, "
+            "or predicts something other than tokens.",
         )
     if comparison is not None and comparison.equal:
-        follows = f"Dropping one loses nothing: the copy takes {megabytes(head.n_bytes)}."
+        follows = f"Dropping one loses nothing: the copy takes {format_bytes(head.n_bytes)}."
         if checkpoint.in_memory:
             follows = (
                 "They agree now. The first training step moves each by its own gradient, and they "
@@ -169,8 +181,8 @@ def _tell_two(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding
         yield Finding(
             "equal copies",
             f"{head.name} is a second copy of {reads.name}",
-            f"{' and '.join(both)} are two tensors, equal in all {comparison.rows_compared:,} rows "
-            f"that both have. {follows}",
+            f"{_with_shape(reads)} and {_with_shape(head)} are two tensors, equal in all "
+            f"{comparison.rows_compared:,} rows that both have. {follows}",
         )
     elif comparison is not None:
         yield from _tell_difference(reads, head, comparison)
@@ -199,14 +211,13 @@ def _tell_difference(
     yield Finding(
         "drifted",
         f"{head.name} differs from {reads.name} in {differing}",
-        f"{reads.name} ({size(reads.shape)}) reads; {head.name} ({size(head.shape)}) predicts. "
-        f"They differ first at token {first}. {gap}Their cosine is {angle}. "
-        f"{_likely_cause(comparison)}",
+        f"{_with_shape(reads)} reads; {_with_shape(head)} predicts. They differ first at token "
+        f"{first}. {gap}Their cosine is {angle}. {_guess_cause(comparison)}",
     )
     n_items = comparison.rows_compared * reads.shape[1]
     if comparison.cosine is None or abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:
         return  # they are related
-    looks = {matrix.name: initialization(matrix) for matrix in (head, reads)}
+    looks = {matrix.name: recognize_initialization(matrix) for matrix in (head, reads)}
     fresh = {name: values for name, values in looks.items() if values}
     if fresh:
         like = [
@@ -222,7 +233,7 @@ def _tell_difference(
         )
 
 
-def _likely_cause(comparison: Comparison) -> str:
+def _guess_cause(comparison: Comparison) -> str:
     if comparison.within_rounding:
         return "Rounding to the coarser of their types explains all differences."
     if comparison.cosine is None:
@@ -248,13 +259,13 @@ def _tell_extra_rows(
     beyond = "tokens that config.json tells of" if told else f"rows of {shorter.name}"
     nonzero = ""
     if longer.is_decodable:
-        n_nonzero = nonzero_rows(longer, rows, rows + extra)
+        n_nonzero = count_nonzero_rows(longer, rows, rows + extra)
         nonzero = f"{n_nonzero:,} of them hold numbers other than zero. "
     follows = PADDING if decision.is_sound else "One vocabulary has one size: loaders refuse this."
     return Finding(
         "padded",
         f"{longer.name} has {extra:,} rows more than the {rows:,} {beyond}",
-        f"{longer.name} is {size(longer.shape)}. {nonzero}{follows}",
+        f"{longer.name} is {format_shape(longer.shape)}. {nonzero}{follows}",
     )
 
 
@@ -262,7 +273,7 @@ def _tell_rows_and_config(checkpoint: Checkpoint, decision: TieDecision) -> Iter
     """Tell of matrices that lie transposed, of padding on both sides, and of a key misspelt."""
     matrix, names = decision.roles.matrix, decision.roles.transposed
     if names:
-        sizes = [f"{name} is {size(checkpoint.tensors[name].shape)}" for name in names]
+        sizes = [f"{name} is {format_shape(checkpoint.tensors[name].shape)}" for name in names]
         follows = (
             "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
         )
@@ -281,7 +292,7 @@ def _tell_rows_and_config(checkpoint: Checkpoint, decision: TieDecision) -> Iter
         yield Finding(
             "padded",
             f"{matrix.name} has {extra} that config.json tells of",
-            f"{matrix.name} is {size(matrix.shape)}. {PADDING}",
+            f"{matrix.name} is {format_shape(matrix.shape)}. {PADDING}",
         )
     for key in sorted(MISSPELT & checkpoint.config.keys())[:1]:
         yield Finding(

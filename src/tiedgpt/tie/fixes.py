@@ -22,17 +22,17 @@ from torch import Tensor
 from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.tie.audits import Audit, audit, checkpoint_of, examine
-from tiedgpt.tie.findings import size
+from tiedgpt.tie.audits import Audit, audit, examine, open_source
+from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
-from tiedgpt.weights.comparison import nonzero_rows
+from tiedgpt.weights.comparison import count_nonzero_rows
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.load import load
-from tiedgpt.weights.roles import Roles, find_roles, lies_transposed
+from tiedgpt.weights.roles import Roles, find_roles, is_transposed
 from tiedgpt.weights.tensors import StoredTensor
 
 NOT_RUN = "its matrices were audited, its weights not compared, for it is no GPT that runs here"
@@ -114,12 +114,12 @@ def fix(
             f"must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}", option="keep"
         )
     dest = Path(dest)
-    checkpoint = checkpoint_of(source)
+    checkpoint = open_source(source)
     _check_dest(dest, Path(checkpoint.source))
     roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
     decision = decide_tie(checkpoint, roles)
     before = examine(checkpoint, decision)
-    plan = _plan(checkpoint, decision, keep)
+    plan = _make_plan(checkpoint, decision, keep)
     is_copied = checkpoint.format is not None and checkpoint.format.is_copied_by_fix
     with replacing(dest) as temporary:
         if is_copied:
@@ -143,7 +143,7 @@ def fix(
 # Decide what to write
 
 
-def _plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> Plan:
+def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> Plan:
     """Return what to write; `UserError` if there is nothing to fix or a choice is missing."""
     source, roles = checkpoint.source, decision.roles
     _require_fixable(checkpoint, decision)
@@ -154,17 +154,19 @@ def _plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> P
             hint=f"choose whose numbers stay, with {options} (keep= in Python)",
         )
     is_untied = decision.claim.is_tied is False
-    if roles.pair is None or roles.shared:
+    if roles.pair is None or roles.is_shared:
         plan = _keep_one(checkpoint, roles, keep)
     elif keep == "both" or (keep is None and is_untied):
-        if roles.extra_rows or not roles.fits:
+        if roles.extra_rows or not roles.has_one_width:
             raise UserError(f"{source}: {decision.reason}", hint="keep one of the two")
         plan = Plan("untie", {matrix.name: matrix for matrix in roles.pair})
     else:
         plan = _make_one(checkpoint, roles, keep)
     actions = [*plan.actions]
     straight = (matrix for matrix in plan.matrices.values() if matrix.name in roles.transposed)
-    actions += [f"{matrix.name} is transposed to {size(matrix.shape)}" for matrix in straight]
+    actions += [
+        f"{matrix.name} is transposed to {format_shape(matrix.shape)}" for matrix in straight
+    ]
     claim = plan.config[TIE_KEY]
     if claim is is_untied:  # the old claim is the opposite
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
@@ -188,7 +190,7 @@ def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
             f"{source} does not predict tokens (no head)", hint="there is no tie to fix"
         )
     if roles.output is not None and roles.output.name in roles.transposed:
-        if not checkpoint.any_layout and lies_transposed(checkpoint, roles.matrix) is None:
+        if not checkpoint.any_layout and is_transposed(checkpoint, roles.matrix) is None:
             raise UserError(
                 f"{source}: {roles.matrix.name} or {roles.output.name} is transposed, and nothing "
                 "tells which is (V, D)",
@@ -226,9 +228,9 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     """Make one of two matrices (V, D), (V', D): equal ones, or with the numbers `keep` names."""
     assert roles.pair is not None
     (reads, head), vocabulary = roles.pair, checkpoint.vocabulary
-    if keep == "output" and not roles.fits:
+    if keep == "output" and not roles.has_one_width:
         raise UserError(
-            f"{checkpoint.source}: {head.name} {size(head.shape)} has another width than "
+            f"{checkpoint.source}: {head.name} {format_shape(head.shape)} has another width than "
             f"{reads.name}",
             hint=f"--keep input drops {head.name}",
         )
@@ -248,9 +250,11 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     _require_nothing_else(checkpoint, roles, head, rows)
     does = "has its numbers and predicts" if use_head else "predicts as well"
     actions = [f"{head.name} is dropped; {reads.name} {does}"]
-    for matrix in (reads, head) if roles.fits else ():
+    for matrix in (reads, head) if roles.has_one_width else ():
         if (n := matrix.shape[0]) > rows:
-            nonzero = nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
+            nonzero = (
+                count_nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
+            )
             lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
             actions.append(f"{lost}, go ({nonzero} of them not zero)")
     new_size = rows if roles.extra_rows and vocabulary not in (None, rows) else None
@@ -270,8 +274,8 @@ def _require_nothing_else(
         if n_rows != rows and name.startswith(places):
             if n_rows in tensor.shape and name not in (head.name, roles.matrix.name):
                 raise UserError(
-                    f"{name} {size(tensor.shape)} belongs to the {n_rows:,} rows of {head.name}, "
-                    f"and {rows:,} are kept",
+                    f"{name} {format_shape(tensor.shape)} belongs to the {n_rows:,} rows of "
+                    f"{head.name}, and {rows:,} are kept",
                     hint="cut or fill it yourself first",
                 )
 
@@ -297,11 +301,11 @@ def _write_copy(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: Pat
     directory.mkdir()
     write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
     write_json(directory / "config.json", {**checkpoint.config, **plan.config})
-    for file in _beside(checkpoint):
+    for file in _list_files_beside(checkpoint):
         shutil.copyfile(file, directory / file.name)
 
 
-def _beside(checkpoint: Checkpoint) -> list[Path]:
+def _list_files_beside(checkpoint: Checkpoint) -> list[Path]:
     """Return the files that go along with the weights: tokenizer, card."""
     path = Path(checkpoint.source)
     home = path if path.is_dir() else path.parent
@@ -345,19 +349,19 @@ def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Pa
         model = load(directory, **options).model
     except TiedGPTError as error:
         is_gpt = checkpoint.config.get("model_type") in MODEL_TYPES
-        if not (is_gpt and isinstance(error, CorruptInputError)) and not _loads(
+        if not (is_gpt and isinstance(error, CorruptInputError)) and not _can_load(
             checkpoint, plan, options
         ):
             return NOT_RUN
         raise CheckFailedError(f"{dest} was not written: it would not load: {error}") from None
     both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
     expected = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)} | both
-    if name := _first_difference(dict(model.named_parameters()), expected):
+    if name := _find_difference(dict(model.named_parameters()), expected):
         raise CheckFailedError(f"{dest} was not written: its {name} would differ from the source's")
     return "it was loaded, and its weights are the source's"
 
 
-def _loads(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) -> bool:
+def _can_load(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) -> bool:
     try:
         load(checkpoint.source, resolve=plan.resolve, **options)
     except TiedGPTError:
@@ -365,9 +369,7 @@ def _loads(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) -> bo
     return True
 
 
-def _first_difference(
-    parameters: Mapping[str, Tensor], expected: Mapping[str, StoredTensor]
-) -> str:
+def _find_difference(parameters: Mapping[str, Tensor], expected: Mapping[str, StoredTensor]) -> str:
     """Return the name of a weight that differs; one that is not there stands for zeros."""
     for name in {**parameters, **expected}:
         ours, theirs = parameters.get(name), expected.get(name)

@@ -37,7 +37,7 @@ from torch.nn.parameter import UninitializedParameter
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed
-from tiedgpt.tie.modules import unwrapped
+from tiedgpt.tie.modules import unwrap
 from tiedgpt.weights.checkpoint import TIE_KEY
 from tiedgpt.weights.tensors import Storage
 from tiedgpt.weights.torch_file import stored_tensor
@@ -160,7 +160,7 @@ class Guard:
         """
         if not self._active:
             return
-        if self.changed or self._look() != self._seen:
+        if self.changed or self._look_up() != self._seen:
             self._active = False
             self._compare(may_raise=True)
             self._active = True
@@ -172,7 +172,7 @@ class Guard:
         before, (file, line) = self._slots, self._where
         self._remember()
         code = linecache.getline(file, line).strip()
-        changes = _changes(before, self._slots, self.module)
+        changes = _find_changes(before, self._slots, self.module)
         events = [TieEvent(file, line, code, *change) for change in changes]
         self.events += events
         if events and self.action == "raise" and may_raise:
@@ -182,17 +182,17 @@ class Guard:
 
     def _remember(self) -> None:
         """Keep all parameters as they are, and choose the few that are checked before each line."""
-        self.changed, self._slots = False, _slots(self.module)
+        self.changed, self._slots = False, _find_slots(self.module)
         tables = {m.weight.shape for m in self.module.modules() if isinstance(m, nn.Embedding)}
-        shared = {name for names in _groups(self._slots) for name in names}
+        shared = {name for names in _group_names(self._slots) for name in names}
         self._watched = [
             (name.split("."), slot.parameter)
             for name, slot in self._slots.items()
             if name in shared or slot.shape in tables
         ]
-        self._seen = self._look()
+        self._seen = self._look_up()
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _look_up(self) -> list[tuple[int, int]]:
         """Return the object under each watched name, found as user code does, and its address."""
         found = []
         for path, parameter in self._watched:
@@ -218,7 +218,7 @@ class _Slot(NamedTuple):
 Slots = dict[str, _Slot]
 
 
-def _slots(module: nn.Module) -> Slots:
+def _find_slots(module: nn.Module) -> Slots:
     """Return every name of a parameter. A lazy parameter, without a shape yet, is left out.
 
     The names where a GPT predicts with W (`head.weight`) are added, although no parameter is there.
@@ -236,7 +236,7 @@ def _slots(module: nn.Module) -> Slots:
     }
 
 
-def _groups(slots: Slots) -> list[tuple[str, ...]]:
+def _group_names(slots: Slots) -> list[tuple[str, ...]]:
     """Return the names that stand for the same memory, two or more of them."""
     by_storage: dict[Storage, list[str]] = {}
     for name, slot in slots.items():
@@ -244,7 +244,7 @@ def _groups(slots: Slots) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_storage.values() if len(names) > 1]
 
 
-def _place(name: str, before: Slots, after: Slots) -> list[str]:
+def _find_places(name: str, before: Slots, after: Slots) -> list[str]:
     """Return the names that stand where a name was; none if it is gone.
 
     A module that was wrapped or replaced has other names: `lm_head.weight` may have become
@@ -257,48 +257,48 @@ def _place(name: str, before: Slots, after: Slots) -> list[str]:
     return [other for other in new if after[other].shape == shape]
 
 
-def _state(slots: Slots, places: list[list[str]]) -> str:
+def _describe_state(slots: Slots, places: list[list[str]]) -> str:
     """Say what the names in several places stand for."""
     storages = {frozenset(slots[name].storage for name in place) for place in places}
     parameters = {frozenset(id(slots[name].parameter) for name in place) for place in places}
     return TWO if len(storages) > 1 else ONE if len(parameters) == 1 else ALIASED
 
 
-def _advice(module: nn.Module, now: str) -> str:
+def _advise(module: nn.Module, now: str) -> str:
     """Say what to do about a change, and about a config that says otherwise (ours is frozen)."""
     gpt = next((part for part in module.modules() if isinstance(part, GPT)), None)
-    claim = getattr(getattr(gpt or unwrapped(module), "config", None), TIE_KEY, None)
+    claim = getattr(getattr(gpt or unwrap(module), "config", None), TIE_KEY, None)
     if now == ALIASED or claim is not (now == TWO):
         return ADVICE[now]
     config = f"; if this is meant, set config.{TIE_KEY}={not claim} so that files say so"
     return ADVICE[now] + (config if gpt is None else OWN)
 
 
-def _changes(
+def _find_changes(
     before: Slots, after: Slots, module: nn.Module
 ) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Yield kind, names, text and advice for each group of names, old or new, that changed."""
-    groups = _groups(before)
-    joined = [tuple(name for name in group if name in before) for group in _groups(after)]
-    groups += [g for g in joined if g and _state(before, [[name] for name in g]) == TWO]
+    groups = _group_names(before)
+    joined = [tuple(name for name in group if name in before) for group in _group_names(after)]
+    groups += [g for g in joined if g and _describe_state(before, [[name] for name in g]) == TWO]
     for names in groups:
-        places = {name: _place(name, before, after) for name in names}
-        was = _state(before, [[name] for name in names])
-        now = _state(after, list(places.values()))
+        places = {name: _find_places(name, before, after) for name in names}
+        was = _describe_state(before, [[name] for name in names])
+        now = _describe_state(after, list(places.values()))
         called = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
         if now == TWO:
-            became = ", ".join(_became(places, before, after))
-            advice, text = _advice(module, TWO), f"{called} were one matrix and are not: {became}"
+            became = ", ".join(_tell_places(places, before, after))
+            advice, text = _advise(module, TWO), f"{called} were one matrix and are not: {became}"
             if "modules_to_save" in became:
                 advice = "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True"
             elif not all(places.values()):
                 advice = f"if the head should predict tokens, put one back: {AGAIN}"
             yield KINDS[now], names, text, advice
         elif now != was:
-            yield KINDS[now], names, f"{called} were {was} and are {now}", _advice(module, now)
+            yield KINDS[now], names, f"{called} were {was} and are {now}", _advise(module, now)
 
 
-def _became(places: dict[str, list[str]], before: Slots, after: Slots) -> Iterator[str]:
+def _tell_places(places: dict[str, list[str]], before: Slots, after: Slots) -> Iterator[str]:
     """Say what became of each name of a matrix that is several now."""
     for name, place in places.items():
         if not place:

@@ -79,27 +79,27 @@ def require_no_gpt_inside(module: nn.Module) -> None:
 
 def is_tied(model: GPT) -> bool:
     """Whether W predicts: through `wte`, or as a parameter of the head under a second name."""
-    return predicts_through_wte(model) or bool(second_names(model))
+    return predicts_through_wte(model) or bool(find_second_names(model))
 
 
 def predicts_through_wte(model: GPT) -> bool:
     """Whether there is no head, or an `Unembed` in it."""
-    return model.head is None or bool(unembeds(model))
+    return model.head is None or bool(find_unembeds(model))
 
 
-def unembeds(model: GPT) -> dict[str, Unembed]:
+def find_unembeds(model: GPT) -> dict[str, Unembed]:
     """Return the modules in the head that predict with `model.wte`, by name."""
     parts = dict(model.named_modules())
     return {n: m for n, m in parts.items() if isinstance(m, Unembed) and m.wte is model.wte}
 
 
-def second_names(model: GPT) -> list[str]:
+def find_second_names(model: GPT) -> list[str]:
     """Return the names of parameters in the head that are `wte.weight` under a second name."""
     parameters = (model.head or nn.Identity()).named_parameters("head", remove_duplicate=False)
     return [name for name, parameter in parameters if parameter is model.wte.weight]
 
 
-def head_layers(model: GPT) -> dict[str, nn.Linear]:
+def find_head_layers(model: GPT) -> dict[str, nn.Linear]:
     """Return the linear layers D -> V in the head, by their names in the model."""
     shape, head = model.wte.weight.shape, model.head or nn.Identity()
     parts = dict(head.named_modules(prefix="head"))
@@ -120,8 +120,8 @@ def require_logits(model: GPT, head: nn.Module) -> None:
         got, problem = None, (str(error) or type(error).__name__).splitlines()[0]
     if got != (1, 1, size):
         raise UserError(
-            f"{describe(head)} must turn h (1, 1, {width}) of {h.dtype} on {h.device} into logits "
-            f"(1, 1, {size}): {problem}"
+            f"{format_module(head)} must turn h (1, 1, {width}) of {h.dtype} on {h.device} into "
+            f"logits (1, 1, {size}): {problem}"
         )
 
 
@@ -137,11 +137,11 @@ def inference(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def sharing(module: Module) -> Module:
+def copy_sharing(module: Module) -> Module:
     """Return a copy of a module that has the same Parameter objects."""
     return copy.deepcopy(module, {id(tensor): tensor for tensor in module.parameters()})
 
 
-def describe(module: nn.Module) -> str:
+def format_module(module: nn.Module) -> str:
     """Return torch's text of a module in one line."""
     return shorten(str(module), 200)

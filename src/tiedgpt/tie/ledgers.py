@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError
-from tiedgpt.tie.audits import checkpoint_of
-from tiedgpt.tie.findings import megabytes, plain, size
+from tiedgpt.tie.audits import open_source
+from tiedgpt.tie.findings import format_bytes, format_shape, to_json_data
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.decision import TieDecision, decide_tie
-from tiedgpt.weights.roles import POSITIONS, Roles, name_rank
+from tiedgpt.weights.roles import POSITIONS, Roles, rank_name
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
 if TYPE_CHECKING:
@@ -87,15 +87,19 @@ class Ledger:
     def explain(self) -> str:
         """The count in plain words: what is shared, and what a count by names would give."""
         text = (
-            f"{self.total:,} parameters in {len(self.rows):,} storages, {megabytes(self.bytes)}; "
-            f"{self.multiply_adds:,} multiply-adds per token."
+            f"{self.total:,} parameters in {len(self.rows):,} storages, "
+            f"{format_bytes(self.bytes)}; {self.multiply_adds:,} multiply-adds per token."
         )
         for row in self.rows:
             names, once = " and ".join(row.names), f"{row.parameters:,} parameters, counted once"
             if self.reads_and_predicts in row.names:
-                text += f" {names} reads and predicts: one matrix of {size(row.shape)}, {once}."
+                text += (
+                    f" {names} reads and predicts: one matrix of {format_shape(row.shape)}, {once}."
+                )
             elif row.shared:
-                text += f" {names} share one storage of {size(row.shape)}: {once}; a count by "
+                text += (
+                    f" {names} share one storage of {format_shape(row.shape)}: {once}; a count by "
+                )
                 text += f"names would count it {len(row.names)} times."
         return text
 
@@ -104,15 +108,15 @@ class Ledger:
 
     def difference(self, after: Ledger) -> LedgerDifference:
         """Say which storages came in and went out between this ledger and a later one, and why."""
-        pairs = _match(self.rows, after.rows)
+        pairs = _match_rows(self.rows, after.rows)
         added_rows = tuple(row for row in after.rows if row not in pairs)
         kept = set(pairs.values())
         removed_rows = tuple(row for row in self.rows if row not in kept)
-        reasons = [_why_in(row, self.rows, after.rows) for row in added_rows]
-        reasons += [_why_out(row, after.rows) for row in removed_rows]
+        reasons = [_explain_added(row, self.rows, after.rows) for row in added_rows]
+        reasons += [_explain_removed(row, after.rows) for row in removed_rows]
         for new, old in pairs.items():
             if old.shape not in (new.shape, new.shape[::-1]):  # a transpose is only layout
-                sizes = f"from {size(old.shape)} to {size(new.shape)}"
+                sizes = f"from {format_shape(old.shape)} to {format_shape(new.shape)}"
                 more = new.parameters - old.parameters
                 reasons.append(f"{new.names[0]} went {sizes}: {more:+,} parameters.")
         added = after.multiply_adds - self.multiply_adds
@@ -123,7 +127,7 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         rows = [vars(row) for row in self.rows]
-        return plain(vars(self) | {"rows": rows, "explain": self.explain})
+        return to_json_data(vars(self) | {"rows": rows, "explain": self.explain})
 
 
 @dataclass(frozen=True)
@@ -160,17 +164,17 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
 
     Works on any `torch.nn.Module`. Raises `CorruptInputError` for a file that cannot be read.
     """
-    checkpoint = checkpoint_of(source)
+    checkpoint = open_source(source)
     try:
         decision: TieDecision | None = decide_tie(checkpoint)
     except TiedGPTError:  # a ledger needs no embedding
         decision = None
     roles = Roles(None, None) if decision is None else decision.roles
     is_tied = decision is not None and decision.kind == "tied"
-    costs = _costs(checkpoint, roles, is_tied)
+    costs = _count_costs(checkpoint, roles, is_tied)
     counted = [t for t in checkpoint.tensors.values() if _is_parameter(checkpoint, t)]
     rows = tuple(
-        _row(group, costs, in_memory=checkpoint.in_memory) for group in by_storage(counted)
+        _count_row(group, costs, in_memory=checkpoint.in_memory) for group in by_storage(counted)
     )
     names = {tensor.name for tensor in counted}
     alone = roles.input.name if roles.input and not roles.output and is_tied else None
@@ -188,7 +192,7 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
     )
 
 
-def _row(group: list[StoredTensor], costs: Mapping[str, int], *, in_memory: bool) -> Row:
+def _count_row(group: list[StoredTensor], costs: Mapping[str, int], *, in_memory: bool) -> Row:
     """Count the tensors of one storage once."""
     largest = max(group, key=lambda tensor: tensor.count)
     spans = {(t.storage.start, t.storage.stop): t.n_bytes for t in group}
@@ -217,7 +221,7 @@ def _is_parameter(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
     return not checkpoint.usage.is_of_graph or tensor.count > 1
 
 
-def _costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int]:
+def _count_costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int]:
     """Return each tensor's multiply-adds per token: by the graph, the module, or the names."""
     if checkpoint.usage.products is not None:
         return {name: checkpoint.tensors[name].count for name in checkpoint.usage.products}
@@ -225,7 +229,7 @@ def _costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int
     looked_up |= {*checkpoint.usage.reads}
     costs = {}
     for name, tensor in checkpoint.tensors.items():
-        table = name in looked_up or POSITIONS.search(name) or name_rank(name, "input") == 2
+        table = name in looked_up or POSITIONS.search(name) or rank_name(name, "input") == 2
         costs[name] = tensor.count if len(tensor.shape) >= 2 and not table else 0
     multiplying = {*checkpoint.usage.predicts}
     if roles.output is not None:
@@ -238,7 +242,7 @@ def _costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[str, int
 # What moved between two ledgers, and why
 
 
-def _match(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
+def _match_rows(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
     """Pair each later storage with the first that had one of its names, each of these once."""
     by_key = {key: row for row in reversed(before) for key in row.keys}
     pairs, left = dict[Row, Row](), set(before)
@@ -250,9 +254,11 @@ def _match(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
     return pairs
 
 
-def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
-    brings = f"{row.names[0]} ({size(row.shape)}) came in with {row.parameters:,} parameters"
-    partner = _partner(row, before)
+def _explain_added(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
+    brings = (
+        f"{row.names[0]} ({format_shape(row.shape)}) came in with {row.parameters:,} parameters"
+    )
+    partner = _find_partner(row, before)
     if partner:
         return (
             f"{brings} of its own. It used to be the same storage as {partner}, and is now a "
@@ -265,14 +271,16 @@ def _why_in(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) -> str:
     return f"{brings}; nothing had that name before."
 
 
-def _why_out(row: Row, after: tuple[Row, ...]) -> str:
-    partner = _partner(row, after)
+def _explain_removed(row: Row, after: tuple[Row, ...]) -> str:
+    partner = _find_partner(row, after)
     why = f"it is now the same storage as {partner}, counted once" if partner else ""
-    loses = f"{row.names[0]} ({size(row.shape)}) went out with {row.parameters:,} parameters"
+    loses = (
+        f"{row.names[0]} ({format_shape(row.shape)}) went out with {row.parameters:,} parameters"
+    )
     return f"{loses}: {why or 'nothing has that name now'}."
 
 
-def _partner(row: Row, others: tuple[Row, ...]) -> str:
+def _find_partner(row: Row, others: tuple[Row, ...]) -> str:
     """Return a further name of the storage that had, or has, one of the row's names."""
     sharing = [other.keys for other in others if other.keys.keys() & row.keys]
     return next((keys[key] for keys in sharing for key in keys if key not in row.keys), "")

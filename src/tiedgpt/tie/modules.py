@@ -1,6 +1,6 @@
 """A torch module as a Checkpoint: its parameters, and what the module does with each.
 
-    module_checkpoint(model)    for `find_roles`, `audit`, `ledger` and `tie`
+    open_module(model)    for `find_roles`, `audit`, `ledger` and `tie`
 
 Names that share a storage count as one. Two Parameters on one storage have different owners,
 because an optimizer would step both.
@@ -18,34 +18,34 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, Usage
-from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, name_rank
+from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, rank_name
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-def module_checkpoint(module: nn.Module) -> Checkpoint:
+def open_module(module: nn.Module) -> Checkpoint:
     """Return the parameters of any module under all their names; nothing is copied."""
-    holder = unwrapped(module)
+    holder = unwrap(module)
     has_config = any(hasattr(part, "config") for part in module.modules())
-    config, is_tied = _config(holder)
+    config, is_tied = _read_config(holder)
     says = "nothing in the module says whether the head is tied"
     if is_tied is not None:
         says = f"the module's config says {TIE_KEY}={is_tied}"
-    tensors = _tensors(module)
+    tensors = _list_tensors(module)
     return Checkpoint(
         source=type(module).__name__,
         container="module",
         tensors=tensors,
         config=config if has_config else {},
         claim=Claim(is_tied, says, different_is_untied=not has_config),
-        usage=_usage(module, holder, list(tensors)),
+        usage=_find_usage(module, holder, list(tensors)),
         in_memory=True,
     )
 
 
-def _tensors(module: nn.Module) -> dict[str, StoredTensor]:
+def _list_tensors(module: nn.Module) -> dict[str, StoredTensor]:
     tensors = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
@@ -54,7 +54,7 @@ def _tensors(module: nn.Module) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
+def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
     """Return what is looked up, what multiplies, and whether anything predicts."""
     with_weight = [name for name in names if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
@@ -65,15 +65,15 @@ def _usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
     gpts = [part for part in parts if isinstance(part, GPT) and part not in bodies]
     tied = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
     multiplying = [wte for wte in tied if hasattr(wte, "unembed")]
-    head_name, head = _asked(module, holder) or _by_name(module) or ("", None)
-    derived = ""
+    head_name, head = _ask_for_head(module, holder) or _find_head_by_name(module) or ("", None)
+    computation = ""
     if len(multiplying) < len(tied):
-        derived = "is missing (in the place of wte is a module without unembed)"
+        computation = "is missing (in the place of wte is a module without unembed)"
     elif head is not None:
-        derived = _why_derived(head)
+        computation = _describe_computation(head)
         has_matrix = any(parameter.ndim == 2 for parameter in head.parameters())
-        if not (derived or has_matrix or isinstance(holder, GPT)):
-            derived = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
+        if not (computation or has_matrix or isinstance(holder, GPT)):
+            computation = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
     can_be_asked = callable(getattr(holder, "get_output_embeddings", None))
     return Usage(
         reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
@@ -81,12 +81,12 @@ def _usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
             name for name, part in weights.items()
             if isinstance(part, nn.Linear) or part in multiplying
         ),
-        derived=derived,
+        head_computation=computation,
         headless=head is None and bool(classifiers or can_be_asked),
     )  # fmt: skip
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the model inside DataParallel, torch.compile and the like."""
     for _ in range(8):
         inner = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
@@ -96,7 +96,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _asked(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module] | None:
+def _ask_for_head(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module] | None:
     """Ask a model of transformers for its output embeddings."""
     try:
         head = holder.get_output_embeddings()  # type: ignore[operator]
@@ -106,12 +106,12 @@ def _asked(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module] | None
     return (next(names, "head"), head) if isinstance(head, nn.Module) else None
 
 
-def _by_name(module: nn.Module) -> tuple[str, nn.Module] | None:
+def _find_head_by_name(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the first part with a head's name; where the name may be another's, a single layer."""
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         is_single = all(child == "parametrizations" for child, _ in part.named_children())
-        possible = name_rank(name, "output") and last in MAY_PREDICT
+        possible = rank_name(name, "output") and last in MAY_PREDICT
         if last in PREDICTS or (possible and (is_single or _is_adapted(part))):
             return name, part
     return None
@@ -121,7 +121,7 @@ def _is_adapted(part: nn.Module) -> bool:
     return hasattr(part, "lora_A") or hasattr(part, "base_layer")
 
 
-def _why_derived(head: nn.Module) -> str:
+def _describe_computation(head: nn.Module) -> str:
     """Say why a head does not multiply with a parameter as it is; nothing if it does."""
     for part in head.modules():  # quantized, parametrized, normalized, or with buffers
         has_buffers = any(True for _ in part.buffers(recurse=False))
@@ -132,7 +132,7 @@ def _why_derived(head: nn.Module) -> str:
     return next((f"({name}) adds an adapter to it" for name in adapted), "")
 
 
-def _config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
+def _read_config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
     """Return what a module's config says of the vocabulary and of its type, and of the tie."""
     config = getattr(module, "config", None)
     for inner in ("text_config", "decoder"):

@@ -21,18 +21,18 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import (
     Unembed,
-    describe,
-    head_layers,
+    find_head_layers,
+    find_second_names,
+    find_unembeds,
+    format_module,
     is_tied,
     predicts_through_wte,
     require_gpt,
     require_logits,
     require_no_gpt_inside,
-    second_names,
-    unembeds,
 )
 from tiedgpt.tie.ledgers import Ledger, LedgerDifference, ledger
-from tiedgpt.tie.modules import module_checkpoint, unwrapped
+from tiedgpt.tie.modules import open_module, unwrap
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.parameters import head_matrix
 from tiedgpt.weights.roles import find_roles
@@ -89,7 +89,7 @@ def tie(
         )
     require_no_gpt_inside(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    reads, predicts, apart = _two_matrices(model, parameters, input_name, output_name)
+    reads, predicts, apart = _find_matrices(model, parameters, input_name, output_name)
     before, matrix, other = ledger(model), parameters[reads], parameters[predicts]
     outputs = tuple(name for name, parameter in parameters.items() if parameter is other)
     with torch.no_grad():  # whether W trains goes with the values
@@ -105,8 +105,8 @@ def tie(
             _predict_with_wte(model, owner)
         else:
             setattr(model.get_submodule(owner), last, matrix)
-    lines = _tie_report(tuple(matrix.shape), keep, reads, ", ".join(outputs), apart)
-    config = getattr(unwrapped(model), "config", None)
+    lines = _report_tie(tuple(matrix.shape), keep, reads, ", ".join(outputs), apart)
+    config = getattr(unwrap(model), "config", None)
     if isinstance(model, GPT):
         model.config = dataclasses.replace(model.config, tie_word_embeddings=True)
     elif getattr(config, "tie_word_embeddings", True) is not True:
@@ -128,16 +128,16 @@ def untie(model: GPT) -> Report:
         raise UserError("the model is untied already: its head predicts with a matrix of its own")
     if not predicts_through_wte(model):
         raise UserError(
-            f"{second_names(model)[0]} is wte.weight under a second name in a head that is no "
+            f"{find_second_names(model)[0]} is wte.weight under a second name in a head that is no "
             "linear layer",
             hint="give that module a parameter of its own",
         )
     before, parameters = ledger(model), dict(model.named_parameters())
-    for name, unembed in unembeds(model).items():
-        model.set_submodule(name, _copy_of(model.wte.weight, unembed.bias))
+    for name, unembed in find_unembeds(model).items():
+        model.set_submodule(name, _copy_matrix(model.wte.weight, unembed.bias))
     if model.head is None:
-        model.head = _copy_of(model.wte.weight)
-    return _head_report(model, before, parameters)
+        model.head = _copy_matrix(model.wte.weight)
+    return _report_head(model, before, parameters)
 
 
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
@@ -158,17 +158,17 @@ def replace_head(model: GPT, module: nn.Module | None) -> Report:
         require_logits(model, module)
     before, parameters = ledger(model), dict(model.named_parameters())
     model.head = module
-    shared = second_names(model)
-    for name in head_layers(model):
+    shared = find_second_names(model)
+    for name in find_head_layers(model):
         if f"{name}.weight" in shared:
             _predict_with_wte(model, name)
-    return _head_report(model, before, parameters)
+    return _report_head(model, before, parameters)
 
 
 # tie, step by step
 
 
-def _two_matrices(
+def _find_matrices(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     input_name: str | None,
@@ -178,15 +178,15 @@ def _two_matrices(
     gpt = require_gpt(model) if isinstance(model, GPT) else None
     if gpt is not None and predicts_through_wte(gpt):
         raise UserError("tied already: wte.weight reads and predicts")
-    roles = find_roles(module_checkpoint(model), input_name=input_name, output_name=output_name)
+    roles = find_roles(open_module(model), input_name=input_name, output_name=output_name)
     reads, predicts = roles.input, roles.output or next(iter(roles.aliases), None)
     if gpt is not None and gpt.head is not None:
         named = [tensor and tensor.name.removesuffix(".weight") for tensor in (reads, predicts)]
-        if named[0] != "wte" or named[1] not in head_layers(gpt):
+        if named[0] != "wte" or named[1] not in find_head_layers(gpt):
             raise UserError(
-                f"the head ({describe(gpt.head)}) has no linear layer of that name with a matrix "
-                f"{tuple(gpt.wte.weight.shape)}, which wte could be tied to; model.head = None "
-                "lets wte predict instead"
+                f"the head ({format_module(gpt.head)}) has no linear layer of that name with a "
+                f"matrix {tuple(gpt.wte.weight.shape)}, which wte could be tied to; model.head = "
+                "None lets wte predict instead"
             )
     if reads is None or predicts is None:
         raise UserError(
@@ -206,7 +206,7 @@ def _two_matrices(
     return reads.name, predicts.name, compare(reads, predicts)
 
 
-def _tie_report(
+def _report_tie(
     shape: tuple[int, ...], keep: Keep, reads: str, outputs: str, apart: Comparison | None
 ) -> list[str]:
     """Say which matrix is gone, and how far it was from the one that stays."""
@@ -227,7 +227,7 @@ def _predict_with_wte(model: GPT, name: str) -> None:
         model.set_submodule(name, Unembed(model.wte, layer.bias))
 
 
-def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linear:
+def _copy_matrix(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linear:
     """Return a Linear with a copy of a matrix (V, D)."""
     linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(matrix.detach().clone(), matrix.requires_grad)
@@ -235,13 +235,13 @@ def _copy_of(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.Linea
     return linear
 
 
-def _head_report(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]) -> Report:
+def _report_head(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]) -> Report:
     """Make the config say whether the head is tied; describe the head, and what it was before."""
     tied, change = is_tied(model), before.difference(ledger(model))
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
-    head = "none: wte predicts" if model.head is None else describe(model.head)
+    head = "none: wte predicts" if model.head is None else format_module(model.head)
     lines = [f"head: {head}, scores {model.config.vocab_size:,} tokens", str(change)]
-    layers, now = list(head_layers(model)), dict(model.named_parameters())
+    layers, now = list(find_head_layers(model)), dict(model.named_parameters())
     for name, old in parameters.items():
         if name in now and now[name] is not old:
             lines.append(f"{name} {tuple(now[name].shape)} is another parameter now")
@@ -254,7 +254,7 @@ def _head_report(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]
             call = "tie(model)" if len(layers) == 1 else f'tie(model, output_name="{layers[0]}")'
             call += f" lets wte.weight take the place of {layers[0]}.weight"
         lines.append(f"to tie it: {call}")
-    for name in second_names(model)[:1]:
+    for name in find_second_names(model)[:1]:
         lines.append(f"{name} is wte.weight under a second name: guard(model) notices a split")
     if {*map(id, now.values())} != {*map(id, parameters.values())}:
         lines.append(NEW_OPTIMIZER)

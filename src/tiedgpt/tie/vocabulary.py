@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.tie.heads import (
-    head_layers,
+    find_head_layers,
+    find_second_names,
+    find_unembeds,
     inference,
     require_gpt,
     require_logits,
-    second_names,
-    unembeds,
 )
 from tiedgpt.tie.ledgers import LedgerDifference, ledger
 from tiedgpt.tie.surgery import NEW_OPTIMIZER
@@ -104,9 +104,11 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
         return VocabularyReport(n, n, (), before.difference(before))
     if n < size:
         return prune(model, range(n))
-    tables = {name: _grow(name, old.detach(), n, seed) for name, old in _tables(model).items()}
-    with _replaced(model, tables, {}):
-        mass = _mass(model, sample, seed, size)
+    tables = {
+        name: _grow_table(name, old.detach(), n, seed) for name, old in _find_tables(model).items()
+    }
+    with _replace_tables(model, tables, {}):
+        mass = _measure_new_tokens(model, sample, seed, size)
     change = before.difference(ledger(model))
     return VocabularyReport(size, n, tuple(tables), change, mass)
 
@@ -149,14 +151,14 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
             f"{' and '.join(lost)} would be lost with {size} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
-    rows = {name: table.detach()[ids] for name, table in _tables(model).items()}
+    rows = {name: table.detach()[ids] for name, table in _find_tables(model).items()}
     moved = {name: place[old] for name, old in special.items()}
-    with _replaced(model, rows, {name: new for name, new in moved.items() if name in own}):
+    with _replace_tables(model, rows, {name: new for name, new in moved.items() if name in own}):
         model.foreign_config |= {name: new for name, new in moved.items() if name in foreign}
     return VocabularyReport(size, len(ids), tuple(rows), before.difference(ledger(model)))
 
 
-def _tables(model: GPT) -> dict[str, nn.Parameter]:
+def _find_tables(model: GPT) -> dict[str, nn.Parameter]:
     """Return the parameters with one entry per token: W, and those of an untied head.
 
     Raises `UserError` for a head in which anything else has V entries, parameter or buffer.
@@ -164,9 +166,9 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
     found = {"wte.weight": model.wte.weight}
     if model.head is None:
         return found
-    size, layers = model.config.vocab_size, (*head_layers(model), *unembeds(model))
+    size, layers = model.config.vocab_size, (*find_head_layers(model), *find_unembeds(model))
     tables = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
-    tables -= set(second_names(model))
+    tables -= set(find_second_names(model))
     for name, tensor in [*model.head.named_parameters("head"), *model.head.named_buffers("head")]:
         if name in tables:
             found[name] = model.get_parameter(name)
@@ -180,7 +182,7 @@ def _tables(model: GPT) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def _grow(name: str, old: Tensor, n: int, seed: int) -> Tensor:
+def _grow_table(name: str, old: Tensor, n: int, seed: int) -> Tensor:
     """Return a table of n rows: the old ones, and new ones about their mean (for a bias, at it).
 
     On the meta device only shapes are made. Raises as `resize_vocab` does.
@@ -208,7 +210,7 @@ def _grow(name: str, old: Tensor, n: int, seed: int) -> Tensor:
 
 
 @contextmanager
-def _replaced(model: GPT, tables: dict[str, Tensor], ids: dict[str, Any]) -> Iterator[None]:
+def _replace_tables(model: GPT, tables: dict[str, Tensor], ids: dict[str, Any]) -> Iterator[None]:
     """Put new tables in place, each as a Parameter, and the special ids of the new config.
 
     If the head cannot follow, or the body fails, the model is put back as it was.
@@ -218,19 +220,19 @@ def _replaced(model: GPT, tables: dict[str, Tensor], ids: dict[str, Any]) -> Ite
     old = {name: model.get_parameter(name) for name in tables}
     try:
         for name, table in tables.items():
-            _set(model, name, nn.Parameter(table, requires_grad=old[name].requires_grad))
+            _set_table(model, name, nn.Parameter(table, requires_grad=old[name].requires_grad))
         model.config = new_config
         if model.head is not None:  # a size in its code shows only when it is called
             require_logits(model, model.head)
         yield
     except BaseException:
         for name, parameter in old.items():
-            _set(model, name, parameter)
+            _set_table(model, name, parameter)
         model.config, model.foreign_config = config, foreign
         raise
 
 
-def _set(model: GPT, name: str, parameter: nn.Parameter) -> None:
+def _set_table(model: GPT, name: str, parameter: nn.Parameter) -> None:
     owner_name, _, last = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     setattr(owner, last, parameter)
@@ -240,7 +242,9 @@ def _set(model: GPT, name: str, parameter: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _mass(model: GPT, sample: Sample, seed: int, n_old: int) -> NewTokenProbability | None:
+def _measure_new_tokens(
+    model: GPT, sample: Sample, seed: int, n_old: int
+) -> NewTokenProbability | None:
     """Measure the probability of all rows from n_old on, after each id of a sample (B, T)."""
     if model.wte.weight.is_meta:
         return None

@@ -27,7 +27,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
-from tiedgpt.tie.heads import inference, is_tied, predicts_through_wte, second_names
+from tiedgpt.tie.heads import find_second_names, inference, is_tied, predicts_through_wte
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
 
 BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -190,7 +190,7 @@ def require_adaptable(gpt: GPT, sizes: Mapping[str, Size]) -> None:
             raise UserError(
                 f"must be ids from 0 to {n_rows - 1}, got {wrong[0]!r}", option="tokens"
             )
-        if name in ("wte", "head") and (second := second_names(gpt)):
+        if name in ("wte", "head") and (second := find_second_names(gpt)):
             raise UserError(
                 f"{second[0]} is wte.weight under a second name, which an adapter of {name} would "
                 "not reach: tiedgpt.tie.tie(model) or replace_head(model, None) leaves one name"

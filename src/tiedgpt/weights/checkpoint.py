@@ -53,7 +53,7 @@ class Usage:
     """Names of all matrices that multiply, where a graph tells; else None."""
     headless: bool = False
     """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
-    derived: str = ""
+    head_computation: str = ""
     """Of a module, why its head computes with something derived from, or other than, W."""
 
     @property

@@ -1,7 +1,7 @@
 """Two matrices compared where they are stored, a block of rows at a time, without torch.
 
     comparison = compare(a, b)      equal, or how many rows differ, by how much, at which cosine
-    initialization(a)               its mean, deviation and "N(0, 0.02)" if it looks untrained
+    recognize_initialization(a)     its mean, deviation and "N(0, 0.02)" if it looks untrained
 
 Memory: a few blocks, whatever the size of the matrices.
 """
@@ -109,7 +109,7 @@ def compare(a: StoredTensor, b: StoredTensor) -> Comparison | None:
     )
 
 
-def initialization(tensor: StoredTensor) -> tuple[float, float, str] | None:
+def recognize_initialization(tensor: StoredTensor) -> tuple[float, float, str] | None:
     """Return the mean, the deviation and the initialization that a matrix looks like, in words.
 
     It is judged by about a million elements; None where they look trained or cannot be decoded.
@@ -141,7 +141,7 @@ def initialization(tensor: StoredTensor) -> tuple[float, float, str] | None:
     return None
 
 
-def nonzero_rows(tensor: StoredTensor, start: int, stop: int) -> int:
+def count_nonzero_rows(tensor: StoredTensor, start: int, stop: int) -> int:
     """Count the rows in [start, stop) that hold anything but zeros."""
     blocks = (tensor.rows(*bounds) for bounds in _bounds(start, stop, tensor.shape[1]))
     return sum(int((block != 0).any(axis=1).sum()) for block in blocks)

@@ -82,7 +82,7 @@ def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecisio
     matrices, reason = _describe(checkpoint, roles)
     is_untied = claim.is_tied is False or (matrices == "two" and claim.different_is_untied)
     kind, model = TABLE[matrices][is_untied]
-    choices = () if kind in SOUND else _choices(checkpoint, roles)
+    choices = () if kind in SOUND else _list_choices(checkpoint, roles)
     return TieDecision(kind, model, reason, choices, claim, roles)
 
 
@@ -94,7 +94,7 @@ def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
     """
     claim, name = checkpoint.claim, roles.matrix.name
     is_untied = claim.is_tied is False
-    if checkpoint.usage.derived or roles.unreadable:
+    if checkpoint.usage.head_computation or roles.unreadable:
         what = "something other than the embedding, or is not read here"
         return "computed head", f"the head computes with {what}"
     if roles.transposed and not checkpoint.any_layout:
@@ -106,23 +106,23 @@ def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
         missing = "head" if roles.input else "embedding"
         lost = f"{claim.source}, and there is one matrix, {name}: the {missing} is missing"
         return "one", lost if is_untied else f"{name} reads and predicts"
-    if roles.shared and (checkpoint.in_memory or not is_untied):
+    if roles.is_shared and (checkpoint.in_memory or not is_untied):
         if is_untied:
             return "one", f"{claim.source}, and there is one matrix, {name}"
-        if roles.two_parameters:
+        if roles.has_two_parameters:
             why = "two Parameters lie on one storage, and an optimizer steps both"
             return "one in two Parameters", why
         return "one", f"{name} reads and predicts"
     reads, predicts = roles.input, roles.output
     shapes = f"{reads.name} is {reads.shape} and {predicts.name} is {predicts.shape}"
-    if not roles.fits:
+    if not roles.has_one_width:
         return "misfit", f"{shapes}: their widths differ"
     if roles.extra_rows and _has_one_vocabulary(checkpoint):
         return "misfit", f"{shapes}: both need a row for each token"
     if is_untied:
         return "two", claim.source
     names = f"{reads.name} and {predicts.name}"
-    if roles.equal and not roles.extra_rows:
+    if roles.is_equal and not roles.extra_rows:
         if checkpoint.in_memory and (reads.trainable or predicts.trainable):
             why = f"{names} are equal, and the next training step parts them"
             return "two equal in training", why
@@ -138,18 +138,23 @@ def _has_one_vocabulary(checkpoint: Checkpoint) -> bool:
     return not is_any_module and checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
 
 
-def _choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
+def _list_choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:
     """Return which of two matrices may stay, where their numbers or the claim do not tell."""
-    if roles.pair is None or roles.shared or roles.unreadable or checkpoint.usage.derived:
+    if (
+        roles.pair is None
+        or roles.is_shared
+        or roles.unreadable
+        or checkpoint.usage.head_computation
+    ):
         return ()
-    if not roles.fits:
+    if not roles.has_one_width:
         return ("input",)
     is_untied = checkpoint.claim.is_tied is False
     if not roles.extra_rows:
-        return () if is_untied or roles.equal else ("input", "output", "both")
+        return () if is_untied or roles.is_equal else ("input", "output", "both")
     vocabulary = checkpoint.vocabulary
     if vocabulary is None:
         return "input", "output"
-    if roles.equal and not is_untied:
+    if roles.is_equal and not is_untied:
         return ()
     return ("input",) if roles.pair[1].shape[0] < vocabulary else ("input", "output")

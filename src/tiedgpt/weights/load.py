@@ -38,7 +38,7 @@ from tiedgpt.weights.checkpoint import (
     to_gpt,
 )
 from tiedgpt.weights.decision import TieDecision, decide_tie
-from tiedgpt.weights.roles import roles_of
+from tiedgpt.weights.roles import assign_roles
 from tiedgpt.weights.sources import open_checkpoint, open_module
 from tiedgpt.weights.tensors import StoredTensor, printable
 
@@ -153,7 +153,7 @@ def _decide_tie(
         if claimed not in (None, is_tied):
             raise UserError(f"{TIE_KEY}={is_tied} contradicts the file: {checkpoint.claim.source}")
         checkpoint = replace(checkpoint, claim=Claim(is_tied, f"{TIE_KEY}={is_tied} is given"))
-    return decide_tie(checkpoint, roles_of(checkpoint, *both))
+    return decide_tie(checkpoint, assign_roles(checkpoint, *both))
 
 
 def _matrices(
@@ -174,7 +174,7 @@ def _matrices(
         raise UserError(
             f'{source} holds one matrix, and "untie" needs two', hint="load it, then untie it"
         )
-    if resolve == "tie" and roles.pair is not None and not roles.shared:
+    if resolve == "tie" and roles.pair is not None and not roles.is_shared:
         raise UserError(f"{source} holds two matrices", hint='choose "keep-input" or "keep-output"')
     is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
     if decision.model is None and not is_choice:
@@ -188,7 +188,7 @@ def _matrices(
 
 def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
     """Return what can be done about a checkpoint that is not loaded as it is."""
-    if decision.roles.pair is None or decision.roles.shared:
+    if decision.roles.pair is None or decision.roles.is_shared:
         return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
     command = f"{decision.command} writes a copy that loads"
     if checkpoint.in_memory:

@@ -1,7 +1,7 @@
 """Which matrix reads a token and which one predicts it. Only this file decides it.
 
     find_roles(checkpoint) -> Roles         by names, shapes and use, of any architecture
-    roles_of(checkpoint, input, output)     of two matrices that are known
+    assign_roles(checkpoint, input, output)     of two matrices that are known
 
 A file gives names and shapes. An ONNX graph and a module in memory also say which
 matrices are looked up (`Usage.reads`) and which ones multiply (`Usage.predicts`). In
@@ -75,33 +75,37 @@ class Roles:
         return (self.input, self.output) if self.input and self.output else None
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether both are there and are the same numbers in the same place."""
         return self.pair is not None and self.pair[0].is_view_of(self.pair[1])
 
     @property
-    def two_parameters(self) -> bool:
+    def has_two_parameters(self) -> bool:
         """Whether an optimizer would find two Parameters."""
         reads, predicts = self.pair or (self.matrix, self.matrix)
         return reads.owner != predicts.owner and (reads.trainable or predicts.trainable)
 
     @property
-    def fits(self) -> bool:
+    def has_one_width(self) -> bool:
         """Whether the input and the output have the same width D."""
         return self.pair is not None and self.pair[0].shape[1] == self.pair[1].shape[1]
 
     @property
     def extra_rows(self) -> int:
         """Rows that the output has more (or, if negative, fewer) than the input."""
-        return self.pair[1].shape[0] - self.pair[0].shape[0] if self.pair and self.fits else 0
+        return (
+            self.pair[1].shape[0] - self.pair[0].shape[0] if self.pair and self.has_one_width else 0
+        )
 
     @cached_property
     def comparison(self) -> Comparison | None:
         """How far apart the two are. It reads both, once; None if there are no two of one width."""
-        return compare(*self.pair) if self.pair and self.fits and not self.shared else None
+        return (
+            compare(*self.pair) if self.pair and self.has_one_width and not self.is_shared else None
+        )
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether both are there, apart, and equal in the rows that both have."""
         return self.comparison is not None and self.comparison.equal
 
@@ -116,13 +120,15 @@ def find_roles(
     """
     shaped = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
     matrices = [t for t in shaped if t.count and t.shape[1] <= MAX_WIDTH]
-    reads = _named(checkpoint, matrices, "input", input_name) or _find_input(checkpoint, matrices)
-    head = _named(checkpoint, matrices, "output", output_name)
+    reads = _find_named(checkpoint, matrices, "input", input_name) or _find_input(
+        checkpoint, matrices
+    )
+    head = _find_named(checkpoint, matrices, "output", output_name)
     head = head or _find_output(checkpoint, matrices, reads)
     if reads is None and head is None:
         why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
-        raise _ask(checkpoint, "input", f"{why}; its largest", matrices)
-    roles = roles_of(checkpoint, reads, None if head is reads else head)
+        raise _ask_for_names(checkpoint, "input", f"{why}; its largest", matrices)
+    roles = assign_roles(checkpoint, reads, None if head is reads else head)
     if roles.input is None:
         return roles
     reads, unreadable = roles.input, list[StoredTensor]()
@@ -134,12 +140,12 @@ def find_roles(
     return replace(roles, aliases=tuple(aliases), unreadable=tuple(unreadable))
 
 
-def roles_of(
+def assign_roles(
     checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
 ) -> Roles:
     """Return the roles of known matrices, those that are stored as (D, V) transposed to (V, D)."""
     transposed: list[str] = []
-    if reads and not checkpoint.any_layout and lies_transposed(checkpoint, reads):
+    if reads and not checkpoint.any_layout and is_transposed(checkpoint, reads):
         transposed.append(reads.name)
         reads = reads.transpose()
     if reads and predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
@@ -148,7 +154,7 @@ def roles_of(
     return Roles(reads, predicts, transposed=tuple(transposed))
 
 
-def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
+def is_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
     """Whether an embedding is (D, V) by the config's V and D; None if they do not tell.
 
     Where the config does not say D, a table of positions (N, D) does.
@@ -162,7 +168,7 @@ def lies_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None
     return None if straight == across else across
 
 
-def name_rank(name: str, role: str) -> int:
+def rank_name(name: str, role: str) -> int:
     """Return 2 if a name certainly is an "input"'s or "output"'s, 1 if it may be, else 0."""
     sure, maybe = (READS, MAY_READ) if role == "input" else (PREDICTS, MAY_PREDICT)
     parts = re.split(r"[./]", name)
@@ -177,7 +183,7 @@ def name_rank(name: str, role: str) -> int:
     return rank
 
 
-def _named(
+def _find_named(
     checkpoint: Checkpoint, matrices: list[StoredTensor], role: str, name: str | None
 ) -> StoredTensor | None:
     """Return the matrix that the caller named: a tensor, or the only one inside a module."""
@@ -186,8 +192,8 @@ def _named(
     exact = [t for t in matrices if t.name in (name, f"{name}.weight")]
     inside = [t for t in matrices if t.name.startswith(f"{name}.")]
     if exact or inside:
-        return _only(checkpoint, role, exact[:1] or inside)
-    raise _ask(checkpoint, role, f"has no matrix {name!r}; the likeliest", matrices)
+        return _choose_one(checkpoint, role, exact[:1] or inside)
+    raise _ask_for_names(checkpoint, role, f"has no matrix {name!r}; the likeliest", matrices)
 
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
@@ -196,27 +202,27 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
     looked_up = [t for t in matrices if t.name in read and not POSITIONS.search(t.name)]
     products = [sorted(t.shape) for t in matrices if t.name in checkpoint.usage.predicts]
     fitting = [t for t in looked_up if sorted(t.shape) in products]
-    certain, possible = (_ranked(matrices, "input", rank) for rank in (2, 1))
-    return _only(checkpoint, "input", certain or fitting or looked_up or possible)
+    certain, possible = (_list_of_rank(matrices, "input", rank) for rank in (2, 1))
+    return _choose_one(checkpoint, "input", certain or fitting or looked_up or possible)
 
 
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
     """By the first of four rules that has a candidate; in doubt an error that asks."""
-    certain, possible = (_ranked(matrices, "output", rank) for rank in (2, 1))
+    certain, possible = (_list_of_rank(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
-        head = _only(checkpoint, "output", certain or possible)
+        head = _choose_one(checkpoint, "output", certain or possible)
         if head is not None:
             alike = [t for t in matrices if sorted(t.shape) == sorted(head.shape)]
             _require_no_doubt(checkpoint, "input", head, alike)
         return head
     usage = checkpoint.usage
     products = [t for t in matrices if t.name in usage.predicts]
-    alike = [t for t in matrices if t is not reads and _n_rows(t, reads) == reads.shape[0]]
+    alike = [t for t in matrices if t is not reads and _count_rows(t, reads) == reads.shape[0]]
     rules = (
         # A graph knows better than names: its last product that covers the vocabulary.
-        [t for t in products if usage.is_of_graph and _n_rows(t, reads) >= reads.shape[0]][-1:],
+        [t for t in products if usage.is_of_graph and _count_rows(t, reads) >= reads.shape[0]][-1:],
         # A name that only an output head has.
         certain,
         # A name that a head may have, of a matrix about as large as the embedding.
@@ -225,12 +231,12 @@ def _find_output(
         [t for t in alike if checkpoint.in_memory and t in products and reads not in products],
     )
     candidates = next(filter(None, rules), [])
-    if not candidates and not usage.derived:
-        sure = (t for t in alike if _may_hide_a_head(t, reads) or name_rank(t.name, "input") == 2)
+    if not candidates and not usage.head_computation:
+        sure = (t for t in alike if _may_hide_a_head(t, reads) or rank_name(t.name, "input") == 2)
         names = {t.name for t in sure}
         _require_no_doubt(checkpoint, "output", reads, [t for t in alike if t.name not in names])
-    same = [t for t in candidates if _n_rows(t, reads) == reads.shape[0]]
-    return _only(checkpoint, "output", same or candidates)
+    same = [t for t in candidates if _count_rows(t, reads) == reads.shape[0]]
+    return _choose_one(checkpoint, "output", same or candidates)
 
 
 def _require_no_doubt(
@@ -245,10 +251,10 @@ def _require_no_doubt(
     if doubtful:
         does = "what it does" if role == "input" else "whether it predicts"
         why = f"has a matrix with the shape of {known.name}, and its name does not tell {does}"
-        raise _ask(checkpoint, role, why, doubtful)
+        raise _ask_for_names(checkpoint, role, why, doubtful)
     if role == "output" and usage.products and usage.predicts and known.name not in usage.products:
         why = f"multiplies nowhere with {known.name}; its last product (quantized, or no head)"
-        raise _ask(checkpoint, "output", why, [checkpoint.tensors[usage.predicts[-1]]])
+        raise _ask_for_names(checkpoint, "output", why, [checkpoint.tensors[usage.predicts[-1]]])
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
@@ -267,7 +273,7 @@ def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
     return not plain or reads.shape[0] in tensor.shape
 
 
-def _n_rows(tensor: StoredTensor, reads: StoredTensor) -> int:
+def _count_rows(tensor: StoredTensor, reads: StoredTensor) -> int:
     """Return the rows of a matrix over the embedding's width, straight or transposed; else 0."""
     rows, columns = tensor.shape
     return {columns: rows, rows: columns}.get(reads.shape[1], 0)
@@ -275,18 +281,20 @@ def _n_rows(tensor: StoredTensor, reads: StoredTensor) -> int:
 
 def _is_similar(tensor: StoredTensor, reads: StoredTensor) -> bool:
     """Whether a matrix has the embedding's width and at least half as many rows."""
-    return 2 * _n_rows(tensor, reads) >= reads.shape[0]
+    return 2 * _count_rows(tensor, reads) >= reads.shape[0]
 
 
 def _is_numbered(tensor: StoredTensor) -> bool:
     return any(part.isdigit() for part in re.split(r"[./]", tensor.name))
 
 
-def _ranked(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
-    return [t for t in matrices if name_rank(t.name, role) == rank]
+def _list_of_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
+    return [t for t in matrices if rank_name(t.name, role) == rank]
 
 
-def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> StoredTensor | None:
+def _choose_one(
+    checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]
+) -> StoredTensor | None:
     """Return the one candidate; several names of one storage are one. None if there is none."""
 
     def preference(tensor: StoredTensor) -> tuple[bool, ...]:
@@ -298,13 +306,15 @@ def _only(checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]) -> 
     others = [t for t in preferred if not t.is_view_of(preferred[0])]
     if others:
         why = f"has several matrices that could be the {role}"
-        raise _ask(checkpoint, role, why, [preferred[0], *others])
+        raise _ask_for_names(checkpoint, role, why, [preferred[0], *others])
     return preferred[0] if preferred else None
 
 
-def _ask(checkpoint: Checkpoint, role: str, why: str, candidates: list[StoredTensor]) -> UserError:
+def _ask_for_names(
+    checkpoint: Checkpoint, role: str, why: str, candidates: list[StoredTensor]
+) -> UserError:
     """Return an error that lists a few matrices, by their names and sizes, to choose from."""
-    ordered = sorted(candidates, key=lambda t: (-name_rank(t.name, role), -t.count))[:8]
+    ordered = sorted(candidates, key=lambda t: (-rank_name(t.name, role), -t.count))[:8]
     listed = ", ".join(f"{printable(t.name[:80])} {t.shape}" for t in ordered) or "none"
     choice = "--input (input_name=) and --output (output_name=); one that reads and predicts, twice"
     return UserError(
