@@ -175,18 +175,11 @@ def test_texts_that_are_not_utf8_are_refused(tmp_path):
         read_header(path, "k")
 
 
-def test_our_own_pair_says_whether_two_matrices_are_meant(tmp_path):
-    def file(value: bytes) -> bytes:
-        return header(n_pairs=1, body=text(b"tiedgpt.tie_word_embeddings") + value)
-
-    path = tmp_path / "x.gguf"
-    for value in (True, False):
-        path.write_bytes(file(struct.pack("<I?", 7, value)))
-        assert open_checkpoint(path).claim.is_tied is value
-        assert str(value).lower() in open_checkpoint(path).claim.source
-    path.write_bytes(file(struct.pack("<II", 4, 1)))
+def test_our_own_pair_must_be_true_or_false(tmp_path):
+    pair = text(b"tiedgpt.tie_word_embeddings") + struct.pack("<II", 4, 1)
+    (tmp_path / "x.gguf").write_bytes(header(n_pairs=1, body=pair))
     with pytest.raises(CorruptInputError, match="must be true or false, got 1"):
-        open_checkpoint(path)
+        open_checkpoint(tmp_path / "x.gguf")
 
 
 # As a GPT
@@ -258,13 +251,6 @@ def test_smaller_types_are_read_as_their_library_reads_them(kind, tiny, ids, tmp
 def test_what_was_quantized_is_told(tiny, tmp_path):
     assert any("Q8_0" in note for note in load(their_file(tmp_path / "a", tiny, "Q8_0")).notes)
     assert load(their_file(tmp_path / "b", tiny)).notes == ()
-
-
-def test_a_second_equal_matrix_is_tied_and_told(tiny, tmp_path):
-    head = {"output.weight": tiny.wte.weight.detach().numpy()}
-    loaded = load(their_file(tmp_path / "a.gguf", tiny, more=head))
-    assert loaded.model.head is None
-    assert any("equal" in note for note in loaded.notes)
 
 
 def test_a_second_other_matrix_predicts_as_in_llama_cpp(tiny, tmp_path):

@@ -141,15 +141,12 @@ def test_rows_that_are_no_multiple_of_32_stay_halves(tokenizer, tmp_path):
     assert kinds["blk.0.ffn_down.weight"] == "Q8_0"  # rows of 160
 
 
-@pytest.mark.parametrize(("precision", "value"), [("fp16", 70000.0), ("q8_0", np.nan)])
-def test_numbers_that_do_not_fit_are_refused_and_nothing_is_left(
-    precision, value, tokenizer, tmp_path
-):
+def test_numbers_that_cannot_be_quantized_are_refused_and_nothing_is_left(tokenizer, tmp_path):
     model = gpt(tokenizer)
     with torch.no_grad():
-        model.h[1].mlp.c_fc.weight[3, 5] = value
+        model.h[1].mlp.c_fc.weight[3, 5] = np.nan
     with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight"):
-        write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
+        write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="q8_0")
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from tests.weights.llmc_files import HEADER, write_checkpoint
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.tie import audit
 from tiedgpt.weights.formats.llmc import count, parameters
 from tiedgpt.weights.sources import open_checkpoint
 
@@ -33,12 +32,6 @@ def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
 def test_the_count_by_formula_is_that_of_the_tensors():
     sizes = (3, 8, 40, 5)
     assert count(*sizes) == sum(int(np.prod(shape)) for _, shape in parameters(*sizes))
-
-
-def test_it_is_recognised_by_its_first_bytes_and_is_tied(tmp_path):
-    write_checkpoint(tmp_path / "x", 3, **SIZES)
-    assert open_checkpoint(tmp_path / "x").container == "llm.c"
-    assert audit(tmp_path / "x").verdict == "tied"
 
 
 def header(*numbers: int, body: int = 0) -> bytes:

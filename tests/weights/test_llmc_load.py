@@ -60,14 +60,6 @@ def test_bfloat16_is_read_bit_by_bit(tmp_path):
         assert torch.equal(parameter.float(), expected), name
 
 
-def test_the_padding_is_no_token(tmp_path, ids):
-    model = theirs()
-    write_checkpoint(tmp_path / "model.bin", 3, state_of(model), **SIZES)
-    ours = GPT.from_pretrained(tmp_path / "model.bin")
-    assert ours.wte.weight.shape == (97, 32)
-    assert ours(ids).shape == (3, 24, 97)
-
-
 def test_what_the_format_fixes_cannot_be_given_otherwise(tmp_path):
     write_checkpoint(tmp_path / "model.bin", 3, **SIZES)
     for name, value in {"n_head": 2, "activation_function": "gelu", "bias": False}.items():

@@ -13,7 +13,6 @@ import torch
 
 from tests.conftest import TINY
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.tie import audit, ledger
 from tiedgpt.weights.checkpoint import shapes
@@ -191,14 +190,6 @@ def test_w_is_one_initializer_for_both_faces(tmp_path, tiny):
     assert [t.name for t in optimized if 97 in t.dims] == ["wte.weight"]
 
 
-def test_a_head_of_its_own_is_a_second_initializer(tmp_path):
-    model = made(tie_word_embeddings=False)
-    write_onnx(model, tmp_path / "a.onnx")
-    found = audit(tmp_path / "a.onnx")
-    assert (found.verdict, found.claim) == ("untied as claimed", False)
-    assert found.matrices[1].names == ("head.weight",)
-
-
 def test_sixteen_bits(tmp_path, numbers):
     model = made()
     for precision, dtype, close in (
@@ -242,36 +233,12 @@ def test_large_models_put_their_weights_beside(tmp_path, numbers):
     assert torch.equal(GPT.from_pretrained(path).wte.weight, model.wte.weight)
 
 
-@pytest.mark.parametrize("largest", [10**9, 10])
-def test_progress_ends_with_all_bytes(tmp_path, tiny, largest):
-    seen = []
-
-    def progress(done, of):
-        seen.append((done, of))
-
-    write_onnx(tiny, tmp_path / "a.onnx", largest_file=largest, progress=progress)
-    whole = 4 * tiny.config.parameter_count()
-    assert seen == sorted(seen) and seen[-1] == (whole, whole)
-
-
 def test_the_config_is_in_the_metadata(tmp_path, tiny):
     write_onnx(tiny, tmp_path / "a.onnx")
     file = onnx.load(tmp_path / "a.onnx")
     assert (file.producer_name, file.opset_import[0].version) == ("tiedgpt", 17)
     (entry,) = file.metadata_props
     assert entry.key == "tiedgpt" and json.loads(entry.value)["n_head"] == 4
-
-
-def test_numbers_that_fp16_does_not_hold_leave_the_old_file(tmp_path):
-    path = tmp_path / "a.onnx"
-    path.write_text("old")
-    model = made()
-    with torch.no_grad():
-        model.h[2].mlp.c_proj.weight[3, 4] = 1e5
-    with pytest.raises(UserError, match=r"h\.2\.mlp\.c_proj\.weight .* 65,504"):
-        write_onnx(model, path, precision="fp16")
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
-    write_onnx(model, path, precision="bf16")
 
 
 PEAK = """

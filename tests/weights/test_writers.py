@@ -190,6 +190,19 @@ def test_a_precision_that_a_format_lacks_is_refused(name, make, write, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", [n for n, w in writers().items() if "fp16" in w.precisions])
+def test_numbers_that_float16_does_not_hold_leave_what_was_there(name, make, write, tmp_path):
+    model = make(writers()[name])
+    with torch.no_grad():
+        model.h[1].mlp.c_proj.weight[3, 4] = 1e5
+    before = write(name, make(writers()[name]), tmp_path)
+    file = before / "model.safetensors" if before.is_dir() else before
+    sound = file.read_bytes()
+    with pytest.raises(UserError, match=r"(mlp\.c_proj|ffn_down)\.weight .* 65,504"):
+        write(name, model, tmp_path, precision="fp16")
+    assert file.read_bytes() == sound and not list(tmp_path.glob("**/.*"))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_progress_ends_at_all_bytes(name, make, write, tmp_path):
     seen = []

@@ -69,7 +69,7 @@ def stored_tensor(
         str(dtype).removeprefix("torch."),
         tensor.numel() * dtype.itemsize,
         _storage(local),
-        _reader(local, dtype) if whole else None,
+        _reader(name, local, dtype) if whole else None,
         trainable=tensor.requires_grad,
         owner=owner,
         strides=None if tensor.is_contiguous() else tuple(tensor.stride()),
@@ -93,7 +93,7 @@ def _storage(tensor: Tensor) -> Storage:
     return Storage(where, start, start + int(reach) * width)
 
 
-def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
+def _reader(name: str, tensor: Tensor, dtype: torch.dtype) -> Read:
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
 
     def read_block(first: int, end: int, left: int, right: int) -> Native:
@@ -102,7 +102,7 @@ def _reader(tensor: Tensor, dtype: torch.dtype) -> Read:
         from tiedgpt.weights.parameters import convert_tensor
 
         matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
-        flat = convert_tensor("the model", matrix, dtype).flatten().view(torch.uint8).numpy()
+        flat = convert_tensor(name, matrix, dtype).flatten().view(torch.uint8).numpy()
         native: Native = flat.view(f"<u{dtype.itemsize}")
         return native.reshape(end - first, right - left)
 
