@@ -32,9 +32,10 @@ import torch
 from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choices
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
+from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import choose_size, make_plan, measure_speed, training_device
 from tiedgpt.train.storage import RunDirectory
 
@@ -70,10 +71,10 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         fresh = RunDirectory(Path(place))
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
-        task = prepare(fresh, options, open_sources(options))
-        options, task, _ = choose_size(options, task, World(training_device()))
-        plan = make_plan(options, task, training_device())
-        *_, ended = Trainer(fresh, task, plan, training_device()).run()
+        pair = prepare(fresh, options, open_sources(options))
+        options, *pair, _ = choose_size(options, *pair, World(training_device()))
+        plan = make_plan(options, *pair, training_device())
+        *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
 
@@ -83,15 +84,15 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
     run.path.mkdir(exist_ok=True)
-    task = prepare(run, options, open_sources(options))
-    text_tokens = task.text_tokens
+    objective, text = prepare(run, options, open_sources(options))
+    text_tokens = text.text_tokens
     assert text_tokens is not None
     world = World(training_device())
     expected, asked = {}, {}
     for size in ladder(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
-            speeds[size] = measure_speed(whole, task, world, seconds=MEASURED_SECONDS)
+            speeds[size] = measure_speed(whole, objective, text, world, seconds=MEASURED_SECONDS)
         tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)

@@ -31,7 +31,8 @@ from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import make_plan, training_device
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
@@ -65,12 +66,13 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     asked = TuneOptions(examples=True, **options)
     path.mkdir(parents=True)
     run = RunDirectory(path)
-    task = prepare(run, asked, open_sources(asked))
+    objective, data = prepare(run, asked, open_sources(asked))
     device = training_device()
-    (*_, ended) = Trainer(run, task, make_plan(asked, task, device), device).run()
+    plan = make_plan(asked, objective, data, device)
+    (*_, ended) = Trainer(run, objective, data, plan, device).run()
     assert isinstance(ended, Ended)
-    total = task.config.parameter_count()
-    trained = task.trained or total
+    total = objective.config.parameter_count()
+    trained = objective.n_trained or total
     nats = ended.score.nats
     say(f"{path.parent.name}, {path.name}: {nats:.4f} nats, {trained:,} of {total:,} trained")
     return nats, trained, total

@@ -40,15 +40,17 @@ from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.objective import Data, Objective
+from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import make_plan, training_device
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 
+Pair = tuple[Objective, Data]
 MOST_EPOCHS = 4
 POINTS = 20
 CURVE_TOKENS = 16_384
@@ -95,12 +97,12 @@ peer = partial(recipe, "adamw", "cosine", share=1.0)
 ours = partial(recipe, "muon", "linear")
 
 
-def trained(task: LanguageModelling, plan: Plan, share: float, scratch: str) -> Run:
+def trained(pair: Pair, plan: Plan, share: float, scratch: str) -> Run:
     """Train by the loop of `tiedgpt train`, in a directory that is thrown away."""
     made = Run(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         try:
-            for event in Trainer(RunDirectory(Path(place)), task, plan, training_device()).run():
+            for event in Trainer(RunDirectory(Path(place)), *pair, plan, training_device()).run():
                 match event:
                     case Stepped():
                         made.seconds += (event.units - made.tokens) / event.units_per_second
@@ -121,27 +123,29 @@ def trained(task: LanguageModelling, plan: Plan, share: float, scratch: str) -> 
     return made
 
 
-def tuned(task: LanguageModelling, base: Plan, rates: list[float], seed: int, scratch: str):
+def tuned(pair: Pair, base: Plan, rates: list[float], seed: int, scratch: str):
     """Return a peer's runs, the best first; a best at the edge is looked beyond."""
-    runs = [trained(task, peer(base, lr=lr, seed=seed), 1.0, scratch) for lr in sorted(rates)]
+    runs = [trained(pair, peer(base, lr=lr, seed=seed), 1.0, scratch) for lr in sorted(rates)]
     for _ in range(FURTHER_RATES):
         best = min(runs, key=lambda run: run.final)
         if best is runs[-1]:
-            runs.append(trained(task, peer(base, lr=2 * best.lr, seed=seed), 1.0, scratch))
+            runs.append(trained(pair, peer(base, lr=2 * best.lr, seed=seed), 1.0, scratch))
         elif best is runs[0]:
-            runs.insert(0, trained(task, peer(base, lr=best.lr / 2, seed=seed), 1.0, scratch))
+            runs.insert(0, trained(pair, peer(base, lr=best.lr / 2, seed=seed), 1.0, scratch))
         else:
             break
     return sorted(runs, key=lambda run: run.final)
 
 
-def in_turn(task: LanguageModelling, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
+def in_turn(pair: Pair, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of steps that the recipes do one after the other."""
-    batch_of = task.batches(next(iter(plans.values())))
+    objective, data = pair
+    first = next(iter(plans.values()))
+    batch_of = data.batches(first.batch_size, first.seed)
     steppers = {}
     for name, plan in plans.items():
         torch.manual_seed(0)
-        model = task.build().to(training_device()).train()
+        model = objective.build().to(training_device()).train()
         groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
         rules = optimizers(groups, lr=1e-5)
         steppers[name] = partial(train_step, model, rules, plan=plan)
@@ -206,19 +210,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainOptions(size=given.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")
-        task = prepare(run, options, open_sources(options))
-        assert isinstance(task, LanguageModelling)
-        row_tokens = (options.batch_size or SIZES[given.size].batch_size) * task.context
-        steps = max(POINTS, int(given.epochs * task.encoded.train.tokens / row_tokens))
-        base = make_plan(replace(options, steps=steps), task, device)
-        rows = -(-CURVE_TOKENS // task.context)
+        objective, data = pair = prepare(run, options, open_sources(options))
+        assert data.text_tokens is not None
+        row_tokens = (options.batch_size or SIZES[given.size].batch_size) * data.row_tokens
+        steps = max(POINTS, int(given.epochs * data.text_tokens / row_tokens))
+        base = make_plan(replace(options, steps=steps), *pair, device)
+        rows = -(-CURVE_TOKENS // data.row_tokens)
         base = replace(base, eval_batches=-(-rows // base.micro_batch))
         default = SIZES[given.size].lr
         plans = {
             "ours": ours(base, lr=default, seed=0, share=1.0),
             "peer": peer(base, lr=given.rates[0], seed=0),
         }
-        times = in_turn(task, plans, 30)
+        times = in_turn(pair, plans, 30)
         step = {name: statistics.median(seconds) for name, seconds in times.items()}
         peers = len(given.rates) + len(given.seeds) - 1
         whole = peers * step["peer"] + len(given.seeds) * sum(given.shares) * step["ours"]
@@ -237,19 +241,19 @@ def main() -> None:
             with path.open("a") as file:
                 file.write(json.dumps(same | line) + "\n")
 
-        peers_of_first = tuned(task, base, given.rates, given.seeds[0], scratch)
+        peers_of_first = tuned(pair, base, given.rates, given.seeds[0], scratch)
         for each in peers_of_first:
             note(each.line())
         per_seed, drawn = [], None
         for seed in given.seeds:
             theirs = peers_of_first[0]
             if seed != given.seeds[0]:
-                theirs = trained(task, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
+                theirs = trained(pair, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
                 note(theirs.line())
             runs = []
             for share in sorted(given.shares):
                 plan = ours(base, lr=default, seed=seed, share=share)
-                runs.append(trained(task, plan, share, scratch))
+                runs.append(trained(pair, plan, share, scratch))
                 note(runs[-1].line())
             per_seed.append(compared(theirs, runs))
             drawn = drawn or [
@@ -260,9 +264,9 @@ def main() -> None:
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
         "torch": torch.__version__,
-        "model": f"{given.size}, {task.config.parameter_count():,} parameters, {base.dtype}",
+        "model": f"{given.size}, {objective.config.parameter_count():,} parameters, {base.dtype}",
         "tokens of the peer": steps * row_tokens,
-        "epochs of the peer": round(steps * row_tokens / task.encoded.train.tokens, 2),
+        "epochs of the peer": round(steps * row_tokens / data.text_tokens, 2),
         "peer's rates": {f"{run.lr:g}": round(run.final, 4) for run in peers_of_first},
         "our rate": default,
         "time of a step, ours to the peer's (median, in turn)": round(

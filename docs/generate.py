@@ -31,7 +31,7 @@ MODULES = {
     "tiedgpt.inspect": " ".join(INSPECTIONS),
     "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
     "tiedgpt.train": "train Trainer fast_training",
-    "tiedgpt.train.objective": "Task",
+    "tiedgpt.train.objective": "Data Objective",
     "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
     "FeatureExtractor pad",
     "tiedgpt.evaluate.texts": "score_text TextScore",

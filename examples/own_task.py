@@ -1,13 +1,13 @@
-"""Your own task for the Trainer: a GPT that learns to add, scored by exact answers.
+"""Your own objective for the Trainer: a GPT that learns to add, scored by exact answers.
 
-The trainer provides checkpoints, resuming, evaluation and metrics; the task provides the data. Stop
+The trainer provides checkpoints, resuming, evaluation and metrics; you provide data and score. Stop
 it with Ctrl-C and run it again: it resumes.
 
     python examples/own_task.py [STEPS]
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.events import Ended, Evaluated
-from tiedgpt.train.objective import Task
+from tiedgpt.train.objective import Arrays, Data, Objective
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 
@@ -33,41 +33,38 @@ class Score:
     right: float
 
 
-class Addition(Task):
+class Addition(Objective):
     """Two numbers below 100 and their sum, written backwards; only the answer is trained."""
-
-    unit = "sums"
 
     def build(self) -> GPT:
         """Return a fresh model."""
         return GPT(self.config)
 
-    def batches(self, plan: Plan) -> Callable[[int], tuple[np.ndarray, ...]]:
-        """Return the batch of each step: a pure function of the step and the seed."""
-        return lambda step: self.sums(np.random.default_rng((plan.seed, step)), plan.batch_size)
-
-    def sums(self, draw: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and targets (n, T); a target of -100 is not counted."""
-        pairs = draw.integers(0, 100, (n, 2))
-        texts = [f"{a:02}+{b:02}={f'{a + b:03}'[::-1]}" for a, b in pairs]
-        ids = np.array([self.tokenizer.encode(text) for text in texts])
-        targets = ids[:, 1:].copy()
-        targets[:, : LENGTH - 4] = -100  # the part before the answer
-        return ids[:, :-1], targets
-
     @torch.no_grad()
-    def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Score:
-        """Score sums that are drawn with a seed of no training step."""
-        ids, targets = map(torch.from_numpy, self.sums(np.random.default_rng(10**9), 256))
+    def score(self, model: GPT, batches: Iterable[Arrays], autocast: Any) -> Score:
+        """Score sums by their loss, and by how many are right in all digits."""
         model.eval()
-        nats = float(model.loss(ids, targets))
-        written = model(ids).argmax(-1)
+        losses, right = [], []
+        for ids, targets in (map(torch.from_numpy, batch) for batch in batches):
+            written = model(ids).argmax(-1)
+            losses.append(float(model.loss(ids, targets)))
+            right.append(float((written == targets)[:, LENGTH - 4 :].all(1).float().mean()))
         model.train()
-        return Score(nats, float((written == targets)[:, LENGTH - 4 :].all(1).float().mean()))
+        return Score(float(np.mean(losses)), float(np.mean(right)))
 
     def metrics(self, score: Score) -> dict[str, float]:
         """Return the values for metrics.jsonl."""
         return {"val_loss": score.nats, "val_right": score.right}
+
+
+def sums(tokenizer: Tokenizer, seed: tuple[int, ...], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and targets (n, T); a target of -100 is not counted."""
+    pairs = np.random.default_rng(seed).integers(0, 100, (n, 2))
+    texts = [f"{a:02}+{b:02}={f'{a + b:03}'[::-1]}" for a, b in pairs]
+    ids = np.array([tokenizer.encode(text) for text in texts])
+    targets = ids[:, 1:].copy()
+    targets[:, : LENGTH - 4] = -100  # the part before the answer
+    return ids[:, :-1], targets
 
 
 if __name__ == "__main__":
@@ -84,7 +81,12 @@ if __name__ == "__main__":
     )  # fmt: skip
     run = RunDirectory(Path("runs/addition"))
     run.path.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(run, Addition(config, tokenizer), plan, torch.device("cpu"))
+    data = Data(  # the batch of a step is a pure function of the seed and the step
+        batches=lambda n, seed: lambda step: sums(tokenizer, (seed, step), n),
+        held_out=lambda n, n_batches: [sums(tokenizer, (10**9,), 256)],
+        unit="sums",
+    )
+    trainer = Trainer(run, Addition(config, tokenizer), data, plan, torch.device("cpu"))
     for event in trainer.run():
         if isinstance(event, (Evaluated, Ended)) and event.score is not None:
             print(

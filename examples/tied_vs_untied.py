@@ -13,7 +13,7 @@ The figure needs tiedgpt[plot].
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from tiedgpt.tie import untie
 from tiedgpt.train import Trainer
 from tiedgpt.train.events import Evaluated
 from tiedgpt.train.metrics import read_history
-from tiedgpt.train.objective import Task
+from tiedgpt.train.objective import Arrays, Data, Objective
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 
@@ -58,10 +58,8 @@ class Comparison:
     predict_share: float
 
 
-class TextTask(Task):
+class CompareTie(Objective):
     """Predict a text that lies in shards, with a model that may have a head of its own."""
-
-    unit, row_units = "tokens", CONTEXT
 
     def build(self) -> GPT:
         """Return a fresh model; untied, it begins as a copy of the tied one."""
@@ -70,16 +68,9 @@ class TextTask(Task):
             untie(gpt)
         return gpt
 
-    def batches(self, plan: Plan) -> Callable[[int], tuple[np.ndarray, ...]]:
-        """Return the batch of each step: a pure function of the step and the seed."""
-        shards = Shards.in_directory(OUT / "data", "train")
-        return Batches(shards, batch_size=BATCH, n_positions=CONTEXT, seed=plan.seed).batch
-
-    def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Comparison:
-        """Score the validation text, or its first batches; split W's gradient on a few windows."""
-        shards = Shards.in_directory(OUT / "data", "val")
-        rows = None if n_batches is None else n_batches * BATCH
-        windows = list(in_order(shards, batch_size=BATCH, n_positions=CONTEXT, at_most=rows))
+    def score(self, model: Any, batches: Iterable[Arrays], autocast: Any) -> Comparison:
+        """Score validation text, and split W's gradient on a few windows of it."""
+        windows: list[Any] = list(batches)
         nats = score(model, windows, self.tokenizer.byte_lengths()).nats
         splits = [gradient_split(model, None, ids[0]) for ids, _ in windows[:2]]
         parts = [split.norm_predict / (split.norm_read + split.norm_predict) for split in splits]
@@ -100,6 +91,23 @@ def prepare_text(files: list[str]) -> Tokenizer:
     tokenizer.save_pretrained(OUT / "tokenizer")
     encode_corpus(split, tokenizer, OUT / "data")
     return tokenizer
+
+
+def open_data() -> Data:
+    """Return the text as rows; the batch of a step is a pure function of the seed and the step."""
+    train, val = (Shards.in_directory(OUT / "data", side) for side in ("train", "val"))
+
+    def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+        rows = None if n_batches is None else n_batches * batch_size
+        return in_order(val, batch_size=batch_size, n_positions=CONTEXT, at_most=rows)
+
+    return Data(
+        batches=lambda n, seed: Batches(train, batch_size=n, n_positions=CONTEXT, seed=seed).batch,
+        held_out=held_out,
+        unit="tokens",
+        row_units=CONTEXT,
+        row_tokens=CONTEXT,
+    )
 
 
 def configs(tokenizer: Tokenizer) -> dict[str, GPTConfig]:
@@ -131,7 +139,8 @@ def train(name: str, config: GPTConfig, tokenizer: Tokenizer, seed: int, steps: 
         warmup=max(1, steps // 4), weight_decay=0.0, grad_clip=1.0, dtype="fp32", seed=seed,
         eval_every=often, eval_batches=4, save_every=often, keep="last",
     )  # fmt: skip
-    for event in Trainer(run, TextTask(config, tokenizer), plan, torch.device("cpu")).run():
+    objective, device = CompareTie(config, tokenizer), torch.device("cpu")
+    for event in Trainer(run, objective, open_data(), plan, device).run():
         if isinstance(event, Evaluated):
             print(f"{run.path.name}  step {event.step:>5}  loss {event.score.nats:.4f}", flush=True)
     return run.path

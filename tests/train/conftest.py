@@ -1,18 +1,126 @@
+"""The one small run that the tests of training share: `Trial`, and `trial` that makes it."""
+
 import dataclasses
+import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tiedgpt import GPT
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer
+from tiedgpt.train.checkpoint import list_checkpoints
+from tiedgpt.train.events import Event, Skipped, Stepped
+from tiedgpt.train.measures import of_the_machine
+from tiedgpt.train.objective import Data, Objective
+from tiedgpt.train.objectives.language import LanguageModelling, open_text
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.storage import RunDirectory, make_record
+from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.storage import RunDirectory, make_record, read_plan
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
+CPU = torch.device("cpu")
+CHARACTERS = Tokenizer.characters([TEXT])
+CONFIG = GPTConfig(
+    vocab_size=len(CHARACTERS), n_positions=16, n_embd=16, n_layer=2, n_head=2,
+    embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, eos_token_id=CHARACTERS.eos_token_id,
+)  # fmt: skip
+DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+PLAN = Plan(
+    steps=6, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1, weight_decay=0.1,
+    grad_clip=1.0, dtype="fp32", seed=3, eval_every=4, eval_batches=2, save_every=2,
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Trial:
+    """A run's directory, what it trains, on what and by which plan; and what it left."""
+
+    run: RunDirectory
+    objective: Objective
+    data: Data
+    plan: Plan
+
+    def change(self, **plan: Any) -> "Trial":
+        """Return the same with other numbers in its plan."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **plan))
+
+    def train(self, stop_after: int | None = None, **options: Any) -> list[Event]:
+        """Train, up to a step; return what happened."""
+        events, done = [], [0]
+        trainer = Trainer(
+            self.run, self.objective, self.data, self.plan, CPU,
+            **{"stop_requested": lambda: done[0] == stop_after} | options,
+        )  # fmt: skip
+        for event in trainer.run():
+            events.append(event)
+            if isinstance(event, Stepped | Skipped):
+                done[0] = event.step
+        return events
+
+    def metrics(self) -> list[dict]:
+        """Return the lines of metrics.jsonl."""
+        return metrics(self.run.path)
+
+    def model(self) -> GPT:
+        """Return the model that was published."""
+        return GPT.from_pretrained(self.run.model)
+
+    def newest(self, file: str = "model.safetensors") -> Path:
+        """Return a file of the newest checkpoint."""
+        return list_checkpoints(self.run.checkpoints)[-1] / file
+
+    def make_plan(self, options: TrainOptions, **changes: Any) -> Plan:
+        """Return the plan of options for this run."""
+        options = dataclasses.replace(options, **changes)
+        return make_plan(options, self.objective, self.data, CPU)
+
+    def write_record(self, options: TrainOptions, **plan: Any) -> None:
+        """Write run.toml."""
+        made = dataclasses.replace(self.plan, **plan)
+        self.run.write_record(make_record(options, self.objective.config, made, {}))
+
+
+def assert_same(one: Trial, other: Trial, files: Iterable[str] = ()) -> None:
+    """Two runs that were stopped or not must leave the same lines and the same bytes."""
+    assert one.metrics() == other.metrics()
+    for file in ("model.safetensors", "optimizer.safetensors", "state.json", *files):
+        assert one.newest(file).read_bytes() == other.newest(file).read_bytes(), file
+    published = [each.run.model / "model.safetensors" for each in (one, other)]
+    assert all(path.exists() for path in published) == any(path.exists() for path in published)
+    if published[0].exists():
+        assert published[0].read_bytes() == published[1].read_bytes()
+
+
+def metrics(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
+    lines = RunDirectory(run).read_metrics()
+    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
+
+
+def open_trial(path: Path, config: GPTConfig = CONFIG, plan: Plan = PLAN) -> Trial:
+    """Return a language model on the shards that lie in a run's directory."""
+    run = RunDirectory(path)
+    data = open_text(run.data, CHARACTERS, config.n_positions)
+    return Trial(run, LanguageModelling(config, CHARACTERS), data, plan)
+
+
+def reopen_trial(path: Path) -> Trial:
+    """Return the run whose run.toml lies in a directory."""
+    return open_trial(path, *read_plan(RunDirectory(path).read_record()))
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> str:
+    """Write lines of .jsonl; return the path."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
 
 
 @pytest.fixture(scope="session")
@@ -30,48 +138,50 @@ def options(text_file) -> TrainOptions:
 
 
 @pytest.fixture(scope="session")
-def config(options, text_file):
-    tokenizer = Tokenizer.characters([TEXT])
-    values = vars(
-        options.model_config(vocab_size=len(tokenizer), bos=None, eos=tokenizer.eos_token_id)
-    )
-    return type(options.model_config(vocab_size=5, bos=None, eos=None))(
-        **{**values, "n_embd": 16, "n_head": 2}
-    )
-
-
-@pytest.fixture(scope="session")
-def plan() -> Plan:
-    return Plan(
-        steps=6, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1,
-        weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
-        eval_batches=2, save_every=2,
-    )  # fmt: skip
+def encoded(tmp_path_factory, text_file) -> Path:
+    """The text in shards."""
+    data = tmp_path_factory.mktemp("encoded") / "data"
+    encode_corpus(plan_split(documents([str(text_file)])), CHARACTERS, data)
+    return data
 
 
 @pytest.fixture
-def new_run(tmp_path, text_file):
-    """Make a run directory with its data, under a name."""
+def trial(tmp_path, encoded):
+    """Make a run on the text under a name, with changes to its config and its plan."""
 
-    def make(name: str = "run") -> tuple[RunDirectory, Tokenizer]:
-        run = RunDirectory(tmp_path / name)
-        tokenizer = Tokenizer.characters([TEXT])
-        encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
-        return run, tokenizer
+    def make(name: str = "run", config: dict | None = None, **plan: Any) -> Trial:
+        shutil.copytree(encoded, tmp_path / name / "data")
+        changed = dataclasses.replace(CONFIG, **config or {})
+        return open_trial(tmp_path / name, changed, dataclasses.replace(PLAN, **plan))
 
     return make
 
 
+@pytest.fixture
+def scores(monkeypatch):
+    """Have the evaluations of a part find these losses."""
+    score = LanguageModelling.score
+
+    def of(losses):
+        found = iter(losses)
+
+        def fake(objective, model, batches, autocast):
+            real = score(objective, model, batches := list(batches), autocast)
+            return dataclasses.replace(real, nats=next(found)) if len(batches) == 2 else real
+
+        monkeypatch.setattr(LanguageModelling, "score", fake)
+
+    return of
+
+
 @pytest.fixture(scope="session")
-def ready_once(tmp_path_factory, text_file, options, config, plan) -> Path:
+def ready_once(tmp_path_factory, encoded, options) -> Path:
     """What `ready` copies."""
-    run = RunDirectory(tmp_path_factory.mktemp("runs") / "ready")
-    tokenizer = Tokenizer.characters([text_file.read_text()])
-    tokenizer.save_pretrained(run.tokenizer)
-    encode_corpus(plan_split(documents([str(text_file)])), tokenizer, run.data)
-    config = dataclasses.replace(config, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
-    run.write_record(make_record(options, config, plan, {}))
-    return run.path
+    path = tmp_path_factory.mktemp("runs") / "ready"
+    shutil.copytree(encoded, path / "data")
+    CHARACTERS.save_pretrained(path / "tokenizer")
+    open_trial(path, dataclasses.replace(CONFIG, **DROPOUT)).write_record(options)
+    return path
 
 
 @pytest.fixture
@@ -88,11 +198,3 @@ def whole(ready_once) -> Path:
     run = shutil.copytree(ready_once, ready_once.with_name("whole"))
     assert Command(run, fault=Fault(None)).wait() == 0
     return run
-
-
-def train(*arguments, **options):
-    """Return the events of a training, as they happen."""
-    return Trainer(*arguments, **options).run()
-
-
-CPU = torch.device("cpu")

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import CPU, TEXT, train
+from tests.train.conftest import TEXT
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.train.card import exact_command, model_card
-from tiedgpt.train.metrics import history, read_history
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.metrics import parse_history, read_history
 from tiedgpt.train.options import DEFAULT_SIZE
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
@@ -141,7 +140,7 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
     again = parse(Arguments, "train", shlex.split(exact_command(record))[2:], "").options
     assert (round(again.warmup * 4321), round(again.cooldown * 4321)) == (33, 1000)
     record["training"]["since"] = 9
-    card = str(model_card(history("a", ""), record, GPT(GPTConfig(**record["model"])), {}))
+    card = str(model_card(parse_history("a", ""), record, GPT(GPTConfig(**record["model"])), {}))
     assert "planned again after step 9" in card
 
 
@@ -158,17 +157,17 @@ def test_a_run_that_stopped_says_so_and_an_untied_model_too(trained):
     text = (trained / "metrics.jsonl").read_text()
     some = "".join(line + "\n" for line in text.splitlines() if json.loads(line)["step"] <= 9)
     predicts = {"predicts": "a matrix reads and another predicts"}
-    card = str(model_card(history("half", some), record, GPT(config), predicts))
+    card = str(model_card(parse_history("half", some), record, GPT(config), predicts))
     assert "stopped at step 9 of 20" in card and "**Untied**" in card
     assert "On all" not in card
-    nothing = str(model_card(history("new", ""), record, GPT(config), predicts))
+    nothing = str(model_card(parse_history("new", ""), record, GPT(config), predicts))
     assert "Not validated yet" in nothing
 
 
-def test_a_card_that_someone_wrote_stays(new_run, config, plan, trained):
-    run, tokenizer = new_run()
-    run.record.write_text((trained / "run.toml").read_text())
-    run.model.mkdir()
-    (run.model / "README.md").write_text("# Mine\n")
-    list(train(run, LanguageModelling(run, config, tokenizer), plan, CPU))
-    assert (run.model / "README.md").read_text() == "# Mine\n"
+def test_a_card_that_someone_wrote_stays(trial, trained):
+    run = trial()
+    run.run.record.write_text((trained / "run.toml").read_text())
+    run.run.model.mkdir()
+    (run.run.model / "README.md").write_text("# Mine\n")
+    run.train()
+    assert (run.run.model / "README.md").read_text() == "# Mine\n"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import CPU
-from tiedgpt import GPT, Tokenizer
+from tests.train.conftest import CPU, reopen_trial
+from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
-from tiedgpt.train import sizing as plan_module
+from tiedgpt.train import sizing
 from tiedgpt.train.choice import (
     LADDER,
     MOST_PASSES,
@@ -23,31 +23,36 @@ from tiedgpt.train.choice import (
     with_choices,
     worth,
 )
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.objectives.language import open_text
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.sizing import choose_size, make_plan
-from tiedgpt.train.storage import RunDirectory, read_plan
 
 SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
 """Tokens a second of two cores, as they were measured."""
 
 
-def choice(monkeypatch, new_run, config, *, minutes, tokens, speed=1.0, **asked):
-    """Return the plan, the task and the options for a text of so many tokens."""
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, config, tokenizer)
-    task.text_tokens = tokens
-    monkeypatch.setattr(
-        plan_module,
-        "measure_speed",
-        lambda options, *_, **__: speed * SPEEDS.get(options.size, 400),
-    )
-    monkeypatch.setattr(plan_module, "measure_steps", lambda *_: 1000)
-    chosen, sized, reason = choose_size(TrainOptions(minutes=minutes, **asked), task, World(CPU))
-    plan = make_plan(chosen, sized, CPU, reason=reason)
-    assert task.config is config, "the task that was given stays as it was"
-    return plan, sized
+@pytest.fixture
+def choose(monkeypatch, trial):
+    """Choose by these speeds for a text of so many tokens; return the plan, config and data."""
+
+    def of(*, minutes, tokens, speed=1.0, **asked):
+        run = trial()
+        data = dataclasses.replace(run.data, text_tokens=tokens)
+        monkeypatch.setattr(
+            sizing,
+            "measure_speed",
+            lambda options, *_, **__: speed * SPEEDS.get(options.size, 400),
+        )
+        monkeypatch.setattr(sizing, "measure_steps", lambda *_: 1000)
+        asked = TrainOptions(minutes=minutes, **asked)
+        config = run.objective.config
+        chosen, *sized, reason = choose_size(asked, run.objective, data, World(CPU))
+        plan = make_plan(chosen, *sized, CPU, reason=reason)
+        assert run.objective.config is config, "what was given stays as it was"
+        return plan, sized[0].config, sized[1]
+
+    return of
 
 
 def test_a_tokens_worth_falls_with_every_pass():
@@ -75,11 +80,8 @@ def test_the_law_is_within_2_percent_of_what_runs_ended_with():
         (3.0, 1.0, 20_000, "nano"),
     ],
 )
-def test_more_time_and_more_text_make_a_larger_model(
-    monkeypatch, new_run, config, minutes, speed, tokens, size
-):
-    made = choice(monkeypatch, new_run, config, minutes=minutes, tokens=tokens, speed=speed)
-    assert made[0].size == size
+def test_more_time_and_more_text_make_a_larger_model(choose, minutes, speed, tokens, size):
+    assert choose(minutes=minutes, tokens=tokens, speed=speed)[0].size == size
 
 
 def test_vocabulary_and_context_go_with_the_text():
@@ -89,41 +91,39 @@ def test_vocabulary_and_context_go_with_the_text():
     assert [context("tiny", n) for n in (5, 25, 500, 3_000, 10**6)] == [4, 8, 16, 128, 128]
 
 
-def test_what_was_asked_for_is_not_chosen(monkeypatch, new_run, config):
+def test_what_was_asked_for_is_not_chosen(choose):
     asked = {"context": 32, "batch_size": 3, "dropout": 0.3, "lr": 0.5, "weight_decay": 0.7}
-    plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=600_000, **asked)
+    plan, config, data = choose(minutes=3.0, tokens=600_000, **asked)
     assert (plan.batch_size, plan.lr, plan.weight_decay) == (3, 0.5, 0.7)
-    assert (task.context, task.config.resid_pdrop) == (32, 0.3)
+    assert (data.row_tokens, config.resid_pdrop) == (32, 0.3)
     assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
 
 
-def test_a_record_says_what_was_chosen_and_why(monkeypatch, new_run, config):
-    plan, task = choice(monkeypatch, new_run, config, minutes=1.0, tokens=620_000)
+def test_a_record_says_what_was_chosen_and_why(choose):
+    plan, config, data = choose(minutes=1.0, tokens=620_000)
     shape = SIZES[plan.size]
-    assert (task.config.n_layer, task.config.n_embd) == (shape.n_layer, shape.n_embd)
+    assert (config.n_layer, config.n_embd) == (shape.n_layer, shape.n_embd)
     assert plan.reason.startswith(f"{plan.size} has the lowest expected loss of")
     assert "in 1 minute at" in plan.reason and "epoch" not in plan.reason
     assert plan.minutes == 1.0 and plan.steps == 1000
-    assert not task.notes
+    assert not data.notes
 
 
-def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_heart(
-    monkeypatch, new_run, config
-):
-    plan, task = choice(monkeypatch, new_run, config, minutes=3.0, tokens=20_000)
+def test_a_text_that_is_too_small_for_the_time_is_warned_of_and_not_learned_by_heart(choose):
+    plan, _, data = choose(minutes=3.0, tokens=20_000)
     assert "20,000 tokens are too little text for 3 minutes" in plan.reason
     rows = plan.steps * plan.batch_size
-    assert rows == pytest.approx(MOST_PASSES * task.epoch_rows, abs=plan.batch_size)
+    assert rows == pytest.approx(MOST_PASSES * data.epoch_rows, abs=plan.batch_size)
     assert "16" in plan.reason and "epochs" in plan.reason and plan.minutes is None
     assert plan.steps >= 100
 
 
-def test_epochs_that_were_asked_for_are_what_is_trained(monkeypatch, new_run, config):
+def test_epochs_that_were_asked_for_are_what_is_trained(choose):
     made = {"minutes": None, "tokens": 20_000, "epochs": 2.0, "sample_prompt": "line"}
-    plan, task = choice(monkeypatch, new_run, config, **made)
+    plan, _, data = choose(**made)
     rows = plan.steps * plan.batch_size
-    assert rows == pytest.approx(2 * task.epoch_rows, abs=plan.batch_size)
-    assert plan.minutes is None and not task.notes and plan.reason
+    assert rows == pytest.approx(2 * data.epoch_rows, abs=plan.batch_size)
+    assert plan.minutes is None and not data.notes and plan.reason
 
 
 def test_dropout_goes_with_the_passes_and_short_runs_have_small_batches():
@@ -165,13 +165,13 @@ def test_of_a_small_text_the_weights_that_validated_best_are_published(
     *lines, last = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     scored = [line["val_loss"] for line in lines if "val_loss" in line] + [last["part_val_loss"]]
     assert len(scored) >= 4 and min(scored) < scored[-1]
-    run = RunDirectory(Path("run"))
-    config, plan = read_plan(run.read_record())
-    task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
-    published = GPT.from_pretrained(run.model)
-    part = task.evaluate(published, plan, plan.eval_batches)
-    assert part.nats == pytest.approx(min(scored), abs=1e-5)
-    assert task.evaluate(published, plan).nats == pytest.approx(last["val_loss"], abs=1e-5)
+    run = reopen_trial(Path("run"))
+    part, held = (
+        run.objective.score(run.model(), run.data.held_out(run.plan.micro_batch, n), None).nats
+        for n in (run.plan.eval_batches, None)
+    )
+    assert part == pytest.approx(min(scored), abs=1e-5)
+    assert held == pytest.approx(last["val_loss"], abs=1e-5)
     assert "| two old" in capfd.readouterr().err
 
 
@@ -183,11 +183,11 @@ def test_of_a_small_text_the_weights_that_validated_best_are_published(
         ("天地玄黄\n", "天地玄黄 天地玄黄 天"),
     ],
 )
-def test_the_words_that_are_proposed_are_of_the_text(tmp_path, config, text, words):
+def test_the_words_that_are_proposed_are_of_the_text(tmp_path, text, words):
     (tmp_path / "text.txt").write_text(text * 40)
-    run, tokenizer = RunDirectory(tmp_path / "run"), Tokenizer.characters([text])
-    encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, run.data)
-    found = LanguageModelling(run, config, tokenizer).words()
+    tokenizer = Tokenizer.characters([text])
+    encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, tmp_path / "data")
+    found = open_text(tmp_path / "data", tokenizer, 16).find_words(tokenizer)
     assert words in found and 0 < len(found) <= 24
 
 

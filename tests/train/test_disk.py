@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.test_kills import operations
 from tests.train.trials import Command, Fault, left
-from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.checkpoint import list_checkpoints, verify
 
 
 def fail_at(ready: Path, whole: Path, fault: Fault) -> int:
@@ -20,7 +20,7 @@ def fail_at(ready: Path, whole: Path, fault: Fault) -> int:
     assert "Traceback" not in said, at
     if code == 0:  # it was passed over: a deletion that can wait
         assert left(run) == left(whole), at
-    elif (kept := checkpoints(run / "checkpoints")) and len(kept) > 1:
+    elif (kept := list_checkpoints(run / "checkpoints")) and len(kept) > 1:
         verify(kept[-2])
         verify(kept[-1])
     again = Command(run)
@@ -98,6 +98,6 @@ def stop_in_step_5(run: Path, whole: Path) -> tuple[Path, list[str]]:
     found = enumerate(operations(whole))
     lines = [n for n, what in found if "open a" in what and "metrics" in what]
     assert Command(run, fault=Fault(lines[5])).wait() == -9  # steps 1 to 4, an evaluation, step 5
-    assert [p.name for p in checkpoints(run / "checkpoints")] == ["step-000002", "step-000004"]
+    assert [p.name for p in list_checkpoints(run / "checkpoints")] == ["step-000002", "step-000004"]
     newest = run / "checkpoints" / "step-000004"
     return newest, [path.name for path in newest.iterdir()]

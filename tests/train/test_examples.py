@@ -5,38 +5,38 @@ import json
 import numpy as np
 import pytest
 
+from tests.train.conftest import write_lines
 from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objectives import LABELLED
-from tiedgpt.train.objectives.labelled import Examples, read_examples
+from tiedgpt.train.objectives.labelled import LabelSources
 
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
 BPE = Tokenizer.train(["Ada went to Paris. Where did Ada go? " * 20], 300)
 
 
-def task_of(kind, record, *, tokenizer=CHAR, labels=()):
-    """Return a task whose only example is this one."""
-    example = LABELLED[kind].parse(record)
+def open_kind(kind, *, tokenizer=CHAR, labels=()):
+    """Return the objective of a kind of examples."""
     shape = {"n_positions": 99, "n_embd": 8, "n_layer": 1, "n_head": 1}
     config = GPTConfig(vocab_size=len(tokenizer), **shape)
-    return LABELLED[kind](Examples([example], [example], tuple(labels)), config, tokenizer)
+    return LABELLED[kind](config, tokenizer, labels=tuple(labels))
 
 
-def prepare(kind, record, *, context=99, **given):
-    task = task_of(kind, record, **given)
-    task.context = context
-    return task.prepare(task.examples.train[0])
+def encode(kind, record, *, context=99, **more):
+    """Return the row of an example."""
+    objective = open_kind(kind, **more)
+    return objective.encode(objective.parse(record), context)
 
 
 def test_of_a_long_text_that_is_classified_the_beginning_is_taken():
-    row = prepare("classify", {"text": "abcdef", "label": 1}, context=4, labels=["0", "1"])
+    row = encode("classify", {"text": "abcdef", "label": 1}, context=4, labels=["0", "1"])
     assert CHAR.decode(row.rows[0]) == "abcd" and row.cut and row.answer == 1
 
 
 def test_a_words_label_stands_at_its_last_token():
     record = {"tokens": ["Ada", "went"], "labels": ["P", "O"]}
-    row = prepare("tag", record, labels=["O", "P"])
+    row = encode("tag", record, labels=["O", "P"])
     assert CHAR.decode(row.rows[0]) == "Ada went"
     assert row.answer.tolist() == [-100, -100, 1, -100, -100, -100, -100, 0]
 
@@ -48,7 +48,7 @@ def test_every_token_that_touches_a_stretch_bears_its_label(tokenizer, text):
         tokenizer = Tokenizer.train([text * 9], 270)
     start = text.index("Paris")
     record = {"text": text, "labels": [[0, 2, "P"], [start, start + 5, "L"]]}
-    row = prepare("tag", record, tokenizer=tokenizer, labels=["L", "O", "P"])
+    row = encode("tag", record, tokenizer=tokenizer, labels=["L", "O", "P"])
     at = 0
     for id, label in zip(row.rows[0], row.answer.tolist(), strict=True):
         piece = tokenizer.token_bytes(id)
@@ -63,24 +63,23 @@ def test_every_token_that_touches_a_stretch_bears_its_label(tokenizer, text):
 @pytest.mark.parametrize("tokenizer", [CHAR, BPE])
 def test_an_answers_tokens_hold_its_text_and_the_question_comes_first(tokenizer):
     record = {"question": "Where did Ada go?", "context": "Ada went to Paris.", "answer": "Paris"}
-    row = prepare("answer", record, tokenizer=tokenizer)
+    row = encode("answer", record, tokenizer=tokenizer)
     first, last = row.answer.tolist()
     assert tokenizer.decode(row.rows[0]) == "Where did Ada go?\nAda went to Paris."
     assert tokenizer.decode(row.rows[0][first : last + 1]).strip() == "Paris"
     by_place = {k: v for k, v in record.items() if k != "answer"} | {"start": 12, "end": 17}
-    assert prepare("answer", by_place, tokenizer=tokenizer).answer.tolist() == [first, last]
-    assert prepare("answer", record, tokenizer=tokenizer, context=last) is None
-    assert prepare("answer", record, tokenizer=tokenizer, context=last + 1).cut == (
+    assert encode("answer", by_place, tokenizer=tokenizer).answer.tolist() == [first, last]
+    assert encode("answer", record, tokenizer=tokenizer, context=last) is None
+    assert encode("answer", record, tokenizer=tokenizer, context=last + 1).cut == (
         len(row.rows[0]) > last + 1
     )
 
 
 def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language():
-    task = task_of("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
-    ((_, row),) = task.train
+    row = encode("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
     assert [CHAR.decode(ids) for ids in row.rows] == ["ab c", "ab dd"]
-    other = prepare("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
-    ids, lengths, targets, answers = task.collate([row, other])
+    other = encode("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
+    ids, lengths, targets, answers = open_kind("choose").collate([row, other])
     assert ids.shape == targets.shape == (2, 3, 5)
     assert lengths.tolist() == [[4, 5, 0], [3, 3, 3]] and answers.tolist() == [1, 0]
     assert (targets[0, 0] == -100).all() and (targets[1, 1:] == -100).all()
@@ -124,7 +123,7 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
     file = tmp_path / "lines.jsonl"
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
     with pytest.raises(CorruptInputError, match=r"lines\.jsonl:3: ") as error:
-        read_examples(LABELLED[task], [str(file)])
+        LabelSources(LABELLED[task], [str(file)])
     assert says in str(error.value) and LABELLED[task].fields in str(error.value)
 
 
@@ -148,25 +147,20 @@ def test_files_that_cannot_be_learned_from_are_refused(tmp_path, text, kind, say
     file = tmp_path / "x.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(kind) as error:
-        read_examples(LABELLED["classify"], [str(file)])
+        LabelSources(LABELLED["classify"], [str(file)])
     assert says in str(error.value)
     with pytest.raises(UserError, match=r"cannot read .*missing\.jsonl"):
-        read_examples(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+        LabelSources(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
 
 
 def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_path):
     records = [{"text": f"text {n % 50}", "label": n % 2} for n in range(200)]
-    whole = read_examples(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
+    whole = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert len(whole.held_out) == 20 and len(whole.train) == 180
     texts = [{example.texts for example in side} for side in (whole.train, whole.held_out)]
     assert not texts[0] & texts[1]
     turned = write_lines(tmp_path / "b.jsonl", records[::-1])
-    again = read_examples(LABELLED["classify"], [turned])
+    again = LabelSources(LABELLED["classify"], [turned])
     assert {example.texts for example in again.held_out} == texts[1]
     assert again.digest() != whole.digest()
 
@@ -174,14 +168,14 @@ def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_p
 def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
     train = write_lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": n % 2} for n in range(9)])
     val = write_lines(tmp_path / "b.jsonl", [{"text": "t3", "label": 1}, {"text": "v", "label": 0}])
-    found = read_examples(LABELLED["classify"], [train], val)
+    found = LabelSources(LABELLED["classify"], [train], val)
     assert len(found.train) == 8 and len(found.held_out) == 2
     odd = write_lines(tmp_path / "c.jsonl", [{"text": "v", "label": "new"}])
     with pytest.raises(UserError, match=r"c\.jsonl:1: no example to train on has the label 'new'"):
-        read_examples(LABELLED["classify"], [train], odd)
+        LabelSources(LABELLED["classify"], [train], odd)
 
 
 def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
     records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
-    found = read_examples(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
+    found = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert found.labels == tuple(str(n) for n in range(12))

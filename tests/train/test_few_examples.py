@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.train.conftest import write_lines
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
@@ -34,11 +35,6 @@ def base(tmp_path_factory):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path.name
 
 
 def write_pairs(folder):

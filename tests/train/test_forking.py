@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.trials import metrics
+from tests.train.conftest import metrics
 from tiedgpt.cli.main import main
-from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.checkpoint import list_checkpoints
 from tiedgpt.weights.containers import SafetensorsFile
 
 SHAPE = ("--size", "tiny", "--tokenizer", "char", "--context", "16")
@@ -15,7 +15,7 @@ QUICK = ("--steps", "6", "--dtype", "fp32")
 
 
 def checkpoint(run: str, which: int) -> Path:
-    return checkpoints(Path(run) / "checkpoints")[which]
+    return list_checkpoints(Path(run) / "checkpoints")[which]
 
 
 def tensor(path: Path, name: str, file: str = "model"):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tiedgpt.errors import UserError
-from tiedgpt.train.metrics import history, read_history
+from tiedgpt.train.metrics import parse_history, read_history
 
 
 def step(n, **more):
@@ -27,7 +27,7 @@ TEXT = "\n".join(
 
 
 def test_each_key_is_a_column_over_tokens_steps_and_seconds():
-    found = history("run", TEXT)
+    found = parse_history("run", TEXT)
     assert found.series("loss", "steps") == ([1, 2, 4], [4, 3, 1])
     assert found.series("loss", "tokens") == ([100, 200, 400], [4, 3, 1])
     assert found.series("loss", "seconds") == ([2.0, 3.0, 5.0], [4, 3, 1])
@@ -36,15 +36,17 @@ def test_each_key_is_a_column_over_tokens_steps_and_seconds():
 
 
 def test_the_last_evaluation_counts_in_whole_and_stands_in_the_curve_by_its_part():
-    found = history("run", TEXT)
+    found = parse_history("run", TEXT)
     assert found.finished and found.last("val_loss") == 3.0
     assert found.series("val_loss", "steps") == ([2, 4], [3.5, 3.25])
-    assert history("old", '{"step": 9, "final": true, "val_loss": 2.0}').last("val_loss") == 2.0
+    assert (
+        parse_history("old", '{"step": 9, "final": true, "val_loss": 2.0}').last("val_loss") == 2.0
+    )
 
 
 def test_lines_that_are_torn_or_no_metrics_are_left_out():
     torn = TEXT.rsplit("\n", 1)[0] + '\n{"step": 5, "lo'
-    found = history("run", f"\n[1]\nnull\n{{}}\n{torn}")
+    found = parse_history("run", f"\n[1]\nnull\n{{}}\n{torn}")
     assert (found.step, found.finished) == (4, False)
     assert found.last("val_loss") == 3.5
 
@@ -54,11 +56,11 @@ def test_a_run_may_be_empty_and_its_losses_need_not_be_finite(tmp_path):
     empty = read_history(tmp_path)
     assert (empty.step, empty.units, empty.seconds, empty.last("loss")) == (0, 0, 0.0, None)
     assert empty.series("loss", "seconds") == ([], [])
-    assert math.isnan(history("run", '{"step": 1, "loss": NaN}').last("loss"))
+    assert math.isnan(parse_history("run", '{"step": 1, "loss": NaN}').last("loss"))
 
 
 def test_examples_are_counted_where_they_are_the_unit():
-    found = history("head", '{"step": 2, "loss": 1.0, "examples": 64}')
+    found = parse_history("head", '{"step": 2, "loss": 1.0, "examples": 64}')
     assert found.unit == "examples" and found.series("loss", "tokens") == ([64], [1.0])
 
 

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import re
 import tomllib
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.train.conftest import CPU, train
-from tests.train.test_trainer import metrics
+from tests.train.conftest import PLAN, Trial, assert_same, write_lines
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.heads import (
@@ -22,11 +21,12 @@ from tiedgpt.heads import (
     best_spans,
     pad,
 )
-from tiedgpt.train.checkpoint import checkpoints
-from tiedgpt.train.events import Ended, Evaluated, Stepped
+from tiedgpt.train.events import Ended, Evaluated
+from tiedgpt.train.objective import Basis
 from tiedgpt.train.objectives import LABELLED
-from tiedgpt.train.objectives.labelled import LabelScore, read_examples
+from tiedgpt.train.objectives.labelled import LabelScore, LabelSources
 from tiedgpt.train.optim import parameter_groups
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 
@@ -50,46 +50,36 @@ def record(task, n):
     return {"question": "what?", "context": text, "answer": noun}
 
 
-def make_run(directory, task, name="run", *, n=240, **sizes):
-    """Make a run of a task, and the task."""
-    file = directory / f"{task}.jsonl"
-    file.write_text("".join(json.dumps(record(task, k)) + "\n" for k in range(n)))
-    examples = read_examples(LABELLED[task], [str(file)])
-    texts = [text for each in examples.train + examples.held_out for text in each.texts]
-    tokenizer = Tokenizer.characters(texts)
+def open_run(path, kind, *, n=240, context=None, plan=None, **sizes):
+    """Return a run on examples of a kind."""
+    path.mkdir(exist_ok=True)
+    lines = write_lines(path.with_name(f"{kind}.jsonl"), (record(kind, k) for k in range(n)))
+    sources = LabelSources(LABELLED[kind], [lines])
+    tokenizer = Tokenizer.characters(sources.texts()[1])
     shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
     config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
-    run = RunDirectory(directory / name)
-    run.path.mkdir(exist_ok=True)
-    return run, LABELLED[task](examples, config, tokenizer)
+    options = TrainOptions(task=kind, data=(lines,), context=context)
+    pair = sources.make(RunDirectory(path), options, Basis(config, tokenizer))
+    return Trial(RunDirectory(path), *pair, plan or PLAN)
 
 
 @pytest.fixture
 def make(tmp_path):
-    return partial(make_run, tmp_path)
+    return lambda kind, name="run", **more: open_run(tmp_path / name, kind, **more)
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory, plan):
+def learned(tmp_path_factory):
     """The run and the events of a training of a task that learned what there is to learn."""
 
     @cache
-    def of(task):
-        steps = 240 if task == "choose" else 120  # which word of two fits: neither tells it alone
-        sizes = {"batch_size": 16, "micro_batch": 16}
-        long = dataclasses.replace(plan, steps=steps, eval_every=100, **sizes)
-        run, labelled = make_run(tmp_path_factory.mktemp(task), task)
-        return run, run_all(run, labelled, long)
+    def of(kind):
+        steps = 240 if kind == "choose" else 120  # which word of two fits: neither tells it alone
+        run = open_run(tmp_path_factory.mktemp(kind) / "run", kind)
+        run = run.change(steps=steps, eval_every=100, batch_size=16, micro_batch=16)
+        return run, run.train()
 
     return of
-
-
-def run_all(run, task, plan, stop_after=None):
-    events, stop = [], [False]
-    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
-        events.append(event)
-        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
-    return events
 
 
 @pytest.mark.parametrize("task", LABELLED)
@@ -99,87 +89,82 @@ def test_a_small_problem_is_learned_to_more_than_95_percent(learned, task):
     assert isinstance(events[-1], Ended) and isinstance(score, LabelScore)
     assert score.examples == 24 and score.share > 0.95 and score.nats < 1.0
     assert all(len(event.sample) > 10 for event in events if isinstance(event, Evaluated))
-    lines = metrics(run)
+    lines = run.metrics()
     assert lines[-1]["final"] and lines[0]["examples"] == 16
     assert sum(str(key).startswith("val_") for key in lines[-1]) == 2
 
 
 def test_the_published_classifier_says_what_it_learned(learned):
     run, _ = learned("classify")
-    head = SequenceClassifier.from_pretrained(run.model)
-    tokenizer = Tokenizer.from_pretrained(run.model)
+    head = SequenceClassifier.from_pretrained(run.run.model)
+    tokenizer = Tokenizer.from_pretrained(run.run.model)
     ids, lengths = pad([tokenizer.encode(text) for text in ("the owl is here", "a cup is here")])
     assert [head.labels[n] for n in head(ids, lengths).argmax(-1)] == ["animal", "thing"]
 
 
 def test_the_published_finder_finds_what_was_asked_for(learned):
     run, _ = learned("answer")
-    head, tokenizer = SpanFinder.from_pretrained(run.model), Tokenizer.from_pretrained(run.model)
+    head, tokenizer = (
+        SpanFinder.from_pretrained(run.run.model),
+        Tokenizer.from_pretrained(run.run.model),
+    )
     ids, lengths = pad([tokenizer.encode("what?\nthe dog no 7 is here")])
     first, last = best_spans(head(ids, lengths))[0].tolist()
     assert tokenizer.decode(ids[0, first : last + 1].tolist()) == "dog"
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, plan, task):
-    plan = dataclasses.replace(plan, steps=7, save_every=3, micro_batch=3)
-    dropout = {"embd_pdrop": 0.2, "resid_pdrop": 0.2}
-    whole, labelled = make(task, "whole", n=20, **dropout)
-    run_all(whole, labelled, plan)
-    parts, labelled = make(task, "parts", n=20, **dropout)
-    assert not run_all(parts, labelled, plan, stop_after=4)[-1].finished
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, task):
+    plan = dataclasses.replace(PLAN, steps=7, save_every=3, micro_batch=3)
+    more = {"n": 20, "plan": plan, "embd_pdrop": 0.2, "resid_pdrop": 0.2}
+    whole, parts = (make(task, name, **more) for name in ("whole", "parts"))
+    whole.train()
+    assert not parts.train(stop_after=4)[-1].finished
     torch.manual_seed(999)
-    assert run_all(parts, labelled, plan)[0].step == 4
-    assert metrics(whole) == metrics(parts)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (checkpoints(r.checkpoints)[-1] / file for r in (whole, parts))
-        assert one.read_bytes() == other.read_bytes()
-    for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert (whole.model / file).read_bytes() == (parts.model / file).read_bytes()
+    assert parts.train()[0].step == 4
+    assert_same(whole, parts)
+    for file in ("config.json", "tokenizer.json"):
+        assert (whole.run.model / file).read_bytes() == (parts.run.model / file).read_bytes()
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_parts_of_a_batch_add_up_to_its_gradient(make, plan, task):
-    _, labelled = make(task, n=30)
-    plan = dataclasses.replace(plan, batch_size=7)
-    torch.manual_seed(0)
-    model = labelled.build().eval()
-    batch = labelled.batches(plan)(2)
+def test_parts_of_a_batch_add_up_to_its_gradient(make, task):
+    run = make(task, n=40)
+    model = run.objective.build().eval()
+    batch = run.data.batches(8, 0)(0)
     gradients = []
-    for micro_batch in (7, 2):
-        parts = dataclasses.replace(plan, micro_batch=micro_batch)
-        result = train_step(model, [], batch, parts, task=labelled)
+    for micro_batch in (8, 3):
+        parts = dataclasses.replace(PLAN, batch_size=8, micro_batch=micro_batch)
+        result = train_step(model, [], batch, parts, objective=run.objective)
         gradients.append([result.loss, result.grad_norm, *(p.grad for p in model.parameters())])
     for whole, summed in zip(*gradients, strict=True):
         torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
-def test_an_epoch_visits_every_example_once(make, plan):
-    _, labelled = make("classify", n=50)  # 45 to train on
-    batch = labelled.batches(dataclasses.replace(plan, batch_size=9))
+def test_an_epoch_visits_every_example_once(make):
+    data = make("classify", n=50).data  # 45 to train on
+    batch = data.batches(9, 3)
     seen = [
         tuple(ids[:length])
         for step in range(5)
         for ids, length in zip(*batch(step)[:2], strict=True)
     ]
     assert len(seen) == len(set(seen)) == 45
-    (ids, *_), (again, *_) = batch(3), labelled.batches(dataclasses.replace(plan, batch_size=9))(3)
+    (ids, *_), (again, *_), (other, *_) = batch(3), data.batches(9, 3)(3), data.batches(9, 8)(3)
     assert (ids == again).all()
-    other, *_ = labelled.batches(dataclasses.replace(plan, batch_size=9, seed=8))(3)
     assert ids.shape != other.shape or (ids != other).any()
 
 
-def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, plan):
-    for task in LABELLED:
-        _, labelled = make(task, n=70)
-        model = labelled.build()
-        rows = [row for _, row in labelled.held_out]
-        arrays = labelled.collate(rows)
-        whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
-        model.train()
-        score = labelled.evaluate(model, dataclasses.replace(plan, micro_batch=2))
-        assert score.nats == pytest.approx(whole, rel=1e-5) and score.examples == 7
-        assert model.training
+@pytest.mark.parametrize("task", LABELLED)
+def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, task):
+    run = make(task, n=70)
+    model = run.objective.build()
+    (arrays,) = run.data.held_out(100, None)
+    whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
+    model.train()
+    score = run.objective.score(model, run.data.held_out(2, None), None)
+    assert score.nats == pytest.approx(whole, rel=1e-5) and score.examples == 7
+    assert model.training
 
 
 @pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier, MultipleChoice, SpanFinder])
@@ -196,12 +181,10 @@ def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
 
 
 def test_examples_that_do_not_fit_are_left_out_and_counted(make):
-    _, labelled = make("answer", n=60, n_positions=48)
-    kind = type(labelled)
-    short = kind(labelled.examples, labelled.config, labelled.tokenizer, context=12)
+    long, short = (make("answer", n=60, context=context).data for context in (None, 12))
     assert any("left out" in note and "12 tokens" in note for note in short.notes)
     assert any("cut" in note for note in short.notes)
-    assert len(short.train) < len(labelled.train)
+    assert short.n_examples < long.n_examples
 
 
 # The command line
@@ -211,8 +194,7 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(make):
 def files(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for task in LABELLED:
-        lines = "".join(json.dumps(record(task, k)) + "\n" for k in range(80))
-        Path(f"{task}.jsonl").write_text(lines)
+        write_lines(Path(f"{task}.jsonl"), (record(task, k) for k in range(80)))
     text = "".join(record("classify", k)["text"] + ", it lives\n" for k in range(400))
     Path("text.txt").write_text(text)
     return tmp_path

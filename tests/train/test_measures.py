@@ -1,14 +1,13 @@
 """The two gradients of W, and the machine's use."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.train.conftest import CPU, train
+from tests.train.conftest import CPU, PLAN, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.train.measures import (
@@ -21,7 +20,6 @@ from tiedgpt.train.measures import (
     peak_flops,
     peak_memory,
 )
-from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.step import train_step
 
 
@@ -49,12 +47,12 @@ def two_gradients(model: GPT, ids, targets) -> tuple[float, float]:
 
 @pytest.mark.parametrize("micro_batch", [5, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, plan, batch, micro_batch, tied):
+def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, batch, micro_batch, tied):
     torch.manual_seed(2)
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied)).eval()
     expected = two_gradients(model, *batch)
     gradients = GradientsOfW(model)
-    clipped = dataclasses.replace(plan, micro_batch=micro_batch, grad_clip=1e-3)
+    clipped = dataclasses.replace(PLAN, micro_batch=micro_batch, grad_clip=1e-3)
     with gradients.watching():
         train_step(model, [], batch, clipped)
     found = gradients.norms()
@@ -62,25 +60,25 @@ def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, plan, batch, micr
     assert list(found.values()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_watching_changes_no_bit_of_a_step(tiny, plan, batch):
+def test_watching_changes_no_bit_of_a_step(tiny, batch):
     gradients = GradientsOfW(tiny)
     seen = []
     for watched in (False, True):
         if watched:
             with gradients.watching():
-                result = train_step(tiny, [], batch, plan)
+                result = train_step(tiny, [], batch, PLAN)
         else:
-            result = train_step(tiny, [], batch, plan)
+            result = train_step(tiny, [], batch, PLAN)
         seen.append([result, [parameter.grad.clone() for parameter in tiny.parameters()]])
     assert seen[0][0] == seen[1][0]
     assert all(map(torch.equal, seen[0][1], seen[1][1]))
     assert not tiny.wte._forward_hooks, "nothing is left behind"
 
 
-def test_a_head_that_predicts_no_tokens_has_one_gradient_of_w_and_a_frozen_w_none(tiny, plan):
+def test_a_head_that_predicts_no_tokens_has_one_gradient_of_w_and_a_frozen_w_none(tiny):
     head = SequenceClassifier(tiny, labels=["a", "b"])
     ids, lengths = np.ones((2, 8), np.int64), np.array([8, 5])
-    gradients, unclipped = GradientsOfW(head), dataclasses.replace(plan, grad_clip=1e9)
+    gradients, unclipped = GradientsOfW(head), dataclasses.replace(PLAN, grad_clip=1e9)
     with gradients.watching():
         train_step(head, [], (ids, lengths, np.array([0, 1])), unclipped)
     whole = pytest.approx(float(tiny.wte.weight.grad.norm()), rel=1e-5)
@@ -119,26 +117,15 @@ def test_this_machine_has_a_name_a_peak_and_a_memory():
     assert describe()["processor"] and describe()["cores"] >= 1
 
 
-def test_a_run_that_stopped_measures_what_one_that_never_stopped_does(
-    new_run, config, plan, monkeypatch
-):
+def test_a_run_that_stopped_measures_what_one_that_never_stopped_does(trial, monkeypatch):
     monkeypatch.setattr("tiedgpt.train.measures.EVERY", 2)
-    found = []
-    for name, stops in (("whole", []), ("parts", [3])):
-        run, tokenizer = new_run(name)
-        for stop in [*stops, None]:
-            done = [0]
-            for event in train(
-                run,
-                LanguageModelling(run, config, tokenizer),
-                plan,
-                CPU,
-                stop_requested=lambda done=done, stop=stop: done[0] == stop,
-            ):
-                done[0] = event.step
-        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        found.append([{k: v for k, v in x.items() if not of_the_machine(k)} for x in lines])
-        measured = [x["step"] for x in lines if "grad_norm_w_output" in x]
-        assert measured == [1, 2, 4, 6]
-        assert all("machine_flops_use" in x for x in lines if x["step"] in measured and "lr" in x)
-    assert found[0] == found[1]
+    whole, parts = trial("whole"), trial("parts")
+    whole.train()
+    parts.train(stop_after=3)
+    parts.train()
+    assert_same(whole, parts)
+    for run in (whole, parts):
+        lines = run.run.read_metrics()
+        measured = [line for line in lines if "grad_norm_w_output" in line]
+        assert [line["step"] for line in measured] == [1, 2, 4, 6]
+        assert all("machine_flops_use" in line for line in measured)

@@ -4,94 +4,82 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from tests.train.conftest import CPU, TEXT
+from tests.train.conftest import CPU, PLAN, open_trial
 from tests.train.trials import SERVER
 from tiedgpt import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.text import Tokenizer
 from tiedgpt.train import sizing
 from tiedgpt.train.measures import held_memory, peak_memory
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
 from tiedgpt.train.sizing import Peak, measure_peak, memory_line, require_lasting, require_memory
 from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
 ONE = World(CPU)
 MB = 1_000_000
 
 
-@pytest.fixture
-def rows(plan):
-    """Make a plan of batches that are computed at once, or in parts."""
-
-    def made(batch_size, micro_batch=None, **more):
-        sizes = {"batch_size": batch_size, "micro_batch": micro_batch or batch_size}
-        return dataclasses.replace(plan, **({"optimizer": "adamw"} | sizes | more))
-
-    return made
-
-
-@pytest.fixture
-def task(new_run, config):
-    run, tokenizer = new_run()
-    return LanguageModelling(run, config, tokenizer)
+def rows(batch_size, micro_batch=None, **more):
+    """Return a plan of batches that are computed at once, or in parts."""
+    sizes = {"batch_size": batch_size, "micro_batch": micro_batch or batch_size}
+    return dataclasses.replace(PLAN, **({"optimizer": "adamw"} | sizes | more))
 
 
 @pytest.fixture
 def free(monkeypatch):
     """Have so many bytes be free."""
-    return lambda size: monkeypatch.setattr(sizing, "free", lambda device: size)
+    return lambda size: monkeypatch.setattr(sizing, "measure_free", lambda device: size)
 
 
 @pytest.fixture
 def known(monkeypatch):
     """Have a row take 10 MB, and 2 MB where blocks are computed again."""
 
-    def peak(task, plan, at_most, device):
+    def peak(objective, data, plan, at_most, device):
         return Peak(250 * MB, 300 * MB, 2 * MB if plan.recompute == "blocks" else 10 * MB)
 
     monkeypatch.setattr(sizing, "measure_peak", peak)
     monkeypatch.setattr(sizing, "held_memory", lambda device: 250 * MB)
 
 
-@pytest.fixture
-def wide(task):
-    """A task of which a row takes some 8 MB."""
-    task.config = dataclasses.replace(task.config, n_positions=128, n_embd=128, n_layer=3)
-    task.context = task.row_units = task.row_tokens = 128
-    return task
+WIDE = {"n_positions": 128, "n_embd": 128, "n_layer": 3}
+"""A row of such a model takes some 8 MB."""
 
 
 def resident_growth(path, config, *plans):
     """Train two steps by each plan; return the most bytes that the last of them added."""
     torch.set_num_threads(1)
-    task = LanguageModelling(RunDirectory(path), config, Tokenizer.characters([TEXT]))
+    trial = open_trial(path, config)
     for plan in plans:
         began = held_memory(CPU)
-        model = task.build().train()
-        _, rules = groups_and_optimizers(task, model, plan, 0)
+        model = trial.objective.build().train()
+        _, rules = make_optimizers(trial.objective, model, plan, 0)
+        batch_of = trial.data.batches(plan.batch_size, plan.seed)
         for step in range(2):
-            train_step(model, rules, task.batches(plan)(step), plan)
+            train_step(model, rules, batch_of(step), plan)
     return peak_memory(CPU) - began
 
 
-def test_the_peak_of_many_rows_is_foreseen_from_a_few(wide, rows, tmp_path):
-    foreseen = measure_peak(wide, rows(64), 64, CPU)
+def test_the_peak_of_many_rows_is_foreseen_from_a_few(trial, tmp_path):
+    wide = trial(config=WIDE)
+    foreseen = measure_peak(wide.objective, wide.data, rows(64), 64, CPU)
     assert foreseen.before <= foreseen.of(1) < foreseen.of(64) - 200 * MB
     with ProcessPoolExecutor(1, mp_context=SERVER) as fresh:
         plans = rows(1), rows(64)  # the first one loads libraries
-        taken = fresh.submit(resident_growth, tmp_path / "run", wide.config, *plans).result()
+        taken = fresh.submit(
+            resident_growth, tmp_path / "run", wide.objective.config, *plans
+        ).result()
     assert taken > 200 * MB
     assert foreseen.of(64) - foreseen.before == pytest.approx(taken, rel=0.3)
 
 
-def test_a_peak_does_not_depend_on_what_the_process_did_before(wide, rows):
+def test_a_peak_does_not_depend_on_what_the_process_did_before(trial):
+    wide = trial(config=WIDE)
+
     def measured():
-        peak = measure_peak(wide, rows(4), 4, CPU)
+        peak = measure_peak(wide.objective, wide.data, rows(4), 4, CPU)
         return peak.fixed - peak.before, peak.a_row
 
     first = measured()
@@ -103,7 +91,7 @@ def test_a_peak_does_not_depend_on_what_the_process_did_before(wide, rows):
     assert len(held) == 40
 
 
-def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(rows, free, known):
+def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(free, known):
     free(1_500 * MB)
     peak = Peak(before=250 * MB, fixed=500 * MB, a_row=50 * MB)
     require_memory(SMALL, rows(16), 256, peak, ONE)
@@ -118,41 +106,41 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(rows, free, know
     require_memory(SMALL, rows(512, 16), 256, peak, ONE)
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(rows):
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built():
     with pytest.raises(NoRoomError, match=r"174,604,259,328 parameters need 2,793\.7 GB"):
         require_lasting(GPTConfig.preset("gpt3-175b"), rows(1), 2048, ONE)
 
 
-def test_frozen_parameters_take_no_gradients_and_moments(rows, free, known):
+def test_frozen_parameters_take_no_gradients_and_moments(free, known):
     free(1_000 * MB)
     with pytest.raises(NoRoomError, match=r"124,439,808 parameters need 2\.0 GB"):
         require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE)
     require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE, 1_000_000)
 
 
-def test_a_batch_that_cannot_fit_is_refused_before_it_is_read(rows):
+def test_a_batch_that_cannot_fit_is_refused_before_it_is_read():
     with pytest.raises(NoRoomError, match="use a smaller --batch-size"):
         require_lasting(GPTConfig.preset("gpt2"), rows(10**12, 1), 1024, ONE)
     require_lasting(GPTConfig.preset("gpt2"), rows(512, 1), 1024, ONE)
 
 
-def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(task, options, free, known):
-    asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
+def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(trial, options, free, known):
+    run, asked = trial(), dataclasses.replace(options, batch_size=64, dtype="bf16")
     free(800 * MB)
-    assert sizing.make_plan(asked, task, CPU).micro_batch == 64
+    assert run.make_plan(asked).micro_batch == 64
     free(300 * MB)
-    assert sizing.make_plan(asked, task, CPU).micro_batch == 16
+    assert run.make_plan(asked).micro_batch == 16
     with pytest.raises(NoRoomError, match="32 sequences at a time"):
-        sizing.make_plan(dataclasses.replace(asked, micro_batch=32), task, CPU)
+        run.make_plan(asked, micro_batch=32)
 
 
 def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed(
-    task, options, known
+    trial, options, known
 ):
-    asked = dataclasses.replace(options, batch_size=64, dtype="bf16")
+    run, asked = trial(), {"batch_size": 64, "dtype": "bf16"}
 
     def planned(budget, **more):
-        plan = sizing.make_plan(dataclasses.replace(asked, memory=budget, **more), task, CPU)
+        plan = run.make_plan(options, **asked, memory=budget, **more)
         return plan.micro_batch, plan.recompute, memory_line(plan)
 
     assert planned("2GB")[:2] == (64, "off")
@@ -177,12 +165,12 @@ def test_what_is_no_size_is_refused(text):
         TrainOptions(memory=text)
 
 
-def test_a_budget_below_the_program_itself_says_so(rows, known):
+def test_a_budget_below_the_program_itself_says_so(known):
     with pytest.raises(NoRoomError, match="--memory 100 MB: the program alone takes 250 MB"):
         require_lasting(SMALL, rows(1, memory=100 * MB), 256, ONE)
 
 
-def test_each_of_several_processes_needs_its_share_and_has_its_share(rows, free, known):
+def test_each_of_several_processes_needs_its_share_and_has_its_share(free, known):
     ddp, fsdp = World(CPU), World(CPU)
     ddp.size = ddp.n_local = fsdp.size = fsdp.n_shards = 2
     peak, lasting = Peak(250 * MB, 450 * MB, 10 * MB), 16 * SMALL.parameter_count()

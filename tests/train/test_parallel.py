@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import shutil
 import signal
@@ -12,22 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU, train
-from tests.train.trials import SERVER, left, metrics
+from tests.train.conftest import CPU, DROPOUT, metrics, reopen_trial
+from tests.train.trials import SERVER, left
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.train import run as train_command
 from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
-from tiedgpt.text import Tokenizer
-from tiedgpt.train.events import Ended, Stepped
+from tiedgpt.train.events import Ended
 from tiedgpt.train.objective import Loss
-from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.parallel import Shards, World, join_world, launched
+from tiedgpt.train.parallel import Shards, World, is_launched, join_world
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory, read_plan
-from tiedgpt.weights.containers import SafetensorsFile
+from tiedgpt.train.storage import RunDirectory
 
 PLAN = Plan(
     steps=6, batch_size=5, micro_batch=1, optimizer="adamw", lr=1e-3, warmup=1, weight_decay=0.1,
@@ -135,9 +131,9 @@ def skipped(world):
     world.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    task = Poisoned() if not world.is_main else Loss()
+    objective = Poisoned() if not world.is_main else Loss()
     try:
-        train_step(model, rules, batch, PLAN, world, task=task)
+        train_step(model, rules, batch, PLAN, world, objective=objective)
     except DivergedError:
         same = (bool((before[name] == p).all()) for name, p in model.named_parameters())
         return all([*same])
@@ -216,47 +212,27 @@ def test_muon_on_parts_updates_each_matrix_as_a_whole(stepped):
 
 def go_on(path, kind, stop_after):
     """Train the run at `path` up to a step, in however many processes there are."""
-    run = RunDirectory(path)
     with join_world(kind, CPU) as world:
-        config, plan = read_plan(run.read_record())
-        task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
-        done = [0]
-        events = train(
-            run, task, plan, CPU, world=world, stop_requested=lambda: done[0] == stop_after
-        )
-        for event in events:
-            if isinstance(event, Stepped):
-                done[0] = event.step
-        assert isinstance(event, Ended)
-    return 0 if event.finished else EXIT_INTERRUPTED
+        ended = reopen_trial(path).train(stop_after, world=world)[-1]
+        assert isinstance(ended, Ended)
+    return 0 if ended.finished else EXIT_INTERRUPTED
 
 
-def planned(ready, name, **changes):
-    """Copy the run that is ready, with another plan."""
-    path = shutil.copytree(ready, ready.with_name(name))
-    run = RunDirectory(path)
+def copy_run(ready, name, *, config=None, **plan):
+    """Copy the run that is ready, with another config and another plan."""
+    run = RunDirectory(shutil.copytree(ready, ready.with_name(name)))
     tables = run.read_record()
-    config, plan = read_plan(tables)
-    if not changes.pop("dropout", True):
-        config = dataclasses.replace(config, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    run.write_record(tables | record_of(tables, config, dataclasses.replace(plan, **changes)))
-    return path
-
-
-def record_of(tables, config, plan):
-    return {"model": vars(config), "training": vars(plan)}
-
-
-def newest_weights(path):
-    file = SafetensorsFile.open(
-        sorted((path / "checkpoints").glob("step-*"))[-1] / "model.safetensors"
-    )
-    return {name: file.read(name) for name in file.entries}
+    changes = {"model": config or {}, "training": plan}
+    run.write_record(tables | {key: tables[key] | new for key, new in changes.items()})
+    return run.path
 
 
 def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
-    plain = {"dropout": False, "batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
-    one, fewer, more = (planned(ready, name, **plain) for name in ("one", "fewer", "more"))
+    plan = {"batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
+    config = dict.fromkeys(DROPOUT, 0.0)
+    one, fewer, more = (
+        copy_run(ready, name, config=config, **plan) for name in ("one", "fewer", "more")
+    )
     assert go_on(one, None, None) == 0
     assert together(go_on, fewer, "fsdp", 3) == [EXIT_INTERRUPTED] * 2
     assert go_on(fewer, None, None) == 0
@@ -274,7 +250,7 @@ def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
-    whole, parts = planned(ready, "all"), planned(ready, "parts")
+    whole, parts = copy_run(ready, "all"), copy_run(ready, "parts")
     assert together(go_on, whole, kind, None) == [0, 0]
     assert together(go_on, parts, kind, 3) == [EXIT_INTERRUPTED] * 2
     assert together(go_on, parts, kind, None) == [0, 0]
@@ -282,7 +258,7 @@ def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
 
 
 def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_file):
-    assert not launched()
+    assert not is_launched()
     with pytest.raises(UserError, match="torchrun --nproc-per-node"):
         train_command([str(text_file), "--parallel", "fsdp", "--out", str(tmp_path / "run")])
     world = World(CPU)
@@ -320,10 +296,10 @@ def test_the_command_under_torchrun_speaks_once_stops_on_a_signal_and_goes_on(tm
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert said.count("stopped and saved after step") == 1
-    assert not RunDirectory(run).finished()
+    assert not RunDirectory(run).is_finished()
     out, said = torchrun(*options).communicate(timeout=200)
     assert said.count("resuming after step") == 1 and out.count("validation loss") == 1
-    assert RunDirectory(run).finished()
+    assert RunDirectory(run).is_finished()
     process = torchrun(text_file, "--out", tmp_path / "none", "--batch-size", "1", "--steps", "2")
     _, said = process.communicate(timeout=60)
     assert said.count("a batch of 1 rows for 2 processes") == 1

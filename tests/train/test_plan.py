@@ -3,14 +3,11 @@ import tomllib
 
 import pytest
 
-from tests.train.conftest import CPU
-from tiedgpt.data import Counts, EncodedCorpus
 from tiedgpt.errors import UserError
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train import train
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.pace import for_steps
-from tiedgpt.train.sizing import make_plan
-from tiedgpt.train.storage import make_record, read_plan, toml
+from tiedgpt.train.storage import format_toml, make_record, read_plan
 
 
 def test_every_size_is_a_possible_model():
@@ -19,12 +16,9 @@ def test_every_size_is_a_possible_model():
         assert config.parameter_count() > 0
 
 
-def test_minutes_become_steps_by_a_measurement(config, new_run):
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, config, tokenizer)
-    options = TrainOptions(size="tiny", minutes=0.5, batch_size=2)
-    plan = make_plan(options, task, CPU)
-    longer = make_plan(dataclasses.replace(options, minutes=5.0), task, CPU)
+def test_minutes_become_steps_by_a_measurement(trial):
+    run, options = trial(), TrainOptions(size="tiny", minutes=0.5, batch_size=2)
+    plan, longer = run.make_plan(options), run.make_plan(options, minutes=5.0)
     assert plan.steps > 10
     assert longer.steps > 3 * plan.steps
 
@@ -34,10 +28,10 @@ def test_half_of_the_time_is_for_steps_however_long_the_last_evaluation_takes():
     assert for_steps(2.0, 1000.0) == 60.0
 
 
-def test_what_run_toml_says_is_read_back_as_it_was(options, config, new_run):
-    run, tokenizer = new_run()
-    plan = make_plan(options, LanguageModelling(run, config, tokenizer), CPU)
-    text = toml(make_record(options, config, plan, {"train_text": {"tokens": 5}}))
+def test_what_run_toml_says_is_read_back_as_it_was(options, trial):
+    run = trial()
+    plan, config = run.make_plan(options), run.objective.config
+    text = format_toml(make_record(options, config, plan, {"train_text": {"tokens": 5}}))
     tables = tomllib.loads(text)
     assert read_plan(tables) == (config, plan)
     assert options.differences(tables["options"]) == []
@@ -50,23 +44,20 @@ def test_what_run_toml_says_is_read_back_as_it_was(options, config, new_run):
 
 def test_toml_holds_any_text():
     odd = 'quotes " and \\ and\nlines and \x7f and é and 日本'
-    assert tomllib.loads(toml({"t": {"a": odd, "b": [odd], "c": None, "d": True, "e": 1e-05}})) == {
-        "t": {"a": odd, "b": [odd], "d": True, "e": 1e-05}
-    }
+    assert tomllib.loads(
+        format_toml({"t": {"a": odd, "b": [odd], "c": None, "d": True, "e": 1e-05}})
+    ) == {"t": {"a": odd, "b": [odd], "d": True, "e": 1e-05}}
 
 
-@pytest.mark.parametrize(
-    ("train", "val", "says"),
-    [(16, 9, "16 tokens and the context is 16"), (99, 1, "validation text has 1")],
-)
-def test_text_shorter_than_the_context_is_refused_with_both_numbers(
-    new_run, config, train, val, says
-):
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, config, tokenizer)
-    task.encoded = EncodedCorpus(run.data, Counts(tokens=train), Counts(tokens=val))
-    with pytest.raises(UserError, match=says):
-        task.require_enough()
+def test_text_shorter_than_the_context_is_refused_with_both_numbers(trial, tmp_path):
+    (tmp_path / "short.txt").write_text("line 1\n" * 9)
+    options = TrainOptions(
+        data=(str(tmp_path / "short.txt"),), size="nano", tokenizer="char", context=64, steps=1
+    )
+    with pytest.raises(UserError, match=r"\d+ tokens and the context is 64"):
+        list(train(options, tmp_path / "out"))
+    with pytest.raises(UserError, match="validation text has 1 tokens"):
+        dataclasses.replace(trial().data, held=["one token"]).require_enough()
 
 
 @pytest.mark.parametrize(

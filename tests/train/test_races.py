@@ -5,12 +5,10 @@ import shutil
 
 import pytest
 
-from tests.train.conftest import CPU, train
-from tests.train.trials import Command, metrics
+from tests.train.conftest import metrics
+from tests.train.trials import Command
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.train.checkpoint import checkpoints, verify
-from tiedgpt.train.events import Stepped
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.checkpoint import list_checkpoints, verify
 
 ARGUMENTS = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),
@@ -30,7 +28,7 @@ def race(text_file, tmp_path, times):
         lost += codes == [0, 1]
         steps = [line["step"] for line in metrics(run) if "loss" in line]
         assert steps == [1, 2, 3]
-        verify(checkpoints(run / "checkpoints")[-1])
+        verify(list_checkpoints(run / "checkpoints")[-1])
         shutil.rmtree(run)
     return lost
 
@@ -61,13 +59,11 @@ def replace(path):
 
 
 @pytest.mark.parametrize("change", [cut, grow, replace, lambda path: path.unlink()])
-def test_data_that_changes_under_a_run_ends_it_in_one_line(new_run, config, plan, change):
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, config, tokenizer)
+def test_data_that_changes_under_a_run_ends_it_in_one_line(trial, change):
+    run = trial()
+    shard = run.run.data / "train_000000.bin"
     with pytest.raises(CorruptInputError, match=r"train_000000\.bin changed while training"):
-        for event in train(run, task, plan, CPU):
-            if isinstance(event, Stepped) and event.step == 3:
-                change(run.data / "train_000000.bin")
-    (kept,) = checkpoints(run.checkpoints)
+        run.train(track=lambda line: line["step"] == 3 and change(shard))
+    (kept,) = list_checkpoints(run.run.checkpoints)
     assert kept.name == "step-000002"
     verify(kept)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.train.trials import metrics
+from tests.train.conftest import metrics
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
-from tiedgpt.train.checkpoint import checkpoints
+from tiedgpt.train.checkpoint import list_checkpoints
 from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Started, Stepped
 from tiedgpt.train.storage import RunDirectory
 
@@ -56,7 +56,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(tmp_path, options,
         pass
     assert metrics(whole) == metrics(parts)
     for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
+        one, other = (list_checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
         assert one.read_bytes() == other.read_bytes()
 
 
@@ -68,7 +68,7 @@ def test_one_that_is_abandoned_leaves_its_directory_to_others(tmp_path, options)
     with pytest.raises(UserError, match="in use"):
         next(train(options, tmp_path / "run"))
     events.close()
-    assert not run.in_use()
+    assert not run.is_in_use()
 
 
 def test_a_file_is_read_once_by_a_fresh_run_and_once_by_one_that_resumes(

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import TEXT
-from tests.train.trials import metrics
+from tests.train.conftest import TEXT, metrics
 from tiedgpt.cli.main import main
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.train.metrics import read_history
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.storage import RunDirectory, can_generate, run_for, times_longer
+from tiedgpt.train.storage import RunDirectory, can_generate, compare_duration, find_run
 from tiedgpt.weights.containers import SafetensorsFile
 
 QUICK = ("--size", "tiny", "--width", "32", "--tokenizer", "char", "--context", "16")
@@ -81,21 +80,21 @@ def write_run(path: Path, options: TrainOptions, architecture="GPT2LMHeadModel")
 
 def test_a_number_is_found_among_damaged_and_foreign_directories(folder):
     options = TrainOptions(data=("cats.txt",), size="tiny")
-    assert run_for(options, "abc") == Path("runs/cats-tiny-1")
+    assert find_run(options, "abc") == Path("runs/cats-tiny-1")
     write_run(Path("runs/cats-tiny-2"), options)
-    assert run_for(options, "abc") == Path("runs/cats-tiny-2")
-    assert run_for(options, "other") == Path("runs/cats-tiny-3")
+    assert find_run(options, "abc") == Path("runs/cats-tiny-2")
+    assert find_run(options, "other") == Path("runs/cats-tiny-3")
     Path("runs/cats-tiny-5").mkdir()
     Path("runs/cats-tiny-5/run.toml").write_text("[broken")
     Path("runs/cats-tiny-x").mkdir()
-    assert run_for(options, "abc") == Path("runs/cats-tiny-2")
-    assert run_for(TrainOptions(data=("cats.txt",), size="tiny", seed=1), "abc").name[-1] == "6"
+    assert find_run(options, "abc") == Path("runs/cats-tiny-2")
+    assert find_run(TrainOptions(data=("cats.txt",), size="tiny", seed=1), "abc").name[-1] == "6"
 
 
 def test_longer_is_said_in_one_unit():
     def times(then, now):
         tables = {"options": {k: v for k, v in vars(TrainOptions(**then)).items() if v is not None}}
-        return times_longer(TrainOptions(**now), tables)
+        return compare_duration(TrainOptions(**now), tables)
 
     assert times({"steps": 10}, {"steps": 25}) == 2.5
     assert times({}, {"minutes": 6}) == 2

@@ -4,12 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.train.conftest import CPU
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import learning_rate, transferred_rate
-from tiedgpt.train.sizing import make_plan
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
@@ -51,11 +48,8 @@ def test_cosine_falls_to_a_tenth_and_is_half_way_there_in_the_middle():
     assert made[-1] == pytest.approx(0.1, abs=1e-3) and min(made[10:]) > 0.1
 
 
-def test_shares_of_the_steps_become_steps_in_the_plan(options, config, new_run):
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, config, tokenizer)
-    asked = {"steps": 200, "schedule": "wsd"}
-    plan = make_plan(dataclasses.replace(options, **asked, untie_at=0.7), task, CPU)
+def test_shares_of_the_steps_become_steps_in_the_plan(options, trial):
+    plan = trial().make_plan(options, steps=200, schedule="wsd", untie_at=0.7)
     assert (plan.schedule, plan.warmup, plan.cooldown) == ("wsd", 10, 80)
     assert plan.untie_at == 140
     assert plan.rate(119) == plan.rate(120) == plan.lr > plan.rate(121)

@@ -8,11 +8,9 @@ from typing import get_args
 
 import pytest
 
-from tests.train.conftest import CPU, train
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended
-from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker, parts
-from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker, split_line
 
 
 class Fake:
@@ -38,15 +36,13 @@ class Fake:
         self._call("finish")
 
 
-def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(new_run, config, plan, tmp_path):
-    run, tokenizer = new_run()
-    fake, warnings = Fake(), []
-    task = LanguageModelling(run, config, tokenizer)
-    with Tracking("Fake", fake.start, run.path, {}, warn=warnings.append) as tracking:
-        *_, ended = train(run, task, plan, CPU, track=tracking.log)
+def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(trial):
+    run, fake, warnings = trial(), Fake(), []
+    with Tracking("Fake", fake.start, run.run.path, {}, warn=warnings.append) as tracking:
+        *_, ended = run.train(track=tracking.log)
     assert isinstance(ended, Ended) and not warnings
     names = [call[0] for call in fake.calls]
-    assert names == ["start", *["log"] * (plan.steps + 2), "finish"]
+    assert names == ["start", *["log"] * (run.plan.steps + 2), "finish"]
     assert fake.calls[0] == ("start", 0)
     logged = fake.calls[1:-1]
     assert [call[1] for call in logged] == [1, 2, 3, 4, 4, 5, 6, 6]
@@ -86,7 +82,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, monkeypatch):
 
 def test_only_finite_numbers_and_texts_are_handed_over():
     line = {"step": 3, "final": True, "loss": float("nan"), "lr": 1, "sample": "a", "x": None}
-    assert parts(line) == ({"lr": 1.0}, {"sample": "a"})
+    assert split_line(line) == ({"lr": 1.0}, {"sample": "a"})
 
 
 @pytest.mark.parametrize("name", get_args(TrackerName))

@@ -5,52 +5,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU, train
-from tests.train.trials import metrics as metrics_of
+from tests.train.conftest import PLAN, assert_same, open_trial
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
+from tiedgpt.infer import Engine
 from tiedgpt.train import loop as trainer_module
-from tiedgpt.train.checkpoint import checkpoints, verify
+from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
-from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.sizing import make_longer
 from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import make_record, read_plan
+from tiedgpt.train.storage import RunDirectory, read_plan
 from tiedgpt.weights.containers import SafetensorsFile
 
 
-def run_all(run, config, plan, tokenizer, stop_after=None):
-    events = []
-    stop = [False]
-    task = LanguageModelling(run, config, tokenizer)
-    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
-        events.append(event)
-        if isinstance(event, Stepped | Skipped) and event.step == stop_after:
-            stop[0] = True
-    return events
-
-
-def weights(run):
-    return GPT.from_pretrained(run.model).state_dict()
-
-
-def metrics(run):
-    return metrics_of(run.path)
-
-
-def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, config, plan):
-    run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, steps=40)
-    events = run_all(run, config, plan, tokenizer)
+def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
+    run = trial(steps=40)
+    events = run.train()
     losses = [event.loss for event in events if isinstance(event, Stepped)]
     assert len(losses) == 40
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
     assert isinstance(events[0], Started) and isinstance(events[-1], Ended)
     assert events[-1].finished and events[-1].score.nats < losses[0]
-    assert [e.step for e in events if isinstance(e, Evaluated)] == list(range(4, 40, 4))
-    from tiedgpt.infer import Engine
-
-    assert Engine(run.model).generate("line", max_new_tokens=5, temperature=0).text
+    assert [event.step for event in find(events, Evaluated)] == list(range(4, 40, 4))
+    assert Engine(run.run.model).generate("line", max_new_tokens=5, temperature=0).text
 
 
 @pytest.mark.parametrize(
@@ -65,428 +42,361 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(new_run, con
     ],
 )
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
-    new_run, config, plan, stop_after, dropout, rule, dtype
+    trial, stop_after, dropout, rule, dtype
 ):
-    plan = dataclasses.replace(plan, optimizer=rule, dtype=dtype)
-    config = dataclasses.replace(
-        config, embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout
-    )
-    whole, tokenizer = new_run("whole")
-    run_all(whole, config, plan, tokenizer)
-    parts, _ = new_run("parts")
-    first = run_all(parts, config, plan, tokenizer, stop_after=stop_after)
+    config = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
+    whole, parts = (trial(name, config, optimizer=rule, dtype=dtype) for name in ("whole", "parts"))
+    whole.train()
+    first = parts.train(stop_after)
     assert not first[-1].finished and first[-1].step == stop_after
     torch.manual_seed(999)  # whatever happened to the random stream in between
-    second = run_all(parts, config, plan, tokenizer)
-    assert second[0].step == stop_after
-    for name, parameter in weights(whole).items():
-        assert torch.equal(parameter, weights(parts)[name]), name
-    assert metrics(whole) == metrics(parts)
-    one, other = (checkpoints(r.checkpoints)[-1] / "optimizer.safetensors" for r in (whole, parts))
-    assert one.read_bytes() == other.read_bytes()
+    assert parts.train()[0].step == stop_after
+    assert_same(whole, parts)
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_without_repeated_metrics(
-    new_run, config, plan
-):
-    whole, tokenizer = new_run("whole")
-    run_all(whole, config, plan, tokenizer)
-    killed, _ = new_run("killed")
-    for event in train(killed, LanguageModelling(killed, config, tokenizer), plan, CPU):
+def test_a_killed_run_goes_on_from_its_last_checkpoint_without_repeated_metrics(trial):
+    whole, killed = trial("whole"), trial("killed")
+    whole.train()
+    for event in trainer_module.Trainer(
+        killed.run, killed.objective, killed.data, killed.plan, torch.device("cpu")
+    ).run():
         if isinstance(event, Stepped) and event.step == 5:
             break  # as if the process had been killed: nothing more is written
-    with killed.metrics.open("a") as file:
+    with killed.run.metrics.open("a") as file:
         file.write('{"step": 6, "lo')
-    assert [path.name for path in checkpoints(killed.checkpoints)] == ["step-000002", "step-000004"]
-    run_all(killed, config, plan, tokenizer)
-    assert metrics(killed) == metrics(whole)
-    for name, parameter in weights(whole).items():
-        assert torch.equal(parameter, weights(killed)[name]), name
+    names = [path.name for path in list_checkpoints(killed.run.checkpoints)]
+    assert names == ["step-000002", "step-000004"]
+    killed.train()
+    assert_same(whole, killed)
 
 
-def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tiny, plan):
+def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tiny):
     ids = torch.randint(97, (5, 24)).numpy()
     targets = ids.copy()
     targets[0, :20] = -100  # parts with different numbers of counted targets
     gradients = []
     for micro_batch in (5, 2):
-        parts = dataclasses.replace(plan, micro_batch=micro_batch)
+        parts = dataclasses.replace(PLAN, micro_batch=micro_batch)
         result = train_step(tiny, [], (ids, targets), parts)
         gradients.append([result.loss, result.grad_norm, *(p.grad for p in tiny.parameters())])
     for whole, summed in zip(*gradients, strict=True):
         torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
-def test_checkpoints_carry_sums_and_old_ones_go(new_run, config, plan):
-    run, tokenizer = new_run()
-    run_all(run, config, plan, tokenizer)
-    kept = checkpoints(run.checkpoints)
+def test_checkpoints_carry_sums_and_old_ones_go(trial):
+    run = trial()
+    run.train()
+    directory = run.run.checkpoints
+    kept = list_checkpoints(directory)
     assert [path.name for path in kept] == ["step-000004", "step-000006"]
-    assert (run.checkpoints / "latest").read_text() == "step-000006\n"
+    assert (directory / "latest").read_text() == "step-000006\n"
     for path in kept:
         verify(path)
-    assert not [p for p in run.checkpoints.iterdir() if "tmp" in p.name]
+    assert not [path for path in directory.iterdir() if "tmp" in path.name]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_note(new_run, config, plan, file):
-    run, tokenizer = new_run()
-    run_all(run, config, plan, tokenizer, stop_after=5)
-    newest = checkpoints(run.checkpoints)[-1] / file
-    damaged = bytearray(newest.read_bytes())
+def test_a_damaged_checkpoint_is_passed_over_with_a_note(trial, file):
+    run = trial()
+    run.train(stop_after=5)
+    damaged = bytearray(run.newest(file).read_bytes())
     damaged[len(damaged) // 2] ^= 1
-    newest.write_bytes(damaged)
-    events = run_all(run, config, plan, tokenizer)
-    assert events[0].step == 4
-    assert file in events[0].notes[0]
-    assert events[-1].finished
+    run.newest(file).write_bytes(damaged)
+    events = run.train()
+    assert events[0].step == 4 and file in events[0].notes[0] and events[-1].finished
 
 
-def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(new_run, config, plan):
-    run, tokenizer = new_run()
-    run_all(run, config, plan, tokenizer, stop_after=3)
-    for path in checkpoints(run.checkpoints):
+def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(trial):
+    run = trial()
+    run.train(stop_after=3)
+    for path in list_checkpoints(run.run.checkpoints):
         (path / "manifest.json").write_text("{}")
     with pytest.raises(CorruptInputError, match="no good checkpoint"):
-        run_all(run, config, plan, tokenizer)
+        run.train()
 
 
-def not_finite_at(monkeypatch, *steps):
+def break_steps(run, *steps):
     """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
-    of_batches, of_model = LanguageModelling.batches, LanguageModelling.loss
-    now = [0]
+    batches, loss, now = run.data.batches, run.objective.loss, [0]
 
-    def batches(task, plan):
-        batch = of_batches(task, plan)
-        return lambda step: (now.__setitem__(0, step + 1), batch(step))[1]
+    def watch(batch_size, seed):
+        batch_of = batches(batch_size, seed)
+        return lambda step: (now.__setitem__(0, step + 1), batch_of(step))[1]
 
-    def poisoned(task, model, part):
-        loss = of_model(task, model, part)
-        return loss * float("nan") if now[0] in steps and model.training else loss
-
-    monkeypatch.setattr(LanguageModelling, "batches", batches)
-    monkeypatch.setattr(LanguageModelling, "loss", poisoned)
+    run.data = dataclasses.replace(run.data, batches=watch)
+    run.objective.loss = lambda model, part: (
+        loss(model, part) * (float("nan") if now[0] in steps and model.training else 1.0)
+    )
+    return run
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(new_run, config, plan, monkeypatch):
-    not_finite_at(monkeypatch, 3)
-    run, tokenizer = new_run()
-    model = None
-    before: list[torch.Tensor] = []
-    for event in train(run, LanguageModelling(run, config, tokenizer), plan, CPU):
-        if isinstance(event, Started):
-            model = event.model
-        if isinstance(event, Stepped) and event.step == 2:
-            before = [parameter.clone() for parameter in model.parameters()]
+def test_a_step_that_is_not_finite_is_skipped_and_counted(trial):
+    run = break_steps(trial(), 3)
+    for event in run.train():
         if isinstance(event, Skipped):
             assert (event.step, event.skipped_in_all) == (3, 1) and "nan" in event.why
-            assert all(map(torch.equal, model.parameters(), before))
     assert isinstance(event, Ended) and event.finished
-    (line,) = (line for line in metrics(run) if "skipped" in line)
+    (line,) = (line for line in run.metrics() if "skipped" in line)
     assert line["step"] == 3 and line["tokens"] == 3 * 64 and "loss" not in line
-    json.loads(run.metrics.read_text().splitlines()[2], parse_constant=pytest.fail)
-    state = json.loads((checkpoints(run.checkpoints)[-1] / "state.json").read_text())
-    assert state["health"]["skipped"] == [3]
-    moments = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "optimizer.safetensors")
+    json.loads(run.run.metrics.read_text().splitlines()[2], parse_constant=pytest.fail)
+    assert json.loads(run.newest("state.json").read_text())["health"]["skipped"] == [3]
+    moments = SafetensorsFile.open(run.newest("optimizer.safetensors"))
     assert moments.read("wte.weight/step") == 5  # the optimizer saw five of the six steps
 
 
-@pytest.mark.parametrize("stop_after", [2, 3, 4])
-def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(
-    new_run, config, plan, monkeypatch, stop_after
-):
-    not_finite_at(monkeypatch, 3, 5)
-    config = dataclasses.replace(config, embd_pdrop=0.2)
-    whole, tokenizer = new_run("whole")
-    run_all(whole, config, plan, tokenizer)
-    parts, _ = new_run("parts")
-    run_all(parts, config, plan, tokenizer, stop_after=stop_after)
-    run_all(parts, config, plan, tokenizer)
-    assert metrics(whole) == metrics(parts)
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        one, other = (checkpoints(r.checkpoints)[-1] / name for r in (whole, parts))
-        assert one.read_bytes() == other.read_bytes(), name
-
-
-def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(new_run, config, plan, monkeypatch):
-    not_finite_at(monkeypatch, 3, 5, 6)
-    monkeypatch.setattr("tiedgpt.train.step.MOST_SKIPS", 3)
-    run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, steps=12)
-    says = (
-        r"3 of the last 200 steps had no finite loss or gradient at step 6; first not finite: the "
-        r"gradient of .*; rate 0\.0\S+, losses before: \S+, .*; the state after step 4 is kept"
+def test_a_skipped_step_leaves_the_weights_as_they_were(trial):
+    run = break_steps(trial(save_every=1), 3)
+    run.train(stop_after=3)
+    two, three = (
+        SafetensorsFile.open(path / "model.safetensors")
+        for path in list_checkpoints(run.run.checkpoints)[-2:]
     )
-    with pytest.raises(DivergedError, match=says) as error:
-        run_all(run, config, plan, tokenizer)
-    assert error.value.exit_code == 5
-    verify(checkpoints(run.checkpoints)[-1])
-    with pytest.raises(DivergedError, match="at step 6"):  # the same again, not one step further
-        run_all(run, config, plan, tokenizer)
+    assert all(torch.equal(two.read(name), three.read(name)) for name in two.entries)
 
 
-def test_weights_that_are_not_finite_are_named(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    step = trainer_module.train_step
-    calls = []
-
-    def poisoned(model, optimizers, batch, plan, world, task):
-        calls.append(1)
-        if len(calls) == 3:
-            with torch.no_grad():
-                model.ln_f.weight[0] = float("nan")
-        return step(model, optimizers, batch, plan, world, task=task)
-
-    monkeypatch.setattr(trainer_module, "train_step", poisoned)
-    with pytest.raises(
-        DivergedError, match=r"ln_f.weight is no longer finite at step 4; .* step 2"
-    ):
-        run_all(run, config, plan, tokenizer)
-    assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000002"]
+@pytest.mark.parametrize("stop_after", [2, 3, 4])
+def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(trial, stop_after):
+    dropout = {"embd_pdrop": 0.2}
+    whole, parts = (break_steps(trial(name, dropout), 3, 5) for name in ("whole", "parts"))
+    whole.train()
+    parts.train(stop_after)
+    parts.train()
+    assert_same(whole, parts)
 
 
-def test_a_rate_that_is_far_too_high_ends_the_run(new_run, config, plan):
-    run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, steps=150, lr=5.0, optimizer="adamw", warmup=0)
-    plan = dataclasses.replace(plan, eval_every=200, save_every=200)
-    with pytest.raises(DivergedError, match=r"mean loss of the last 100 steps is .* step 100"):
-        run_all(run, config, plan, tokenizer)
+def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(trial, monkeypatch):
+    monkeypatch.setattr("tiedgpt.train.step.MOST_SKIPS", 3)
+    run = break_steps(trial(steps=12), 3, 5, 6)
+    for _ in range(2):  # the same again, not one step further
+        with pytest.raises(DivergedError, match="at step 6") as error:
+            run.train()
+    for part in ("3 of the last 200 steps", "first not finite: the gradient of", "rate 0.0"):
+        assert part in str(error.value)
+    assert "losses before" in str(error.value) and "step 4 is kept" in str(error.value)
+    assert error.value.exit_code == 5 and "--lr" in error.value.hint
+    verify(list_checkpoints(run.run.checkpoints)[-1])
 
 
-EVALUATE = LanguageModelling.evaluate
-
-
-def scores_of(monkeypatch, losses):
-    """Have the evaluations of a part find these losses."""
-    found = iter(losses)
-
-    def fake(task, model, plan, n_batches=None):
-        score = EVALUATE(task, model, plan, n_batches)
-        if n_batches is None:
-            return score
-        return dataclasses.replace(score, nats=next(found))
-
-    monkeypatch.setattr(LanguageModelling, "evaluate", fake)
-
-
-def test_patience_ends_the_run_and_the_best_weights_become_the_model(
-    new_run, config, plan, monkeypatch
+@pytest.mark.parametrize(
+    ("when", "step", "weight", "says", "kept"),
+    [
+        ("before", 3, "ln_f.weight", r"ln_f.weight is no longer finite at step 4; .* step 2", 1),
+        ("after", 2, "wte.weight", r"wte\.weight is no longer finite .*nothing was saved", 0),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_and_never_saved(
+    trial, monkeypatch, when, step, weight, says, kept
 ):
-    plan = dataclasses.replace(plan, steps=40, eval_every=2, save_every=3, patience=2)
+    calls, train_step = [], trainer_module.train_step
+
+    def spoil(model, *arguments, **options):
+        calls.append(1)
+        result = train_step(model, *arguments, **options) if when == "after" else None
+        if len(calls) == step:
+            with torch.no_grad():
+                model.get_parameter(weight).flatten()[0] = float("nan")
+        return result or train_step(model, *arguments, **options)
+
+    monkeypatch.setattr(trainer_module, "train_step", spoil)
+    run = trial()
+    with pytest.raises(DivergedError, match=says):
+        run.train()
+    assert len(list_checkpoints(run.run.checkpoints)) == kept
+
+
+def test_a_rate_that_is_far_too_high_ends_the_run(trial):
+    run = trial(steps=150, lr=5.0, optimizer="adamw", warmup=0, eval_every=200, save_every=200)
+    with pytest.raises(DivergedError, match=r"mean loss of the last 100 steps is .* step 100"):
+        run.train()
+
+
+def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial, scores):
+    plan = {"steps": 40, "eval_every": 2, "save_every": 3, "patience": 2}
     losses = [3.0, 2.5, 2.6, 2.7, 2.7]  # after steps 2, 4, 6, 8, and 8 again
-    run, tokenizer = new_run()
-    scores_of(monkeypatch, losses)
-    events = run_all(run, config, plan, tokenizer)
-    assert events[-1].finished and events[-1].step == 8 and run.finished()
+    run, again = (trial(name, **plan) for name in ("run", "stopped"))
+    scores(losses)
+    events = run.train()
+    assert events[-1].finished and events[-1].step == 8 and run.run.is_finished()
     ended, best = events[-1].notes
-    assert "ended after step 8 of 40: validation was best after step 4" in ended
-    assert "best validation was after step 4 (2.5000" in best
-    assert metrics(run)[-1]["best_step"] == 4
-    kept = {path.name: path for path in checkpoints(run.checkpoints)}
+    assert "after step 8 of 40" in ended and "step 4" in ended and "step 4 (2.5000" in best
+    assert run.metrics()[-1]["best_step"] == 4
+    kept = {path.name: path for path in list_checkpoints(run.run.checkpoints)}
     assert list(kept) == ["step-000004", "step-000006", "step-000008"]
     best = SafetensorsFile.open(kept["step-000004"] / "model.safetensors")
-    assert torch.equal(best.read("wte.weight"), weights(run)["wte.weight"])
+    assert torch.equal(best.read("wte.weight"), run.model().wte.weight)
 
-    again, _ = new_run("stopped")  # between the best and the end
-    scores_of(monkeypatch, losses[:3])
-    assert not run_all(again, config, plan, tokenizer, stop_after=7)[-1].finished
-    scores_of(monkeypatch, losses[3:])
-    run_all(again, config, plan, tokenizer)
-    assert metrics(run) == metrics(again)
-    assert all(torch.equal(weights(run)[name], weights(again)[name]) for name in weights(run))
+    scores(losses[:3])  # stopped between the best and the end
+    assert not again.train(stop_after=7)[-1].finished
+    scores(losses[3:])
+    again.train()
+    assert_same(run, again)
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
-def test_the_best_weights_are_published_unless_the_last_are_asked_for(
-    new_run, config, plan, monkeypatch, keep
-):
-    run, tokenizer = new_run()
-    scores_of(monkeypatch, [2.0, 2.1, 2.2])
-    ended = run_all(run, config, dataclasses.replace(plan, eval_every=2, keep=keep), tokenizer)[-1]
+def test_the_best_weights_are_published_unless_the_last_are_asked_for(trial, scores, keep):
+    run = trial(eval_every=2, keep=keep)
+    scores([2.0, 2.1, 2.2])
+    ended = run.train()[-1]
     step = {"best": 2, "last": 6}[keep]
-    kept = SafetensorsFile.open(run.checkpoints / f"step-{step:06d}" / "model.safetensors")
-    assert torch.equal(weights(run)["wte.weight"], kept.read("wte.weight"))
+    kept = SafetensorsFile.open(run.run.checkpoints / f"step-{step:06d}" / "model.safetensors")
+    assert torch.equal(run.model().wte.weight, kept.read("wte.weight"))
     assert ended.sample_nats == {"best": 2.0, "last": 2.2}[keep]
-    says = {
-        "best": "the best validation was after step 2 (2.0000, and 2.2000 after the last, 6)",
-        "last": "better after step 2 (2.0000) than after the last (2.2000): --keep best",
-    }
-    assert says[keep] in ended.notes[0]
+    assert "step 2 (2.0000" in ended.notes[0]
+    assert ("--keep best" in ended.notes[0]) == (keep == "last")
 
 
-def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(
-    new_run, config, plan, monkeypatch
-):
-    plan = dataclasses.replace(plan, steps=12, eval_every=1, save_every=3)
+def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(trial, scores):
     turned = [3.0, 2.0, 2.015, 2.01, 2.015, 2.03]  # more than 1 % above the best, at the last
-    for number, (keep, scores, steps) in enumerate(
-        [("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)]
-    ):
-        run, tokenizer = new_run(str(number))
-        scores_of(monkeypatch, scores)
-        ended = run_all(run, config, dataclasses.replace(plan, keep=keep), tokenizer)[-1]
+    for keep, losses, steps in (("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)):
+        scores(losses)
+        run = trial(keep, steps=12, eval_every=1, save_every=3, keep=keep)
+        ended = run.train()[-1]
         assert ended.finished and ended.step == steps
 
 
-def longer(run, options, plan):
-    """Have a run that ended go on for twice as long; return its plan."""
-    run.write_record(
-        make_record(options, options.model_config(vocab_size=9, bos=0, eos=0), plan, {})
-    )
-    tables = make_longer(run, dataclasses.replace(options, steps=None, minutes=6.0), 2.0)
-    return read_plan(tables)[1]
+def lengthen(run, options, **plan):
+    """Have a run that ended go on for twice as long."""
+    run.write_record(options, **plan)
+    tables = make_longer(run.run, dataclasses.replace(options, steps=None, minutes=6.0), 2.0)
+    return dataclasses.replace(run, plan=read_plan(tables)[1])
 
 
-def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(
-    new_run, config, plan, options, monkeypatch
-):
-    plan = dataclasses.replace(plan, eval_every=2)
+def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(trial, options, scores):
     losses = [3.0, 2.9, 2.0], [2.01] * 9
-    once, tokenizer = new_run("once")
-    twice, _ = new_run("twice")
+    once, twice = (trial(name, eval_every=2) for name in ("once", "twice"))
     for run, stop_after in (once, None), (twice, 7):
-        scores_of(monkeypatch, losses[0])
-        run_all(run, config, plan, tokenizer)
-        more = longer(run, options, plan)
+        scores(losses[0])
+        run.train()
+        more = lengthen(run, options)
+        scores(losses[1])
         if stop_after is not None:
-            scores_of(monkeypatch, losses[1][:1])
-            assert not run_all(run, config, more, tokenizer, stop_after)[-1].finished
-        scores_of(monkeypatch, losses[1][0 if stop_after is None else 1 :])
-        ended = run_all(run, config, more, tokenizer)[-1]
+            scores(losses[1][:1])
+            assert not more.train(stop_after)[-1].finished
+            scores(losses[1][1:])
+        ended = more.train()[-1]
         assert (ended.step, ended.sample_nats) == (12, 2.0)
-        assert metrics(run)[-1]["best_step"] == 6
-    assert metrics(once) == metrics(twice)
-    assert all(torch.equal(weights(once)[name], weights(twice)[name]) for name in weights(once))
+        assert run.metrics()[-1]["best_step"] == 6
+    assert_same(once, twice)
 
 
-def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(
-    new_run, config, plan, options
-):
-    run, tokenizer = new_run()
-    run_all(run, config, plan, tokenizer)
-    more = longer(run, options, dataclasses.replace(plan, minutes=3.0, reason="it is the best"))
+def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(trial, options):
+    run = trial()
+    run.train()
+    more = lengthen(run, options, minutes=3.0, reason="it is the best").plan
     assert (more.steps, more.minutes, more.reason) == (12, 6.0, "")
     assert more.before is not None and more.before.reason == "it is the best"
 
 
 @pytest.mark.parametrize("patience", [None, 3])
 def test_a_run_whose_validation_had_turned_trains_when_it_is_asked_to_go_on(
-    new_run, config, plan, options, monkeypatch, patience
+    trial, options, scores, patience
 ):
-    plan = dataclasses.replace(plan, steps=12, eval_every=1, patience=patience)
-    run, tokenizer = new_run()
-    scores_of(monkeypatch, [3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
-    assert run_all(run, config, plan, tokenizer)[-1].step == 5
-    more = dataclasses.replace(longer(run, options, plan), eval_every=1)
-    scores_of(monkeypatch, [1.5, *[1.6] * 9])
-    ended = run_all(run, config, more, tokenizer)[-1]
-    assert ended.step == 9 and metrics(run)[-1]["best_step"] == 6
+    run = trial(steps=12, eval_every=1, patience=patience)
+    scores([3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
+    assert run.train()[-1].step == 5
+    scores([1.5, *[1.6] * 9])
+    assert lengthen(run, options).change(eval_every=1).train()[-1].step == 9
+    assert run.metrics()[-1]["best_step"] == 6
 
 
-class FakeClock:
-    """Seconds that pass at each step, as the trainer's clock tells them."""
+@pytest.fixture
+def clock(monkeypatch):
+    """Have each step take so many seconds, as the trainer's clock tells them."""
 
-    def __init__(self, monkeypatch, a_step):
-        self.now, self.a_step = 1000.0, a_step
-        monkeypatch.setattr(trainer_module.time, "perf_counter", self)
+    def take(a_step):
+        now = [1000.0]
 
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
+        def step(*arguments, **options):
+            now[0] += a_step
+            return train_step(*arguments, **options)
 
-    def train(self, run, config, plan, tokenizer, stop_after=None):
-        """Return the events of a training in which each step takes `a_step`."""
-        stop, events = [False], []
-        task = LanguageModelling(run, config, tokenizer)
-        trainer = train(run, task, plan, CPU, stop_requested=lambda: stop[0])
-        for event in trainer:
-            events.append(event)
-            self.now += self.a_step if isinstance(event, Stepped) else 0
-            stop[0] |= isinstance(event, Stepped) and event.step == stop_after
-        return events
+        monkeypatch.setattr(trainer_module, "train_step", step)
+        monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+
+    return take
+
+
+def find(events, kind):
+    return [event for event in events if isinstance(event, kind)]
 
 
 @pytest.mark.parametrize(("a_step", "replanned_at", "steps"), [(2.0, 8, 22), (0.5, 10, 112)])
 def test_a_run_is_planned_again_after_a_quarter_of_the_time_or_of_the_steps(
-    new_run, config, plan, options, monkeypatch, a_step, replanned_at, steps
+    trial, options, clock, a_step, replanned_at, steps
 ):
-    plan = dataclasses.replace(
-        plan, steps=40, minutes=1.0, eval_every=5, save_every=7, dtype="fp32"
+    run, again = (
+        trial(name, steps=40, minutes=1.0, eval_every=5, save_every=7) for name in ("run", "again")
     )
-    run, tokenizer = new_run()
-    run.write_record(make_record(options, config, plan, {}))
-    clock = FakeClock(monkeypatch, a_step)
-    events = clock.train(run, config, plan, tokenizer)
-    (event,) = [e for e in events if isinstance(e, Replanned)]
+    run.write_record(options)
+    clock(a_step)
+    events = run.train()
+    (event,) = find(events, Replanned)
     assert event.step == replanned_at
     assert event.plan.steps == events[-1].step == pytest.approx(steps, abs=1)
     assert f"{event.plan.steps} steps instead of 40" in event.notes[0]
-    lrs = [e.lr for e in events if isinstance(e, Stepped)]
-    assert lrs[:replanned_at] == [plan.rate(step) for step in range(replanned_at)]
-    assert lrs[-1] == event.plan.rate(event.plan.steps - 1) < 0.05 * plan.lr
+    lrs = [step.lr for step in find(events, Stepped)]
+    assert lrs[:replanned_at] == [run.plan.rate(step) for step in range(replanned_at)]
+    assert lrs[-1] == event.plan.rate(event.plan.steps - 1) < 0.05 * run.plan.lr
 
-    _, made = read_plan(run.read_record())
-    assert made == event.plan and made.before == plan and made.since == replanned_at
-    again, _ = new_run("again")  # by the recorded plan, stopped before and after it came in
+    _, made = read_plan(run.run.read_record())
+    assert made == event.plan and made.before == run.plan and made.since == replanned_at
+    again.plan = made  # by the plan in the record, stopped before and after it came in
     for stop in (3, replanned_at + 4, None):
-        clock.train(again, config, made, tokenizer, stop_after=stop)
-    assert metrics(again) == metrics(run)
-    assert all(torch.equal(weights(run)[name], weights(again)[name]) for name in weights(run))
+        again.train(stop)
+    assert_same(run, again)
 
 
-def test_a_plan_whose_pace_was_right_stays_as_it_is(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, steps=40, minutes=1.0, eval_every=40)
-    events = FakeClock(monkeypatch, 1.25).train(run, config, plan, tokenizer)
-    assert events[-1].step == 40 and not any(isinstance(e, Replanned) for e in events)
+def test_a_plan_whose_pace_was_right_stays_as_it_is(trial, clock):
+    clock(1.25)
+    events = trial(steps=40, minutes=1.0, eval_every=40).train()
+    assert events[-1].step == 40 and not find(events, Replanned)
 
 
-def test_a_slow_run_planned_again_still_trains_its_whole_warmup(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    plan = dataclasses.replace(plan, steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10)
-    events = FakeClock(monkeypatch, 30.0).train(run, config, plan, tokenizer)
-    (event,) = [e for e in events if isinstance(e, Replanned)]
+def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial, clock):
+    clock(30.0)
+    events = trial(steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10).train()
+    (event,) = find(events, Replanned)
     assert event.plan.steps == event.plan.warmup == events[-1].step == 6
     assert event.plan.cooldown == 0
 
 
-def test_the_end_survives_the_loss_of_the_best_weights(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    scores_of(monkeypatch, [2.0, 2.1, 2.2])
-    plan = dataclasses.replace(plan, eval_every=2)
-    task = LanguageModelling(run, config, tokenizer)
-    for event in train(run, task, plan, CPU):
-        if isinstance(event, Stepped) and event.step == 6:
-            (run.checkpoints / "step-000002" / "model.safetensors").write_bytes(b"gone")
-    assert "of step 2, are lost" in event.notes[0]
-    assert run.finished()
+def test_the_end_survives_the_loss_of_the_best_weights(trial, scores, monkeypatch):
+    scores([2.0, 2.1, 2.2])
+    run = trial(eval_every=2)
+    lost = run.run.checkpoints / "step-000002" / "model.safetensors"
+    lines = []
+    track = {"track": lambda line: lines.append(line["step"] == 6 and lost.write_bytes(b"gone"))}
+    assert "of step 2, are lost" in run.train(**track)[-1].notes[0]
+    assert run.run.is_finished()
 
 
-def test_two_trainings_cannot_share_a_directory(new_run):
-    run, _ = new_run()
-    (run.path / ".lock").touch()
-    with run.locked(), pytest.raises(UserError, match="is in use: process"), run.locked():
-        pass
-    with run.locked():
+@pytest.fixture
+def locked(trial):
+    """A run that a training has been in."""
+    run = trial()
+    (run.run.path / ".lock").touch()
+    return run
+
+
+def test_two_trainings_cannot_share_a_directory(locked):
+    with locked.run.lock(), pytest.raises(UserError, match="is in use: process"):
+        with locked.run.lock():
+            pass
+    with locked.run.lock():
         pass
 
 
 def test_a_directory_of_other_things_is_not_taken_for_a_run(tmp_path):
-    from tiedgpt.train.storage import RunDirectory
-
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")
-    with pytest.raises(UserError, match="is no run"), RunDirectory(tmp_path / "letters").locked():
-        pass
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file"), RunDirectory(tmp_path / "file").locked():
-        pass
+    for name, says in (("letters", "is no run"), ("file", "is a file")):
+        with pytest.raises(UserError, match=says), RunDirectory(tmp_path / name).lock():
+            pass
 
 
-def test_a_run_killed_while_it_publishes_is_not_finished(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    (run.path / ".lock").touch()
-    run_all(run, config, plan, tokenizer, stop_after=3)  # publishes the model of step 3
+def test_a_run_killed_while_it_publishes_is_not_finished(locked, monkeypatch):
+    locked.train(stop_after=3)  # publishes the model of step 3
 
     def killed(self, directory):
         raise KeyboardInterrupt
@@ -494,61 +404,37 @@ def test_a_run_killed_while_it_publishes_is_not_finished(new_run, config, plan, 
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "save_pretrained", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_all(run, config, plan, tokenizer)
-    assert not run.finished()
-    run_all(run, config, plan, tokenizer)
-    assert run.finished()
-    newest = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors")
-    assert torch.equal(newest.read("wte.weight"), weights(run)["wte.weight"])
+            locked.train()
+    assert not locked.run.is_finished()
+    locked.train()
+    assert locked.run.is_finished()
+    newest = SafetensorsFile.open(locked.newest())
+    assert torch.equal(newest.read("wte.weight"), locked.model().wte.weight)
 
 
-def test_weights_that_are_not_finite_are_never_saved(new_run, config, plan, monkeypatch):
-    run, tokenizer = new_run()
-    step = trainer_module.train_step
-    calls = []
-
-    def breaking(model, optimizers, batch, plan, world, task):
-        result = step(model, optimizers, batch, plan, world, task=task)
-        calls.append(1)
-        if len(calls) == 2:
-            with torch.no_grad():
-                model.wte.weight[3, 3] = float("inf")
-        return result
-
-    monkeypatch.setattr(trainer_module, "train_step", breaking)
-    with pytest.raises(DivergedError, match=r"wte\.weight is no longer finite .*nothing was saved"):
-        run_all(run, config, plan, tokenizer)
-    assert not checkpoints(run.checkpoints)
-
-
-def test_shards_that_changed_between_sessions_are_noticed(new_run, config, plan):
-    run, tokenizer = new_run()
-    run_all(run, config, plan, tokenizer, stop_after=3)
-    shard = run.data / "train_000000.bin"
+def test_shards_that_changed_between_sessions_are_noticed(trial):
+    run = trial()
+    run.train(stop_after=3)
+    shard = run.run.data / "train_000000.bin"
     kept = bytearray(shard.read_bytes()[: 1024 + 200])
     kept[8:12] = (100).to_bytes(4, "little")
     shard.write_bytes(kept)
     with pytest.raises(CorruptInputError, match="100 train tokens"):
-        run_all(run, config, plan, tokenizer)
+        open_trial(run.run.path)
 
 
-def test_checkpoints_without_a_record_are_not_trained_on(new_run, config, plan):
-    run, tokenizer = new_run()
-    (run.path / ".lock").touch()
-    run_all(run, config, plan, tokenizer, stop_after=3)
-    with pytest.raises(CorruptInputError, match=r"no run\.toml"), run.locked():
+def test_checkpoints_without_a_record_are_not_trained_on(locked):
+    locked.train(stop_after=3)
+    with pytest.raises(CorruptInputError, match=r"no run\.toml"), locked.run.lock():
         pass
-    run.record.write_text("")
+    locked.run.record.write_text("")
     with pytest.raises(CorruptInputError, match="damaged"):
-        run.read_record()
+        locked.run.read_record()
 
 
-def test_what_a_killed_process_left_is_swept_away(new_run):
-    run, _ = new_run()
-    (run.path / ".lock").touch()
-    run.record.write_text("[options]")
-    run.checkpoints.mkdir()
-    left = run.checkpoints / ".step-000008.tmp-1"
-    left.mkdir()
-    with run.locked():
+def test_what_a_killed_process_left_is_swept_away(locked):
+    locked.run.record.write_text("[options]")
+    left = locked.run.checkpoints / ".step-000008.tmp-1"
+    left.mkdir(parents=True)
+    with locked.run.lock():
         assert not left.exists()

@@ -10,18 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.train.conftest import CPU, train
+from tests.train.conftest import CPU, Trial, assert_same, metrics, write_lines
 from tests.train.test_parallel import together
-from tests.train.trials import metrics
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
-from tiedgpt.train.checkpoint import checkpoints
-from tiedgpt.train.events import Stepped
 from tiedgpt.train.objective import Pretrained
-from tiedgpt.train.parallel import join_world
-from tiedgpt.train.prepare import open_sources, prepare
+from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.parallel import World, join_world
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import make_plan
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
@@ -41,18 +39,13 @@ LINES = {
 }
 
 
-def written(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory with a tiny model and data of each kind."""
     place = tmp_path_factory.mktemp("tuned")
     texts = [json.dumps(line) for lines in LINES.values() for line in lines]
     for kind, lines in LINES.items():
-        written(place / f"{kind}.jsonl", lines)
+        write_lines(place / f"{kind}.jsonl", lines)
     tokenizer = Tokenizer.train(texts, 300)
     shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
@@ -67,25 +60,25 @@ def options(place):
     def make(kind, **more):
         given = {"steps": 8, "lr": 1e-2, "dtype": "fp32"} | more
         data = (str(place / f"{kind}.jsonl"),)
-        return TuneOptions(data=data, start=str(place / "base"), examples=kind != "text", **given)
+        return TuneOptions(
+            data=data, start=str(place / "base"), **{"examples": kind != "text"} | given
+        )
 
     return make
 
 
-def made(path, options):
-    """Return a run, its task and its plan."""
+@pytest.fixture
+def make(tmp_path, options):
+    """Make a run on data of a kind, under a name."""
+    return lambda kind, name="run", **more: open_run(tmp_path / name, options(kind, **more))
+
+
+def open_run(path, options, world=None):
+    """Return the run of these options."""
     run = RunDirectory(path)
     run.path.mkdir(exist_ok=True)
-    task = prepare(run, options, open_sources(options))
-    return run, task, make_plan(options, task, CPU)
-
-
-def trained(run, task, plan, stop_after=None):
-    events, stop = [], [False]
-    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
-        events.append(event)
-        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
-    return events
+    pair = prepare(run, options, open_sources(options))
+    return Trial(run, *pair, make_plan(options, *pair, CPU, world=world))
 
 
 REPLIES = {
@@ -95,10 +88,10 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("kind", REPLIES)
-def test_the_loss_is_the_cross_entropy_of_the_replies_alone(tmp_path, options, kind):
-    _, task, plan = made(tmp_path / "run", options(kind, batch_size=4))
-    model = task.build().eval()
-    batch = [torch.from_numpy(array) for array in task.batches(plan)(0)]
+def test_the_loss_is_the_cross_entropy_of_the_replies_alone(make, kind):
+    run = make(kind, batch_size=4)
+    objective, model = run.objective, run.objective.build().eval()
+    batch = [torch.from_numpy(array) for array in run.data.batches(4, 0)(0)]
     losses, replies = [], []
     for ids, targets, first in zip(*batch, strict=True):
         for start in first.unique().tolist():
@@ -107,20 +100,20 @@ def test_the_loss_is_the_cross_entropy_of_the_replies_alone(tmp_path, options, k
             if kept.any():
                 logits, ended = model(ids[alone][None])[0], targets[alone][kept]
                 losses.append(F.cross_entropy(logits[kept], ended, reduction="none"))
-                replies += re.findall(r".*?<\|\w+\|>", task.tokenizer.decode(ended.tolist()))
+                replies += re.findall(r".*?<\|\w+\|>", objective.tokenizer.decode(ended.tolist()))
     assert len(replies) > 4 and {*replies} <= REPLIES[kind]
-    torch.testing.assert_close(task.loss(model, batch), torch.cat(losses).mean())
-    assert task.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
+    torch.testing.assert_close(objective.loss(model, batch), torch.cat(losses).mean())
+    assert objective.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
 
 
-def test_packing_can_be_switched_off_for_examples_and_on_for_text(tmp_path, options):
-    _, task, plan = made(tmp_path / "examples", options("completion", packing="off"))
-    assert task.epoch_rows == len(task.examples.train) and plan.batch_size > 1
-    _, task, plan = made(tmp_path / "text", replace(options("text"), packing="on", examples=True))
-    ids, _, first = task.batches(plan)(0)
-    eos = task.tokenizer.eos_token_id
+def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
+    run = make("completion", packing="off")
+    assert run.data.epoch_rows == len(run.data.examples) and run.plan.batch_size > 1
+    run = make("text", "text", packing="on", examples=True)
+    ids, _, first = run.data.batches(run.plan.batch_size, 0)(0)
+    eos = run.objective.tokenizer.eos_token_id
     starts = [row[row > 0] for row in first]
-    assert any(map(len, starts)) and task.template is None
+    assert any(map(len, starts)) and run.objective.template is None
     for row, at in zip(ids, starts, strict=True):
         assert (row[at - 1] == eos).all()
 
@@ -137,30 +130,24 @@ def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("more", [{}, {"lora": 2, "lora_targets": "wte,attn.c_attn"}])
 @pytest.mark.parametrize("kind", ["messages", "text"])
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
-    tmp_path, options, kind, more
-):
-    asked = options(kind, batch_size=2, **more)
-    whole, parts = (made(tmp_path / name, asked) for name in ("whole", "parts"))
-    trained(*whole)
-    assert not trained(*parts, stop_after=3)[-1].finished
+def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, kind, more):
+    whole = make(kind, "whole", batch_size=2, **more)
+    whole.train()
+    parts = make(kind, "parts", batch_size=2, **more)
+    assert not parts.train(stop_after=3)[-1].finished
     torch.manual_seed(99)
-    parts = made(tmp_path / "parts", asked)
-    assert trained(*parts)[0].step == 3
-    assert metrics(whole[0].path) == metrics(parts[0].path)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (checkpoints(r[0].checkpoints)[-1] / file for r in (whole, parts))
-        assert one.read_bytes() == other.read_bytes()
-    for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert (whole[0].model / file).read_bytes() == (parts[0].model / file).read_bytes()
+    parts = make(kind, "parts", batch_size=2, **more)
+    assert parts.train()[0].step == 3
+    assert_same(whole, parts)
+    for file in ("config.json", "tokenizer.json"):
+        assert (whole.run.model / file).read_bytes() == (parts.run.model / file).read_bytes()
 
 
-def tune_in_parallel(path, kind, asked, plan):
+def tune_in_parallel(path, kind, options):
     """Be one of several processes that tune."""
-    run = RunDirectory(path)
     with join_world(kind, CPU) as world:
-        task = world.main_first(lambda: prepare(run, asked, open_sources(asked)))
-        *_, ended = train(run, task, plan, CPU, world=world)
+        run = world.main_first(lambda: open_run(path, options, World(CPU)))
+        *_, ended = run.train(world=world)
     return 0 if ended.finished else 1
 
 
@@ -170,9 +157,8 @@ def test_two_processes_tune_as_one(tmp_path, options, kind):
     asked = options(
         "messages", batch_size=3, dropout=0.0, lora=2, lora_targets="wte,attn.c_attn", lr=1e-3
     )
-    run, task, plan = made(tmp_path / "one", asked)
-    trained(run, task, plan)
-    assert together(tune_in_parallel, tmp_path / "two", kind, asked, plan) == [0, 0]
+    open_run(tmp_path / "one", asked).train()
+    assert together(tune_in_parallel, tmp_path / "two", kind, asked) == [0, 0]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 8
     for here, there in zip(one, two, strict=True):
@@ -183,12 +169,12 @@ def test_two_processes_tune_as_one(tmp_path, options, kind):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(tmp_path, options, place):
-    run, task, plan = made(tmp_path / "run", options("completion", lora=4, lr=3e-2, steps=20))
-    trained(run, task, plan)
-    saved = SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors")
+def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(make, place):
+    run = make("completion", lora=4, lr=3e-2, steps=20)
+    run.train()
+    saved = SafetensorsFile.open(run.newest())
     assert saved.entries and all("lora_" in name for name in saved.entries)
-    base, tuned = (GPT.from_pretrained(path) for path in (place / "base", run.model))
+    base, tuned = GPT.from_pretrained(place / "base"), run.model()
     ids = torch.arange(40)[None]
     tuned_logits, moved = tuned.eval()(ids), []
     for (name, one), other in zip(base.named_parameters(), tuned.parameters(), strict=True):
@@ -196,7 +182,7 @@ def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(tmp_path,
             moved.append(name.partition(".")[2].partition(".")[2])
     targets = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert {*moved} == {f"{name}.weight" for name in targets}
-    load_adapter(base, run.path / "adapter")
+    load_adapter(base, run.run.path / "adapter")
     torch.testing.assert_close(base.eval()(ids), tuned_logits, atol=1e-4, rtol=0)
 
 
@@ -246,31 +232,34 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_few_epochs_teach_the_format(tmp_path, options, place):
-    run, task, plan = made(tmp_path / "run", options("messages", steps=90, batch_size=4))
-    before = task.build()
-    Pretrained(str(place / "base"), keep_head=True, n_tokens=len(task.tokenizer)).put_into(before)
-    first = task.evaluate(before, plan).nats
-    last = trained(run, task, plan)[-1].score.nats
+def test_a_few_epochs_teach_the_format(make, place):
+    run = make("messages", steps=90, batch_size=4)
+    objective, held_out = run.objective, run.data.held_out(4, None)
+    before = objective.build()
+    n_tokens = len(objective.tokenizer)
+    Pretrained(str(place / "base"), keep_head=True, n_tokens=n_tokens).put_into(before)
+    first = objective.score(before, held_out, None).nats
+    last = run.train()[-1].score.nats
     assert first > 5 and last < 0.8
-    tokenizer, template = Tokenizer.from_pretrained(run.model), read_template(run.model)
-    engine = Engine(run.model, backend="torch")
-    follows = [task.reply(engine.model, task.examples.held_out, n) for n in range(10)]
+    model = run.run.model
+    tokenizer, template = Tokenizer.from_pretrained(model), read_template(model)
+    engine = Engine(model, backend="torch")
+    follows = [objective.reply(engine.model, run.data.validation, n) for n in range(10)]
     ends = [" ".join(reply.split()[:2]) == "it is" for reply, _ in follows]
     assert sum(ends) >= 9 and template.name == "chatml"
     assert all(re.fullmatch(r"name \d", question) for _, question in follows)
-    generation = json.loads((run.model / "generation_config.json").read_text())
+    generation = json.loads((model / "generation_config.json").read_text())
     assert generation["eos_token_id"] == template.end_ids(tokenizer)
 
 
 @pytest.mark.slow
-def test_a_tuned_model_chats_in_transformers_and_stops(tmp_path, options):
+def test_a_tuned_model_chats_in_transformers_and_stops(make):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run, task, plan = made(tmp_path / "run", options("messages", steps=90, batch_size=4))
-    trained(run, task, plan)
-    model = AutoModelForCausalLM.from_pretrained(run.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    run = make("messages", steps=90, batch_size=4)
+    run.train()
+    model = AutoModelForCausalLM.from_pretrained(run.run.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.run.model)
     asked = chat(3)[:1]
     given = tokenizer.apply_chat_template(
         asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -279,7 +268,7 @@ def test_a_tuned_model_chats_in_transformers_and_stops(tmp_path, options):
     reply = said[given["input_ids"].shape[1] :].tolist()
     assert tokenizer.decode(reply).startswith("it is ") and len(reply) < 30
     assert reply[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ours = Engine(run.model, backend="torch").generate(
+    ours = Engine(run.run.model, backend="torch").generate(
         given["input_ids"][0].tolist(), max_new_tokens=30, temperature=0
     )
     assert ours.ids == reply and ours.finish_reason == "stop"
@@ -337,14 +326,14 @@ def test_bad_input_is_named_and_nothing_is_written(place, tmp_path, monkeypatch,
 
 def test_text_may_be_in_another_field(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = written(tmp_path / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
+    data = write_lines(tmp_path / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
     command = ["tune", data, "--from", str(place / "base"), "--steps", "1"]
     assert main(command) == 3
     assert main([*command, "--text-field", "body"]) == 0
 
 
 def test_bad_lines_can_be_skipped(tmp_path, options):
-    path = written(tmp_path / "mixed.jsonl", LINES["completion"])
+    path = write_lines(tmp_path / "mixed.jsonl", LINES["completion"])
     (tmp_path / "mixed.jsonl").write_text("{\n" + (tmp_path / "mixed.jsonl").read_text())
     asked = TuneOptions(
         data=(path,), start=options("text").start, examples=True, skip_bad=True, steps=1

@@ -1,6 +1,5 @@
 """A model that is tied at first, and gets a head of its own on the way."""
 
-import dataclasses
 import json
 import shlex
 import tomllib
@@ -9,66 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import CPU, train
-from tests.train.trials import metrics
+from tests.train.conftest import assert_same
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.train import Arguments
 from tiedgpt.errors import UserError
 from tiedgpt.train.card import exact_command
-from tiedgpt.train.checkpoint import checkpoints
-from tiedgpt.train.events import Stepped, Untied
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.optim import groups_and_optimizers, untie_in_training
-from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.events import Untied
+from tiedgpt.train.optim import make_optimizers, untie_in_training
 from tiedgpt.train.step import train_step
-from tiedgpt.weights.containers import SafetensorsFile
 
 
 @pytest.fixture
-def untying(plan):
-    """Untied after three of six steps, which lies between two checkpoints."""
-    return dataclasses.replace(plan, untie_at=3)
-
-
-@pytest.fixture
-def task(new_run, config):
-    run, tokenizer = new_run("text")
-    return LanguageModelling(run, config, tokenizer)
-
-
-def go(run, task, plan, stop_after=None):
-    stop, events = [False], []
-    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
-        events.append(event)
-        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
-    return events
-
-
-def tensors(run):
-    return sorted(
-        SafetensorsFile.open(checkpoints(run.checkpoints)[-1] / "model.safetensors").entries
-    )
-
-
-def sums(run):
-    return json.loads((checkpoints(run.checkpoints)[-1] / "manifest.json").read_text())
+def untying(trial):
+    """Make runs that are untied after three of six steps, which lies between two checkpoints."""
+    return lambda name="run", config=None, **plan: trial(name, config, **{"untie_at": 3} | plan)
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
-def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, rule):
-    plan = dataclasses.replace(untying, optimizer=rule)
-    model = task.build().train()
-    _, rules = groups_and_optimizers(task, model, plan, 0)
-    batch_of = task.batches(plan)
+def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(untying, rule):
+    run = untying(optimizer=rule)
+    plan, model = run.plan, run.objective.build().train()
+    _, rules = make_optimizers(run.objective, model, plan, 0)
+    batch_of = run.data.batches(plan.batch_size, plan.seed)
     for step in range(3):
         train_step(model, rules, batch_of(step), plan)
     ids = torch.from_numpy(batch_of(3)[0])
     held = {name: p for name, p in model.named_parameters()}
     before = {n: dict(r.state[p]) for n, p in held.items() for r in rules if p in r.state}
     tied = model(ids)
-    groups, made = untie_in_training(task, model, rules, plan)
+    groups, made = untie_in_training(run.objective, model, rules, plan)
     assert torch.equal(model(ids), tied)
     assert model.head.weight is not model.wte.weight and not model.config.tie_word_embeddings
     after = {n: r.state[p] for n, p in model.named_parameters() for r in made if p in r.state}
@@ -84,81 +54,61 @@ def test_the_head_begins_as_w_with_what_the_optimizer_holds_of_w(task, untying, 
     assert names[0].startswith("W, which reads:") and names[1].startswith("head:")
 
 
-def test_before_the_switch_all_is_as_in_a_tied_run_and_so_is_the_loss_after_it(
-    new_run, task, plan, untying
-):
-    tied, untied = new_run("tied")[0], new_run("untied")[0]
-    go(tied, task, plan)
-    events = go(untied, task, untying)
+def test_before_the_switch_all_is_as_in_a_tied_run_and_so_is_the_loss_after_it(trial, untying):
+    tied, untied = trial("tied"), untying("untied")
+    tied.train()
+    events = untied.train()
     assert [event.step for event in events if isinstance(event, Untied)] == [3]
-    losses = [[m["loss"] for m in metrics(run.path) if "loss" in m] for run in (tied, untied)]
+    losses = [[m["loss"] for m in run.metrics() if "loss" in m] for run in (tied, untied)]
     assert losses[0][:4] == losses[1][:4] and losses[0][5] != losses[1][5]
-    (line,) = (line for line in metrics(untied.path) if "untied" in line)
+    (line,) = (line for line in untied.metrics() if "untied" in line)
     assert line["step"] == 4
 
 
 @pytest.mark.parametrize("stops", [[1], [2], [3], [4], [3, 4, 5]])
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
-def test_stopped_before_at_or_after_the_switch_it_ends_as_if_it_never_had(
-    new_run, config, task, untying, stops, rule
-):
-    plan = dataclasses.replace(untying, optimizer=rule)
-    config = dataclasses.replace(config, embd_pdrop=0.1)
-    task.config = config
-    whole, parts = new_run("whole")[0], new_run("parts")[0]
-    go(whole, task, plan)
+def test_stopped_before_at_or_after_the_switch_it_ends_as_if_it_never_had(untying, stops, rule):
+    dropout = {"embd_pdrop": 0.1}
+    whole, parts = (untying(name, dropout, optimizer=rule) for name in ("whole", "parts"))
+    whole.train()
     for stop in stops:
-        assert go(parts, task, plan, stop)[-1].step == stop
-        published = GPT.from_pretrained(parts.model)
+        assert parts.train(stop)[-1].step == stop
+        published = parts.model()
         assert (published.head is None) == (stop <= 3) == published.config.tie_word_embeddings
     torch.manual_seed(99)
-    go(parts, task, plan)
-    assert sums(whole) == sums(parts) and metrics(whole.path) == metrics(parts.path)
+    parts.train()
+    assert_same(whole, parts)
 
 
-def test_the_published_model_is_untied_and_says_so(new_run, task, untying):
-    run = new_run()[0]
-    go(run, task, untying)
-    assert json.loads((run.model / "config.json").read_text())["tie_word_embeddings"] is False
-    model = GPT.from_pretrained(run.model)
+def test_the_published_model_is_untied_and_says_so(untying):
+    run = untying()
+    run.train()
+    assert json.loads((run.run.model / "config.json").read_text())["tie_word_embeddings"] is False
+    model = run.model()
     assert model.head is not None and not torch.equal(model.head.weight, model.wte.weight)
 
 
-def test_a_damaged_untied_checkpoint_is_passed_over_for_a_tied_one(new_run, task, untying):
-    whole, run = new_run("whole")[0], new_run()[0]
-    go(whole, task, untying)
-    go(run, task, untying, stop_after=4)
-    newest = checkpoints(run.checkpoints)[-1] / "model.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    events = go(run, task, untying)
+def test_a_damaged_untied_checkpoint_is_passed_over_for_a_tied_one(untying):
+    whole, run = untying("whole"), untying()
+    whole.train()
+    run.train(stop_after=4)
+    run.newest().write_bytes(run.newest().read_bytes()[:-1])
+    events = run.train()
     assert events[0].step == 2 and "damaged" in events[0].notes[0]
-    assert sums(run) == sums(whole) and metrics(run.path) == metrics(whole.path)
+    assert_same(whole, run)
 
 
-def test_the_best_weights_may_be_tied_ones(new_run, task, untying, monkeypatch):
-    losses = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    evaluate = task.evaluate
-
-    def worse(model, plan, n_batches=None):
-        score = evaluate(model, plan, n_batches)
-        return score if n_batches is None else dataclasses.replace(score, nats=next(losses))
-
-    monkeypatch.setattr(task, "evaluate", worse)
-    run = new_run()[0]
-    plan = dataclasses.replace(untying, eval_every=1, patience=4)
-    go(run, task, plan)
-    assert GPT.from_pretrained(run.model).head is None
-    other = new_run("other")[0]
-    losses = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    go(other, task, dataclasses.replace(plan, patience=None, keep="last"))
-    assert GPT.from_pretrained(other.model).head is not None
+def test_the_best_weights_may_be_tied_ones(untying, scores):
+    for keep in ("best", "last"):
+        scores([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        run = untying(keep, eval_every=1, patience=4 if keep == "best" else None, keep=keep)
+        run.train()
+        assert (run.model().head is None) == (keep == "best")
 
 
-def test_an_untied_model_cannot_be_untied(new_run, config, options):
-    run, tokenizer = new_run()
-    task = LanguageModelling(run, dataclasses.replace(config, tie_word_embeddings=False), tokenizer)
+def test_an_untied_model_cannot_be_untied(trial, options):
     with pytest.raises(UserError, match="is untied already"):
-        make_plan(dataclasses.replace(options, untie_at=0.5), task, CPU)
+        trial(config={"tie_word_embeddings": False}).make_plan(options, untie_at=0.5)
 
 
 def test_the_command_leaves_a_card_and_a_record_that_tell_when(text_file, tmp_path, capsys):

@@ -22,12 +22,9 @@ import tiedgpt.cli.main
 import tiedgpt.cli.show_training
 import tiedgpt.train.prepare
 import tiedgpt.train.sizing
-from tests.train.conftest import train
-from tiedgpt.text import Tokenizer
-from tiedgpt.train.checkpoint import checkpoints, verify
-from tiedgpt.train.measures import of_the_machine
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.storage import RunDirectory, read_plan
+from tests.train.conftest import metrics, reopen_trial
+from tiedgpt.train.checkpoint import list_checkpoints, verify
+from tiedgpt.train.storage import RunDirectory
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
@@ -82,13 +79,10 @@ def _main(arguments: list[str], run: Path, log: Path, fault: "Fault | None") -> 
 
 
 def _loop(run: RunDirectory) -> int:
-    with run.locked():
-        config, plan = read_plan(run.read_record())
-        if not run.finished():
-            task = LanguageModelling(run, config, Tokenizer.from_pretrained(run.tokenizer))
-            for event in train(run, task, plan, torch.device("cpu")):
-                for note in getattr(event, "notes", []):
-                    print(note)
+    with run.lock():
+        if not run.is_finished():
+            for event in reopen_trial(run.path).train():
+                print(*getattr(event, "notes", []), sep="\n")
     return 0
 
 
@@ -187,13 +181,7 @@ def left(run: Path) -> dict[str, str]:
     files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
     sums = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
     sums["metrics.jsonl"] = json.dumps(metrics(run)).encode()
-    manifest = verify(checkpoints(run / "checkpoints")[-1])
+    manifest = verify(list_checkpoints(run / "checkpoints")[-1])
     return {name: known["sha256"] for name, known in manifest.items()} | {
         name: hashlib.sha256(data).hexdigest() for name, data in sums.items()
     }
-
-
-def metrics(run: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
-    lines = RunDirectory(run).metric_lines()
-    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]

@@ -13,7 +13,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import format_duration, format_validation
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
-from tiedgpt.train.storage import RUNS, Standing, runs_in
+from tiedgpt.train.storage import RUNS, Standing, list_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Arguments:
 def run(arguments: list[str]) -> None:
     """List the runs."""
     args = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
-    runs = list(runs_in(Path(args.folder)))
+    runs = list(list_runs(Path(args.folder)))
     if args.format == "json":
         print(json.dumps([_to_dict(each) for each in runs], indent=1))
         return

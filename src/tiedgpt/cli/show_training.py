@@ -20,17 +20,15 @@ from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.infer import Engine
 from tiedgpt.train import events
-from tiedgpt.train.blocks import decide
+from tiedgpt.train.blocks import decide_compile
+from tiedgpt.train.objective import Data, Objective
 from tiedgpt.train.objectives.labelled import Labelled
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.objectives.tuned import TunedExamples
+from tiedgpt.train.objectives.language import TextData
+from tiedgpt.train.objectives.replies import Replies, ReplyData
 from tiedgpt.train.options import format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.prepare import Trained
 from tiedgpt.train.sizing import memory_line
-from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
@@ -76,49 +74,49 @@ class Display:
     def _show_plan(self, event: events.Planned) -> None:
         """Show what is trained, and how long that will take."""
         self.planned, self.steps = event, event.plan.steps
-        options, plan, task, world = event.options, event.plan, event.task, event.world
-        self.say(*task.notes)
-        self._unit, self._batch_units = task.unit, plan.batch_size * task.row_units
-        described, config = task.describe(), task.config
-        (kind, data), *_ = described.items()
+        options, plan, data, world = event.options, event.plan, event.data, event.world
+        self.say(*data.notes)
+        self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
+        objective, config = event.objective, event.objective.config
+        (kind, amount), *_ = data.description.items()
         source = ", ".join(options.data) or "the documentation inside this Python"
         facts = {
-            kind: f"{source}: {data}",
-            "tokens": described["tokens"],
+            kind: f"{source}: {amount}",
+            "tokens": data.description["tokens"],
             "model": f"{options.start or options.fork or plan.size}: "
-            + _count_parameters(config, described)
-            + ("" if task.trained is None else f"; {task.trained:,} are trained"),
+            + _count_parameters(config, objective)
+            + ("" if objective.n_trained is None else f"; {objective.n_trained:,} are trained"),
             "chosen": plan.reason,
-            "training": self._describe_training(plan, task, world),
+            "training": self._describe_training(plan, data, world),
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else memory_line(plan),
         }
         if self.show.verbose:
-            part = plan.eval_batches * plan.micro_batch * task.row_units
+            part = plan.eval_batches * plan.micro_batch * data.row_units
             facts |= {
                 "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
                 f"heads, {config.n_positions} positions",
                 "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
                 "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {part:,} "
-                f"{task.unit}, at the end on all",
+                f"{data.unit}, at the end on all",
             }
         for label, text in facts.items():
             if text:
                 fact(label, text, to=self.err)
-        if (lacks := decide(options.compile, world.device)[1]) is not None:
+        if (lacks := decide_compile(options.compile, world.device)[1]) is not None:
             self.say(lacks)
 
-    def _describe_training(self, plan: Plan, task: Trained, world: World) -> str:
+    def _describe_training(self, plan: Plan, data: Data, world: World) -> str:
         """Return in words how long is trained, on what, and what is unusual about it."""
         where = str(world.device)
         if world.device.type == "cpu":
             where = format_count(torch.get_num_threads(), "CPU thread")
         if world.size > 1:
             where += f" in each of {world.size} processes"
-        rows = f" x {task.row_units}" if task.row_units > 1 else ""
+        rows = f" x {data.row_units}" if data.row_units > 1 else ""
         takes = "" if plan.minutes is None else f", about {format_count(plan.minutes, 'minute')}"
-        epochs = plan.steps * plan.batch_size / task.epoch_rows
+        epochs = plan.steps * plan.batch_size / data.epoch_rows
         parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
@@ -127,7 +125,7 @@ class Display:
         }
         return "; ".join(
             [
-                f"{format_count(plan.steps, 'step')} of {plan.batch_size}{rows} {task.unit}, "
+                f"{format_count(plan.steps, 'step')} of {plan.batch_size}{rows} {data.unit}, "
                 f"{epochs:.1f} epochs{takes}",
                 f"in {plan.dtype} on {where}",
                 *(what for what, so in changes.items() if so),
@@ -206,24 +204,23 @@ class Display:
         """Show how good the model is, samples, its size, and what to do next."""
         if isinstance(ended, events.AlreadyFinished) or not self.planned.world.is_main:
             return
-        directory, options, task = (
-            self.planned.directory, self.planned.options, self.planned.task,
-        )  # fmt: skip
-        out, config = console(), task.config
+        directory, options = self.planned.directory, self.planned.options
+        objective, data = self.planned.objective, self.planned.data
+        out, config = console(), objective.config
         if self.show.format == "json":
             where = {"run": str(directory.path), "model": str(directory.model), "steps": ended.step}
             counts = {"parameters": config.parameter_count()}
-            counts["trained"] = task.trained or config.parameter_count()
+            counts["trained"] = objective.n_trained or config.parameter_count()
             print(json.dumps(where | counts | ended.metrics))
             return
         here = shlex.quote(str(directory.path))
-        if isinstance(task, Labelled):
-            theirs = task.head_class.class_in_transformers(config) is not None
-            steps = _write_python(task, directory.model)
+        if isinstance(objective, Labelled):
+            theirs = objective.head_class.class_in_transformers(config) is not None
+            steps = _write_python(objective, directory.model)
         else:
-            config, words = _show_samples(out, directory, task, options)
+            config, words = _show_samples(out, self.planned)
             theirs = model_type_of(config) is not TIEDGPT
-            chats = isinstance(task, TunedExamples) and task.template is not None
+            chats = isinstance(objective, Replies) and objective.template is not None
             first = f"chat {here}" if chats else f"generate {here} --prompt={shlex.quote(words)}"
             page = f"inspect --html page.html {here} --text={shlex.quote(words)}"
             verbs = first, page, f"tie show {here}"
@@ -232,7 +229,7 @@ class Display:
             if seen < READABLE and not options.continues:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
         score = f"validation {_format_scores(ended.metrics, 4)}, on all held-out data"
-        if isinstance(task, TunedExamples) and not task.examples.holds_out:
+        if isinstance(data, ReplyData) and not data.holds_out:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
             score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "
             score += "memorized" if memorized else "not memorized yet: train for more --steps"
@@ -240,16 +237,16 @@ class Display:
         if part not in score:
             score += f"; {part} on the part scored during training"
         fact("score", score, to=out)
-        fact("model", _count_parameters(config, task.describe(config)), to=out)
+        fact("model", _count_parameters(config, objective), to=out)
         loads = ", which transformers loads too" if theirs else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
         out.print(Text("\nnext", "bold"))
         out.print(steps)
 
 
-def _count_parameters(config: GPTConfig, described: Mapping[str, str]) -> str:
+def _count_parameters(config: GPTConfig, objective: Objective) -> str:
     """Return the parameter count and what predicts."""
-    return f"{config.parameter_count():,} parameters; {described['predicts']}"
+    return f"{config.parameter_count():,} parameters; {objective.describe(config)}"
 
 
 def _format_scores(metrics: Mapping[str, float], digits: int) -> str:
@@ -257,41 +254,39 @@ def _format_scores(metrics: Mapping[str, float], digits: int) -> str:
     return ", ".join(f"{names[key]} {value:.{digits}f}" for key, value in metrics.items())
 
 
-def _write_python(task: Labelled, model: Path) -> str:
+def _write_python(objective: Labelled, model: Path) -> str:
     """Return how the head is used."""
-    head = task.head_class.__name__
-    names = (head, *(name for name in ("best_spans", "pad") if name in task.use))
+    head = objective.head_class.__name__
+    names = (head, *(name for name in ("best_spans", "pad") if name in objective.use))
     return (
         "  from tiedgpt import Tokenizer\n"
         f"  from tiedgpt.heads import {', '.join(names)}\n"
         f"  head = {head}.from_pretrained({str(model)!r})\n"
         f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
-        f"  {task.use}"
+        f"  {objective.use}"
     )
 
 
-def _show_samples(
-    out: Console,
-    directory: RunDirectory,
-    task: LanguageModelling | TunedExamples,
-    options: AnyOptions,
-) -> tuple[GPTConfig, str]:
+def _show_samples(out: Console, planned: events.Planned) -> tuple[GPTConfig, str]:
     """Show the first lines of two texts that the model wrote, or replies.
 
     Returns its config, and words that a text may begin with.
     """
-    engine = Engine(directory.model, backend="torch", slots=1)
+    objective, data, options = planned.objective, planned.data, planned.options
+    engine = Engine(planned.directory.model, backend="torch", slots=1)
     config = engine.model.config
-    if isinstance(task, TunedExamples):
-        sides = {"trained on": task.examples.train, "held out": task.examples.held_out}
-        for side, examples in sides.items() if task.examples.holds_out else [*sides.items()][:1]:
+    if isinstance(objective, Replies) and isinstance(data, ReplyData):
+        sides = {"trained on": data.examples, "held out": data.validation}
+        for side, examples in sides.items() if data.holds_out else [*sides.items()][:1]:
             for number in range(min(2, len(examples))):
-                reply, asked = task.reply(engine.model, examples, number)
+                reply, asked = objective.reply(engine.model, examples, number)
                 out.print(Text(f"--- reply to {asked!r}, {side}", "bold"))
                 out.print(Text(f"{reply.rstrip()}\n"))
         is_short = len(asked) <= LONGEST_PROMPT and asked.isprintable()
         return config, asked if is_short else " ".join(asked.split()[:FIRST_WORDS])
-    prompt = options.sample_prompt or (task.words() if options.data else "Return a new")
+    assert isinstance(data, TextData) and objective.tokenizer is not None
+    words = data.find_words(objective.tokenizer) if options.data else "Return a new"
+    prompt = options.sample_prompt or words
     for number, begin in enumerate(("", prompt)):
         text = engine.generate(
             begin or [config.bos_token_id or 0],

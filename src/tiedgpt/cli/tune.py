@@ -8,7 +8,7 @@ from pathlib import Path
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.cli.train import RunArguments, report_once, show_run
-from tiedgpt.train.storage import RUNS, tuned_from
+from tiedgpt.train.storage import RUNS, find_tune_start
 from tiedgpt.train.tune_options import TuneOptions
 
 ABOUT = """Fine-tune a GPT on text, or on examples with replies, one per line of .jsonl:
@@ -41,5 +41,5 @@ def find_start(options: TuneOptions, out: str | None) -> str:
     """Return the model to tune: of a run to resume its own, or else the newest run's."""
     if options.start is not None:
         return source_or_newest(options.start)
-    start = tuned_from(options, [Path(out)] if out else RUNS.glob("*"))
+    start = find_tune_start(options, [Path(out)] if out else RUNS.glob("*"))
     return start or source_or_newest(None, task="lm")

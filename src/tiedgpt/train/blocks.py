@@ -38,7 +38,7 @@ M_MMAP_THRESHOLD = -3
 """Of <malloc.h>."""
 
 
-def in_training(model: Model, plan: Plan) -> Model:
+def prepare_blocks(model: Model, plan: Plan) -> Model:
     """Let the blocks run as planned wherever gradients are wanted; with a cache, as they are."""
     if plan.memory is not None or plan.recompute == "blocks":
         return_memory_at_once()
@@ -75,7 +75,7 @@ class TrainedBlock(Block):
         """(B, T, D) -> (B, T, D)."""
         if past is not None or not torch.is_grad_enabled():
             return super().forward(x, layer, past, mask)
-        run = compiled(Block.forward, x.shape) if self.compiled else Block.forward
+        run = compile_for_shape(Block.forward, x.shape) if self.compiled else Block.forward
         if not self.recompute:
             return run(self, x, layer, past, mask)
         kept: Tensor = checkpoint(run, self, x, layer, past, mask, use_reentrant=False)
@@ -88,7 +88,7 @@ class TrainedBlock(Block):
 
 
 @functools.cache
-def compiled(function: types.FunctionType, shape: torch.Size) -> Callable[..., Any]:
+def compile_for_shape(function: types.FunctionType, shape: torch.Size) -> Callable[..., Any]:
     """Return the function compiled for inputs of a shape.
 
     It is code of its own for each: torch gives up on a code after eight forms, and the steps of a
@@ -100,7 +100,9 @@ def compiled(function: types.FunctionType, shape: torch.Size) -> Callable[..., A
     return torch.compile(own, dynamic=False)
 
 
-def decide(asked: str, device: torch.device, *, one_shape: bool = True) -> tuple[bool, str | None]:
+def decide_compile(
+    asked: str, device: torch.device, *, one_shape: bool = True
+) -> tuple[bool, str | None]:
     """Return whether to compile here, and where that cannot be, why not.
 
     "auto" compiles on a GPU, where all batches are of one shape. On CPUs the blocks' own products
@@ -108,13 +110,13 @@ def decide(asked: str, device: torch.device, *, one_shape: bool = True) -> tuple
     """
     if asked == "off" or (asked == "auto" and not (one_shape and device.type == "cuda")):
         return False, None
-    lacks = missing(device)
+    lacks = find_missing(device)
     if lacks is None:
         return True, None
     return False, f"--compile {asked}: {lacks}; the blocks run as they are"
 
 
-def missing(device: torch.device) -> str | None:
+def find_missing(device: torch.device) -> str | None:
     """Return what torch.compile lacks on this machine, or None."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton is missing (pip install triton)"
@@ -124,7 +126,7 @@ def missing(device: torch.device) -> str | None:
     return f"no C++ compiler is here ({given or ', '.join(COMPILERS)}): install one or set CXX"
 
 
-def compile_now(task: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
+def compile_now(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
     """Compile by a step that changes nothing; return the seconds it took.
 
     The random streams are left where they were.
@@ -134,6 +136,6 @@ def compile_now(task: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
     part = tuple(array[: plan.micro_batch] for array in batch)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         with contextlib.suppress(DivergedError):
-            train_step(model, [], part, plan, task=task)
+            train_step(model, [], part, plan, objective=objective)
     model.zero_grad(set_to_none=True)
     return time.perf_counter() - began

@@ -1,6 +1,6 @@
 """The model card that a run writes: what was trained, on what, how well, and how to do it again.
 
-Every number comes from run.toml, from metrics.jsonl, from `Task.describe()` or from the model.
+Every number comes from run.toml, from metrics.jsonl, from `Data.description` or from the model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
 from tiedgpt.options import flag, is_argument
-from tiedgpt.train.metrics import History, history
-from tiedgpt.train.objective import Model, Task, body_of, predicts_tokens
+from tiedgpt.train.metrics import History, parse_history
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.options import AUTO, SIZES, TrainOptions
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
@@ -38,7 +38,12 @@ SHARES = ("warmup", "cooldown", "untie_at")
 EVALUATIONS_SHOWN = 12
 
 
-def write_card(run: RunDirectory, task: Task, model: Model, last: Mapping[str, Any] | None) -> None:
+def write_card(
+    run: RunDirectory,
+    model: Model,
+    described: Mapping[str, str],
+    last: Mapping[str, Any] | None,
+) -> None:
     """Write model/README.md, unless someone has written their own over it.
 
     `last` is the line of the last evaluation, which is about to close metrics.jsonl; None for a run
@@ -51,15 +56,15 @@ def write_card(run: RunDirectory, task: Task, model: Model, last: Mapping[str, A
     text = run.metrics.read_text(encoding="utf-8", errors="replace") if run.metrics.exists() else ""
     if last is not None:
         text += json.dumps(last) + "\n"
-    found = history(run.path.resolve().name, text)
+    found = parse_history(run.path.resolve().name, text)
     with replacing(path) as temporary:
-        model_card(found, tables, model, task.describe(body_of(model).config)).save(temporary)
+        model_card(found, tables, model, described).save(temporary)
 
 
 def model_card(
     found: History, tables: Mapping[str, Any], model: Model, described: Mapping[str, str]
 ) -> ModelCard:
-    """Return the card of a run with these metrics and this record, described by its task."""
+    """Return the card of a run with these metrics and this record, as `described`."""
     options, training = tables["options"], tables["training"]
     kind, start = model_type_of(body_of(model).config), options.get("start")
     front = ModelCardData(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
-from tiedgpt.train.objective import Task
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.parallel import World, distribute_like
 from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
@@ -35,7 +35,7 @@ FILES = "model.safetensors", "optimizer.safetensors", "state.json"
 def save_checkpoint(
     directory: Path,
     step: int,
-    task: Task,
+    objective: Objective,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
@@ -49,7 +49,7 @@ def save_checkpoint(
     deleted, other than the newest before it and that of the step `spared`. All processes must call
     this, and the first writes.
     """
-    weights, moments = world.state(task, model, optimizers)
+    weights, moments = world.state(objective, model, optimizers)
     held = {**moments, **_random_state(model)}
     path = checkpoint_path(directory, step)
 
@@ -68,7 +68,7 @@ def save_checkpoint(
             manifest = {file.name: _identity(file) for file in sorted(temporary.iterdir())}
             write_json(temporary / "manifest.json", manifest)
         _point_to(path)
-        for old in checkpoints(directory)[:-KEPT]:
+        for old in list_checkpoints(directory)[:-KEPT]:
             if spared is None or old != checkpoint_path(directory, spared):
                 remove(old)
 
@@ -85,15 +85,15 @@ def set_aside(path: Path) -> Path:
         return path.rename(aside)
 
 
-def checkpoints(directory: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints under `directory`, oldest first."""
     found = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=read_step)
 
 
 def load_newest(
     directory: Path,
-    task: Task,
+    objective: Objective,
     model: nn.Module,
     optimizers_at: Callable[[int], Sequence[torch.optim.Optimizer]],
 ) -> tuple[dict[str, Any] | None, list[str]]:
@@ -105,27 +105,48 @@ def load_newest(
     """
 
     def load(path: Path) -> dict[str, Any]:
-        optimizers = optimizers_at(step_of(path))
-        load_weights(path, task, model)
+        optimizers = optimizers_at(read_step(path))
+        load_weights(path, objective, model)
         load_moments(path, model, optimizers)
         _set_random_state(path)
         return read_json(path / "state.json")
 
-    if not checkpoints(directory):
+    if not list_checkpoints(directory):
         return None, []
-    path, state, damaged = first_good(directory, load)
+    path, state, damaged = load_first_good(directory, load)
     notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
     _point_to(path)
     return state, notes
 
 
-def first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, dict[Path, str]]:
+def begin_fork(
+    directory: Path,
+    objective: Objective,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[str]:
+    """Put the newest good checkpoint of another run into the model and its optimizers; say so.
+
+    The directory is only read. Moments of a parameter that goes by another rule now are left out.
+    """
+
+    def load(path: Path) -> int:
+        load_weights(path, objective, model)
+        return load_moments(path, model, optimizers)
+
+    path, kept, damaged = load_first_good(directory, load)
+    total = sum(1 for _ in model.parameters())
+    state = f"the optimizer's state of {kept} of {total} parameters"
+    return [*damaged.values(), f"begins with {path}: its weights, and {state}"]
+
+
+def load_first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, dict[Path, str]]:
     """Load the newest good checkpoint; return its path, what `load` returned, and damaged ones.
 
     Of those that were passed over the error is told. Raises `CorruptInputError` where none is good.
     """
     damaged: dict[Path, str] = {}
-    for path in reversed(checkpoints(directory)):
+    for path in reversed(list_checkpoints(directory)):
         try:
             verify(path)
             return path, load(path), damaged
@@ -165,10 +186,10 @@ def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.
     return given
 
 
-def load_weights(path: Path, task: Task, model: nn.Module) -> None:
+def load_weights(path: Path, objective: Objective, model: nn.Module) -> None:
     """Put a checkpoint's weights into the model; `CorruptInputError` where they are another's."""
     weights = SafetensorsFile.open(path / "model.safetensors")
-    saved = task.state_to_save(model)
+    saved = objective.state_to_save(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if shapes != {name: entry.shape for name, entry in weights.entries.items()}:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
@@ -198,7 +219,7 @@ def _point_to(path: Path) -> None:
         temporary.write_text(path.name + "\n")
 
 
-def step_of(path: Path) -> int:
+def read_step(path: Path) -> int:
     """Return the number of steps after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
 

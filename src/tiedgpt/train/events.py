@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from tiedgpt.train.objective import Model, Score
+from tiedgpt.train.objective import Data, Model, Objective, Score
 from tiedgpt.train.optim import Group
 from tiedgpt.train.plan import Plan
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiedgpt.train.parallel import World
-    from tiedgpt.train.prepare import Trained
     from tiedgpt.train.storage import RunDirectory
     from tiedgpt.train.tune_options import AnyOptions
 
@@ -39,7 +38,8 @@ class Planned:
 
     directory: RunDirectory
     options: AnyOptions
-    task: Trained
+    objective: Objective
+    data: Data
     plan: Plan
     world: World
 

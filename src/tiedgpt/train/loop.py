@@ -2,7 +2,8 @@
 
 `Trainer.run` yields what happens as it happens; whoever iterates shows it. State lives in the
 model, the optimizers, the `Health` and the step number alone, so a run that stops and resumes
-equals one that never stopped. What is trained, and on what, is a `Task` (`task.py`).
+equals one that never stopped. What is trained is an
+`Objective`, on `Data` (`objective.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any, TypeVar
 import torch
 
 from tiedgpt.errors import DivergedError, TiedGPTError
-from tiedgpt.train.blocks import compile_now, in_training
+from tiedgpt.train.blocks import compile_now, prepare_blocks
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
+    begin_fork,
     checkpoint_path,
-    checkpoints,
+    list_checkpoints,
     load_newest,
     load_weights,
     save_checkpoint,
@@ -37,17 +39,16 @@ from tiedgpt.train.events import (
     Untied,
 )
 from tiedgpt.train.measures import Measures
-from tiedgpt.train.objective import Model, Score, Task
-from tiedgpt.train.optim import Optimizers, groups_and_optimizers, set_rate, untie_in_training
+from tiedgpt.train.objective import Data, Model, Objective, Score, body_of
+from tiedgpt.train.optim import Optimizers, make_optimizers, set_rate, untie_in_training
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.prepare import begin_fork
 from tiedgpt.train.sizing import FIRST_PART, replan
 from tiedgpt.train.step import (
     WORSE,
     Health,
     StepResult,
-    first_not_finite,
+    find_not_finite,
     require_finite,
     train_step,
 )
@@ -57,9 +58,9 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """Trains a task by a plan, in a run's directory.
+    """Trains an objective on data by a plan, in a run's directory.
 
-        for event in Trainer(run, task, plan, device).run():
+        for event in Trainer(run, objective, data, plan, device).run():
             ...
 
     `fork` is the directory of another run's checkpoints, whose newest this one begins with. `track`
@@ -70,7 +71,8 @@ class Trainer:
     def __init__(
         self,
         run: RunDirectory,
-        task: Task,
+        objective: Objective,
+        data: Data,
         plan: Plan,
         device: torch.device,
         *,
@@ -79,14 +81,14 @@ class Trainer:
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
     ) -> None:
-        self.directory, self.task, self.plan = run, task, plan
+        self.directory, self.objective, self.data, self.plan = run, objective, data, plan
         self.fork, self.stop_requested, self.track = fork, stop_requested, track
         self.world = world or World(device)
         self.step = self.saved_at = 0
         self.clock: float | None = None
         """When the first step was begun, as long as the steps are to be planned again."""
         self.notes: list[str] = []
-        self.batch_units = plan.batch_size * task.row_units
+        self.batch_units = plan.batch_size * data.row_units
 
     def run(self) -> Iterator[Event]:
         """Train to the end of the plan from wherever the run's directory stands.
@@ -97,51 +99,51 @@ class Trainer:
         """
         try:
             yield self._begin()
-            while not self._enough() and not self.world.any(self.stop_requested()):
+            while not self._is_done() and not self.world.any(self.stop_requested()):
                 yield from self._replan()
                 yield from self._untie()
                 yield self._next_step()
                 self.health.require_sound(self.step)
                 yield from self._pause()
             self._save()
-            yield self._finish() if self._enough() else self._stop()
+            yield self._finish() if self._is_done() else self._stop()
         except DivergedError as error:
-            raise self._diagnosed(error) from None
+            raise self._diagnose(error) from None
 
     def _begin(self) -> Started:
         """Build the model and bring back the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
         world.on_main(lambda: world.require_work(plan))
         torch.manual_seed(plan.seed)
-        model = self.task.build().train()
-        if not checkpoints(run.checkpoints):
-            self.task.begin(model)
-        self.model: Model = world.place(in_training(model, plan))
+        model = self.objective.build().train()
+        if not list_checkpoints(run.checkpoints):
+            self.objective.begin(model)
+        self.model: Model = world.place(prepare_blocks(model, plan))
         self._arrange(0)
         state, notes = world.main_first(
-            lambda: load_newest(run.checkpoints, self.task, self.model, self._arrange)
+            lambda: load_newest(run.checkpoints, self.objective, self.model, self._arrange)
         )
-        self.health = Health.of(state or {})
+        self.health = Health.from_state(state or {})
         if state is not None:
             self.step = self.saved_at = state["step"]
-            if (last_loss := world.on_main(lambda: run.reopened(self.step))) is not None:
-                self.health.reopened(self.step, last_loss)
+            if (last_loss := world.on_main(lambda: run.read_end_loss(self.step))) is not None:
+                self.health.reopen(self.step, last_loss)
         elif self.fork is not None:
-            notes += begin_fork(self.fork, self.task, self.model, self.optimizers)
+            notes += begin_fork(self.fork, self.objective, self.model, self.optimizers)
             self._write_checkpoint()
         world.on_main(lambda: run.cut_metrics(self.step))
-        self.batch_of = self.task.batches(plan)
+        self.batch_of = self.data.batches(plan.batch_size, plan.seed)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
-            seconds = compile_now(self.task, self.model, self.batch_of(self.step), plan)
+            seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
-        self.measures = Measures(self.model, self.task, plan, world)
+        self.measures = Measures(self.model, self.data, plan, world)
         if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
             self.clock = time.perf_counter() - 60 * plan.minutes * self.step / plan.steps
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
         """Have the model, tied or not, and fresh optimizers as they are after `step` steps."""
-        self.groups, rules = groups_and_optimizers(self.task, self.model, self.plan, step)
+        self.groups, rules = make_optimizers(self.objective, self.model, self.plan, step)
         self.optimizers = self.world.optimizers(rules)
         return self.optimizers
 
@@ -154,7 +156,7 @@ class Trainer:
         if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
             return
         self.clock = None
-        if (plan := replan(before, self.task, self.step, seconds)) is None:
+        if (plan := replan(before, self.data, self.step, seconds)) is None:
             return
         self.plan = plan
         if self.world.is_main and (tables := self.directory.read_record()):
@@ -171,7 +173,7 @@ class Trainer:
             return
         self.world.release()
         self.groups, self.optimizers = untie_in_training(
-            self.task, self.model, self.optimizers, self.plan
+            self.objective, self.model, self.optimizers, self.plan
         )
         untied = "a head of its own, W's copy, predicts from here"
         self._write({"step": self.step + 1, "untied": untied})
@@ -187,14 +189,14 @@ class Trainer:
         try:
             with self.measures.watching(self.step):
                 result = train_step(
-                    self.model, self.optimizers, batch, self.plan, world, task=self.task
+                    self.model, self.optimizers, batch, self.plan, world, objective=self.objective
                 )
         except DivergedError as error:
-            return self._skipped(str(error))
-        return self._stepped(result, time.perf_counter() - began)
+            return self._skip_step(str(error))
+        return self._finish_step(result, time.perf_counter() - began)
 
-    def _stepped(self, result: StepResult, seconds: float) -> Stepped:
-        self.health.stepped(result.loss, result.grad_norm)
+    def _finish_step(self, result: StepResult, seconds: float) -> Stepped:
+        self.health.add_step(result.loss, result.grad_norm)
         units, speed = self.step * self.batch_units, self.batch_units / seconds
         stepped = Stepped(
             step=self.step,
@@ -205,12 +207,12 @@ class Trainer:
             units_per_second=speed,
             measured=self.measures.found(self.step, speed),
         )
-        self._write(stepped.metrics(self.task.unit))
+        self._write(stepped.metrics(self.data.unit))
         return stepped
 
-    def _skipped(self, why: str) -> Skipped:
-        self.health.skip(self.step)
-        units = {self.task.unit: self.step * self.batch_units}
+    def _skip_step(self, why: str) -> Skipped:
+        self.health.add_skip(self.step)
+        units = {self.data.unit: self.step * self.batch_units}
         rate = self.plan.rate(self.step - 1)
         self._write({"step": self.step, "skipped": why, "lr": rate, **units})
         return Skipped(self.step, why, self.health.skipped_in_all)
@@ -222,23 +224,27 @@ class Trainer:
         plan, improved = self.plan.at(self.step - 1), False
         if self.step % plan.eval_every == 0 and self.step < plan.steps:
             score = self._evaluate(plan.eval_batches)
-            sample = self._whole(lambda model: self.task.sample(model, plan, self.step))
-            metrics = self.task.metrics(score)
+            sample = self._on_full_model(
+                lambda model: self.objective.sample(model, self.data, self.step, plan.seed)
+            )
+            metrics = self.objective.metrics(score)
             self._write({"step": self.step, **metrics, "sample": sample})
-            improved = self.health.evaluated(self.step, score.nats)
+            improved = self.health.add_evaluation(self.step, score.nats)
             yield Evaluated(self.step, score, metrics, sample)
         if improved or self.step % plan.save_every == 0:
             self._save()
 
     def _evaluate(self, n_batches: int | None = None) -> Score:
         require_finite(self.model, self.world)
-        score = self._whole(lambda model: self.task.evaluate(model, self.plan, n_batches))
+        batches = self.data.held_out(self.plan.micro_batch, n_batches)
+        autocast = self.plan.autocast
+        score = self._on_full_model(lambda model: self.objective.score(model, batches, autocast))
         if not math.isfinite(score.nats):
             raise DivergedError(f"the validation loss became {score.nats}")
         return score
 
-    def _enough(self) -> bool:
-        return self.step >= self.plan.steps or self.health.ends(self.plan)
+    def _is_done(self) -> bool:
+        return self.step >= self.plan.steps or self.health.is_over(self.plan)
 
     def _stop(self) -> Ended:
         """Publish the weights as they are, of a run that was asked to stop."""
@@ -251,7 +257,7 @@ class Trainer:
         line: dict[str, Any] = {"step": self.step, "final": True}
         best, best_loss = self.health.best_step, self.health.best_loss
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
-        line |= {f"part_{name}": value for name, value in self.task.metrics(part).items()}
+        line |= {f"part_{name}": value for name, value in self.objective.metrics(part).items()}
         nats = part.nats
         if self.step < self.plan.steps:
             self.notes.append(
@@ -272,7 +278,7 @@ class Trainer:
                 )
             nats = best_loss
         score = self._evaluate()
-        metrics = self.task.metrics(score)
+        metrics = self.objective.metrics(score)
         line |= metrics
         self._publish(line)
         self._write(line)  # the last thing that is written: with it the run is finished
@@ -285,8 +291,8 @@ class Trainer:
         path = checkpoint_path(self.directory.checkpoints, best)
         try:
             verify(path)
-            groups_and_optimizers(self.task, self.model, self.plan, best)
-            load_weights(path, self.task, self.model)
+            make_optimizers(self.objective, self.model, self.plan, best)
+            load_weights(path, self.objective, self.model)
         except TiedGPTError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
             return False
@@ -304,7 +310,7 @@ class Trainer:
         save_checkpoint(
             self.directory.checkpoints,
             self.step,
-            self.task,
+            self.objective,
             self.model,
             self.optimizers,
             self.health.state(),
@@ -314,8 +320,10 @@ class Trainer:
 
     def _publish(self, last: Mapping[str, Any] | None) -> None:
         """Write the model and its card; `last` is the line that is about to close the metrics."""
-        self._whole(lambda model: self.task.publish(model, self.directory.model))
-        self.world.on_main(lambda: write_card(self.directory, self.task, self.model, last))
+        objective, config = self.objective, body_of(self.model).config
+        described = self.data.description | {"predicts": objective.describe(config)}
+        self._on_full_model(lambda model: objective.publish(model, self.directory.model))
+        self.world.on_main(lambda: write_card(self.directory, self.model, described, last))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.world.is_main:
@@ -323,15 +331,17 @@ class Trainer:
             if self.track is not None:
                 self.track(line)
 
-    def _whole(self, act: Callable[[Model], T]) -> T:
+    def _on_full_model(self, act: Callable[[Model], T]) -> T:
         """Return what `act` returned of the whole model, in the first process."""
-        return self.world.with_full_model(self.model, self.task, act)
+        return self.world.with_full_model(self.model, self.objective, act)
 
-    def _diagnosed(self, error: DivergedError) -> DivergedError:
+    def _diagnose(self, error: DivergedError) -> DivergedError:
         """Say with the error where it began, what was before it, and what to do."""
         run, before = self.directory, max(0, self.step - 1)
         batch, rate = self.batch_of(before), self.plan.rate(before)
-        where = self._whole(lambda model: first_not_finite(self.task, model, batch, self.plan))
+        where = self._on_full_model(
+            lambda model: find_not_finite(self.objective, model, batch, self.plan)
+        )
         kept, advice = "nothing was saved yet", ""
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from tiedgpt.train.objective import Model, Task, body_of, predicts_tokens
+from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.weights.parameters import head_matrix
@@ -53,10 +53,10 @@ def of_the_machine(name: str) -> bool:
 class Measures:
     """Watches one step in `EVERY`, and says what it saw as a part of the step's metrics."""
 
-    def __init__(self, model: Model, task: Task, plan: Plan, world: World) -> None:
+    def __init__(self, model: Model, data: Data, plan: Plan, world: World) -> None:
         self._world, self._gradients = world, GradientsOfW(model)
-        peak = peak_flops(world.device, plan.dtype) if task.unit == "tokens" else None
-        self._flops = model_flops(model, task.row_tokens) / peak if peak else None
+        peak = peak_flops(world.device, plan.dtype) if data.unit == "tokens" else None
+        self._flops = model_flops(model, data.row_tokens) / peak if peak else None
 
     def watching(self, step: int) -> AbstractContextManager[None]:
         """Watch a step, counted from 1, if it is due; several processes have no whole gradient."""

@@ -89,16 +89,16 @@ def read_history(run: Path, name: str | None = None) -> History:
         raise UserError(
             f"{run} has no metrics.jsonl", hint="name a run's directory (runs/...), or train first"
         ) from None
-    return history(name or run.resolve().name, text)
+    return parse_history(name or run.resolve().name, text)
 
 
-def history(name: str, text: str) -> History:
+def parse_history(name: str, text: str) -> History:
     """Return the columns of the text of a metrics.jsonl."""
     columns: dict[str, dict[int, float]] = {}
     samples: dict[int, str] = {}
     final: dict[str, float] = {}
     skipped, finished = 0, False
-    for line in metric_lines(text):
+    for line in read_metrics(text):
         step = line.pop("step")
         finished = line.pop("final", False) is True
         if finished:
@@ -123,7 +123,7 @@ def history(name: str, text: str) -> History:
     return History(name, unit, columns, final, samples, skipped, finished, seconds)
 
 
-def metric_lines(text: str) -> list[dict[str, Any]]:
+def read_metrics(text: str) -> list[dict[str, Any]]:
     """Return the objects in the text of a metrics.jsonl, without what a crash cut off."""
     found = []
     for line in text.split("\n"):
@@ -240,7 +240,7 @@ class Tracking:
             while (line := self._lines.get()) is not None:
                 if log is None:
                     log, finish = self._start(line["step"] - 1)
-                log(*parts(line), line["step"])
+                log(*split_line(line), line["step"])
             if log is not None:
                 finish()
         except BaseException as error:  # whatever a foreign package does, training goes on
@@ -248,7 +248,7 @@ class Tracking:
             self._warn(f"{self._name} failed and is given no more metrics ({why[:200]})")
 
 
-def parts(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Return what a tracker is told of a line: its finite numbers, its texts."""
     values = {
         key: float(value)

@@ -1,15 +1,15 @@
 """What a run trains, and on what: everything in which one run differs from another.
 
-The trainer knows a `Task` and nothing of text, labels or heads. A task of your own is a class in
-your own file: it must build a model, say the batch of each step, and score what is held out. All
-else has a default, which suits a GPT or a head on one.
+The trainer is given two values and knows nothing of text, labels or heads: `Data`, the rows to
+train on and those held out, and an `Objective`, a model with its loss and its score. Those of your
+own are a class and a record in your own file:
 
-    class Mine(Task):
+    class Mine(Objective):
         def build(self): return GPT(self.config)
-        def batches(self, plan): return lambda step: (ids, targets)    # a pure function of step
-        def evaluate(self, model, plan, n_batches=None): return MyScore(nats=...)
+        def score(self, model, batches, autocast): return MyScore(nats=...)
 
-    for event in Trainer(RunDirectory(path), Mine(config), plan, device).run(): ...
+    data = Data(batches=..., held_out=...)
+    for event in Trainer(RunDirectory(path), Mine(config), data, plan, device).run(): ...
 
 A batch is a tuple of arrays of any dtype, a row an example. The trainer knows no more of it: a loss
 says what it is the mean of, and by that the parts of a batch add up to the whole.
@@ -17,13 +17,13 @@ says what it is the mean of, and by that the parts of a batch add up to the whol
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from numpy.typing import NDArray
@@ -44,7 +44,12 @@ from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
     from tiedgpt.train.optim import Group
+    from tiedgpt.train.options import TrainOptions
+    from tiedgpt.train.storage import RunDirectory
+    from tiedgpt.train.tune_options import AnyOptions
 
+Progress = Callable[[int, int], None]
+"""Takes how many characters are encoded, and how many there are."""
 Model = nn.Module
 """A GPT, or a module that has one as `gpt`."""
 Arrays = tuple[NDArray[Any], ...]
@@ -68,7 +73,7 @@ def on_device(batch: Arrays, device: torch.device) -> tuple[Tensor, ...]:
 
 
 class Loss:
-    """The loss that a GPT or a head has by itself; base of every task."""
+    """The loss that a GPT or a head has by itself; base of every objective."""
 
     def loss(self, model: Any, batch: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the mean loss (), or several means that add up to it; see `n_targets`."""
@@ -107,15 +112,15 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(
-        self, *batch: Tensor, task: Loss = OWN_LOSS, shares: Sequence[float] | None = None
+        self, *batch: Tensor, objective: Loss = OWN_LOSS, shares: Sequence[float] | None = None
     ) -> Tensor:
-        """Return the loss, (), in nats: of a GPT of ids and targets, or of what a task defines.
+        """Return the loss, (), in nats: of a GPT of ids and targets, or of an objective.
 
         With `shares`, it is what rows of a batch add to the loss of the whole: each term times its
         share. A term that the rows have no targets for is left out, unless none has any.
         """
-        found = task.loss(self.model, batch)
-        terms = found if isinstance(found, tuple) else (found,)
+        loss = objective.loss(self.model, batch)
+        terms = loss if isinstance(loss, tuple) else (loss,)
         weights = shares or [1.0] * len(terms)
         kept = [t * w for t, w in zip(terms, weights, strict=True) if w or not any(weights)]
         return torch.stack(kept).sum() if len(kept) > 1 else kept[0]
@@ -155,80 +160,79 @@ class Pretrained:
         del self.gpt
 
 
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The rows that a run trains on and is scored by, and what a plan must know of them."""
+
+    batches: Callable[[int, int], Callable[[int], Arrays]]
+    """(rows of a batch, seed) -> the batch of each step, from 0: a pure function of the step."""
+    held_out: Callable[[int, int | None], Iterable[Arrays]]
+    """(rows of a batch, number of batches) -> the first of what is held out; None: all of it."""
+    unit: str = "examples"
+    """What is counted: tokens, examples."""
+    row_units: int = 1
+    """Units in a row of a batch."""
+    row_tokens: int = 1
+    """Tokens in the longest row, by which a row's memory is judged."""
+    epoch_rows: int = 1
+    """Rows of an epoch."""
+    held_out_rows: float = 0.0
+    """Rows that the last evaluation takes."""
+    n_examples: int = 0
+    """Examples that are trained on; 0: the data are not examples."""
+    n_held_out: float = math.inf
+    """Examples that are validated on."""
+    text_tokens: int | None = None
+    """Tokens of a text to train on; with it the size of a fresh model can be chosen."""
+    counts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Tables of run.toml that tell what the data hold."""
+    description: dict[str, str] = field(default_factory=dict)
+    """What is trained on, by short names, for people."""
+    notes: Sequence[str] = ()
+    """What is worth telling of the data."""
+
+    def with_context(self, context: int) -> Self:
+        """Return the same data in rows for another context; only a text can be cut anew."""
+        raise NotImplementedError
+
+
 class Score(Protocol):
-    """How good a model is on what is held out; `str()` says it to people."""
+    """How good a model is on what is held out."""
 
     @property
     def nats(self) -> float:
         """The mean loss."""
 
 
-class Task(Loss, ABC):
-    """A model, its loss and its data; `config` is the body's.
+@dataclass(eq=False)
+class Objective(Loss, ABC):
+    """A model, its loss, and how it is scored, shown and published.
 
     `loss` and `n_targets` (see `Loss`) may be overridden, too.
     """
 
-    unit = "examples"
-    """What is counted: tokens, examples."""
-    row_units = 1
-    """Units in a row of a batch."""
-    epoch_rows = 1
-    """Rows of an epoch."""
-    held_out_rows = 0.0
-    """Rows that the last evaluation takes."""
-    n_examples = 0
-    """Examples that are trained on; 0: the data are not examples."""
-    n_held_out: float = math.inf
-    """Examples that are validated on."""
-    text_tokens: int | None = None
-    """Tokens of a text to train on; with it the size of a fresh model can be chosen."""
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        tokenizer: Tokenizer | None = None,
-        context: int | None = None,
-        start: Pretrained | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.context = context or config.n_positions
-        self.start = start
-        self.frozen = ""
-        """What stays as it is (`--freeze`)."""
-        self.trained: int | None = None
-        """How many parameters are trained; None: all."""
-        self.row_tokens = self.context
-        """Tokens in the longest row, by which a row's memory is judged."""
-        self.counted: dict[str, dict[str, Any]] = {}
-        """Tables of run.toml that tell what the data hold."""
-        self.notes: list[str] = []
-        """What is worth telling of the data."""
-
-    def with_config(self, config: GPTConfig) -> Self:
-        """Return this task for a model of another config, with all its positions as context."""
-        task = copy.copy(self)
-        task.config = config
-        task.context = task.row_tokens = config.n_positions
-        return task
+    config: GPTConfig
+    """Of the body."""
+    tokenizer: Tokenizer | None = None
+    start: Pretrained | None = None
+    """The model that is begun with."""
+    frozen: str = ""
+    """What stays as it is (`--freeze`)."""
+    n_trained: int | None = None
+    """How many parameters are trained; None: all."""
 
     @abstractmethod
-    def build(self) -> Model:
+    def build(self) -> Any:
         """Return the model with fresh weights, drawn from torch's global stream."""
+
+    @abstractmethod
+    def score(self, model: Any, batches: Iterable[Arrays], autocast: torch.dtype | None) -> Score:
+        """Score a model on batches of what is held out."""
 
     def begin(self, model: Model) -> None:
         """Before the first step: put the weights of `start` into the body."""
         if self.start is not None:
             self.start.put_into(body_of(model))
-
-    @abstractmethod
-    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return the batch of each step, from 0: a pure function of the step and the seed."""
-
-    @abstractmethod
-    def evaluate(self, model: Any, plan: Plan, n_batches: int | None = None) -> Score:
-        """Score what is held out: the first batches of it, or all, as `held_out_rows` says."""
 
     def parameter_groups(self, model: Model, plan: Plan) -> list[Group]:
         """Return what is trained, and how: every parameter that requires a gradient, once."""
@@ -248,25 +252,74 @@ class Task(Loss, ABC):
         """Return a score as it stands in metrics.jsonl, under names that begin with `val_`."""
         return {"val_loss": score.nats}
 
-    def sample(self, model: Any, plan: Plan, step: int) -> str:
+    def sample(self, model: Any, data: Any, step: int, seed: int) -> str:
         """Return something that shows what the model does now; no random stream is touched."""
         return ""
 
-    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
-        """Return what is trained on and what predicts, by short names, for people.
-
-        `config` is the trained model's, which differs from the first where the run unties it.
-        """
-        return {}
-
-    def vocabulary(self) -> str:
-        """Return in words what the tokens are."""
-        if self.tokenizer is None:
-            return f"a vocabulary of {self.config.vocab_size:,}"
-        return f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}"
+    def describe(self, config: GPTConfig) -> str:
+        """Return in words what predicts in a model of this config; it may have been untied."""
+        return ""
 
     def publish(self, model: Any, directory: Path) -> None:
         """Write the model as others load it, and the tokenizer."""
         model.save_pretrained(directory)
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, body_of(model).config, directory)
+
+
+Pair = tuple[Objective, Data]
+
+
+class Basis(NamedTuple):
+    """What every objective begins with, in the order of its first fields."""
+
+    config: GPTConfig
+    tokenizer: Tokenizer
+    start: Pretrained | None = None
+    frozen: str = ""
+
+
+class Sources(ABC):
+    """What a run is to be trained on, as it was read; data and objective are made of it."""
+
+    labels: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
+    """Its own, where it needs one."""
+    start: Pretrained | None = None
+    """The model that is begun with, where it must have rows for tokens of its own."""
+    keeps_head: bool = True
+    """Whether the head over the vocabulary of a model that is begun with is needed."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a sha256 of everything that was read, to know changed data by."""
+
+    @abstractmethod
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the texts that are trained on, and all of them, to make a tokenizer of."""
+
+    @abstractmethod
+    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+        """Return what a run by these options trains, and on what."""
+
+    def adapt(self, options: AnyOptions) -> AnyOptions:
+        """Return the options with what follows from the data."""
+        return options
+
+    def vocabulary_size(self, options: TrainOptions) -> int:
+        """Return how many tokens a vocabulary has that is trained on the texts."""
+        return options.vocab_size or options.shape.vocab_size
+
+    def is_encoded(self, run: RunDirectory) -> bool:
+        """Whether an earlier call made the tokenizer and encoded the texts."""
+        return run.tokenizer.exists()
+
+    def encode(  # noqa: B027
+        self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
+    ) -> None:
+        """Write the texts as tokens, where they are not kept in memory."""
+
+
+def describe_tokens(tokenizer: Tokenizer) -> str:
+    """Return in words what the tokens are."""
+    return f"{tokenizer.kind} vocabulary of {len(tokenizer):,}"

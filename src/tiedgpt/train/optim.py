@@ -20,7 +20,7 @@ from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.plan import Plan, Rule
 
 if TYPE_CHECKING:
-    from tiedgpt.train.objective import Task
+    from tiedgpt.train.objective import Objective
 
 Optimizers = list[torch.optim.Optimizer]
 BETAS = (0.9, 0.95)
@@ -112,8 +112,8 @@ def set_rate(optimizers: Optimizers, rate: float) -> None:
         group["lr"] = rate
 
 
-def groups_and_optimizers(
-    task: Task, model: Model, plan: Plan, step: int
+def make_optimizers(
+    objective: Objective, model: Model, plan: Plan, step: int
 ) -> tuple[list[Group], Optimizers]:
     """Tie or untie the model, as the plan says of the state after `step` steps.
 
@@ -122,16 +122,16 @@ def groups_and_optimizers(
     """
     if plan.untie_at is not None:
         assert isinstance(model, GPT)
-        if plan.untied(step) and model.head is None:
+        if plan.is_untied(step) and model.head is None:
             untie(model)
-        elif not plan.untied(step) and model.head is not None:
+        elif not plan.is_untied(step) and model.head is not None:
             tie(model, keep="input")
-    groups = task.parameter_groups(model, plan)
+    groups = objective.parameter_groups(model, plan)
     return groups, optimizers(groups, lr=plan.lr)
 
 
 def untie_in_training(
-    task: Task, model: Model, before: Sequence[torch.optim.Optimizer], plan: Plan
+    objective: Objective, model: Model, before: Sequence[torch.optim.Optimizer], plan: Plan
 ) -> tuple[list[Group], Optimizers]:
     """Give the model a head of its own (`--untie-at`); return the groups and the optimizers.
 
@@ -141,7 +141,7 @@ def untie_in_training(
     """
     assert isinstance(model, GPT)
     held = {p: state for optimizer in before for p, state in optimizer.state.items()}
-    groups, made = groups_and_optimizers(task, model, plan, plan.steps)
+    groups, made = make_optimizers(objective, model, plan, plan.steps)
     assert isinstance(model.head, torch.nn.Linear)
     of_w = held.get(model.wte.weight, {})
     held[model.head.weight] = {name: value.clone() for name, value in of_w.items()}

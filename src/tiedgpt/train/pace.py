@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from tiedgpt.train.blocks import in_training
-from tiedgpt.train.objective import Task
-from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.blocks import prepare_blocks
+from tiedgpt.train.objective import Data, Objective
+from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
@@ -23,14 +23,16 @@ SAMPLE_SHARE = 0.1
 """Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
 
 
-def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> float:
+def step_seconds(
+    objective: Objective, data: Data, plan: Plan, world: World, *, seconds: float
+) -> float:
     """Return how long a step takes, by steps for so many seconds, in all processes.
 
     It is the lower quartile of many: a busy moment of the machine makes some of them longer.
     """
-    model = world.place(in_training(task.build().train(), plan))
-    rules = world.optimizers(groups_and_optimizers(task, model, replace(plan, lr=1e-5), 0)[1])
-    batch_of = task.batches(plan)
+    model = world.place(prepare_blocks(objective.build().train(), plan))
+    rules = world.optimizers(make_optimizers(objective, model, replace(plan, lr=1e-5), 0)[1])
+    batch_of = data.batches(plan.batch_size, plan.seed)
     times: list[float] = []
 
     def passed() -> float:
@@ -40,18 +42,20 @@ def step_seconds(task: Task, plan: Plan, world: World, *, seconds: float) -> flo
 
     while len(times) < 4 or (sum(times) < seconds and len(times) < 60):
         began = time.perf_counter()
-        train_step(model, rules, batch_of(len(times)), plan, world, task=task)
+        train_step(model, rules, batch_of(len(times)), plan, world, objective=objective)
         times.append(world.on_main(passed))
     return statistics.quantiles(times[1:], n=4)[0]
 
 
-def measure_steps(minutes: float, task: Task, plan: Plan, world: World) -> int:
+def measure_steps(
+    minutes: float, objective: Objective, data: Data, plan: Plan, world: World
+) -> int:
     """Return how many steps, with the evaluations between and after them, take so long."""
-    step = step_seconds(task, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
+    step = step_seconds(objective, data, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
     # A forward is a third of a step; evaluations, by one process, see a tenth of what is trained
     # on, the last one all of the text.
     forward = step / 3 * world.size
-    last = forward * task.held_out_rows / plan.batch_size
+    last = forward * data.held_out_rows / plan.batch_size
     return max(1, int(for_steps(minutes, last) / (step + forward * SAMPLE_SHARE)))
 
 

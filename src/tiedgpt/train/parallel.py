@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.muon import Muon
-from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Task, body_of, on_device
+from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
 from tiedgpt.train.plan import Plan
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class World:
         if not self.is_main:
             torch.manual_seed(hash((seed, self.rank, step)))
 
-    def micro_batches(self, task: Loss, batch: Arrays, micro_batch: int) -> list[MicroBatch]:
+    def micro_batches(self, objective: Loss, batch: Arrays, micro_batch: int) -> list[MicroBatch]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
 
         Rows without a target are left out. All processes have equally many parts, as their
@@ -100,16 +100,18 @@ class World:
         """
         n_rows = len(batch[0])
         start, end = (n_rows * rank // self.size for rank in (self.rank, self.rank + 1))
-        whole, own = task.n_targets(batch), []
+        whole, own = objective.n_targets(batch), []
         for at in range(start, end, micro_batch):
             rows = slice(at, min(at + micro_batch, end))
-            counts = task.n_targets(tuple(array[rows] for array in batch))
+            counts = objective.n_targets(tuple(array[rows] for array in batch))
             if any(counts):
                 shares = zip(counts, whole, strict=True)
                 own.append((rows, [self.size * n / max(1, total) for n, total in shares]))
         if self.size > 1:
             singles = (slice(n, n + 1) for n in range(n_rows))
-            counted = (row for row in singles if all(task.n_targets(tuple(a[row] for a in batch))))
+            counted = (
+                row for row in singles if all(objective.n_targets(tuple(a[row] for a in batch)))
+            )
             again = next(counted, slice(0, 1))
             n_parts = -(-self.share(n_rows) // micro_batch)
             own += [(again, [0.0] * len(whole))] * (n_parts - len(own))
@@ -181,12 +183,12 @@ class World:
         self.on_main(lambda: made.append(make()))
         return made[0] if self.is_main else make()
 
-    def with_full_model(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+    def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
         """Return what `act` returned of the model with all its weights, in the first process."""
         return self.on_main(lambda: act(model))
 
     def state(
-        self, task: Task, model: Model, optimizers: Iterable[torch.optim.Optimizer]
+        self, objective: Objective, model: Model, optimizers: Iterable[torch.optim.Optimizer]
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key.
 
@@ -199,7 +201,7 @@ class World:
             if parameter in optimizer.state
             for key, value in optimizer.state[parameter].items()
         }
-        return self.full_state_dict(task.state_to_save(model)), self.full_state_dict(moments)
+        return self.full_state_dict(objective.state_to_save(model)), self.full_state_dict(moments)
 
     def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors of which each process may hold a part, whole in the first."""
@@ -256,13 +258,13 @@ class Shards(World):
         self._loss_module.set_requires_gradient_sync(part.last)
         return nullcontext()
 
-    def with_full_model(self, model: Model, task: Task, act: Callable[[Model], T]) -> T:
+    def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
         """Give it a copy with all weights."""
         weights = self.full_state_dict(model.state_dict())
 
         def act_on_copy() -> T:
             with torch.device("meta"):
-                copy = task.build().train(model.training)
+                copy = objective.build().train(model.training)
             copy.load_state_dict(weights, assign=True)
             return act(copy.to(self.device))
 
@@ -316,7 +318,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether torchrun has started this process beside others."""
     return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -329,7 +331,7 @@ def require_launch(parallel: Parallel | None) -> None:
             "tiedgpt train ..."
         )
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if launched() and 0 < gpus < here:
+    if is_launched() and 0 < gpus < here:
         raise UserError(
             f"{here} processes and {gpus} GPUs: each needs one",
             hint=f"give --nproc-per-node {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU",
@@ -342,7 +344,7 @@ def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[Worl
 
     Where the run fails in all of them, the first says so and the others end without a word.
     """
-    if not launched():
+    if not is_launched():
         yield World(device)
         return
     on_gpu = device.type == "cuda"

@@ -135,7 +135,7 @@ class Plan:
             cooldown=plan.cooldown,
         )
 
-    def untied(self, step: int) -> bool:
+    def is_untied(self, step: int) -> bool:
         """Whether the state after `step` steps has the head that the run makes on its way."""
         return self.untie_at is not None and step > self.untie_at
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,13 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.parallel import Parallel, World, join_world
-from tiedgpt.train.prepare import (
-    Sources,
-    Trained,
-    adapt_options,
-    fork_options,
-    open_sources,
-    prepare,
-)
+from tiedgpt.train.objective import Progress
+from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.parallel import Parallel, join_world
+from tiedgpt.train.prepare import fork_options, prepare
 from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
-from tiedgpt.train.storage import RunDirectory, make_record, read_plan, run_for, times_longer
+from tiedgpt.train.storage import RunDirectory, compare_duration, find_run, make_record, read_plan
 from tiedgpt.train.tune_options import AnyOptions
-
-Progress = Callable[[int, int], None]
 
 
 def train(
@@ -58,30 +52,31 @@ def train(
             world.on_main(lambda: require_same(options, RunDirectory(Path(out))))
         sources = world.main_first(lambda: open_sources(options))
         digest = world.on_main(sources.digest) if options.data else None
-        directory = RunDirectory(Path(out or world.on_main(lambda: run_for(options, digest))))
+        directory = RunDirectory(Path(out or world.on_main(lambda: find_run(options, digest))))
         if world.is_main:
-            stack.enter_context(directory.locked())
+            stack.enter_context(directory.lock())
         tables = world.main_first(lambda: _open_record(options, directory, digest))
-        is_finished = bool(tables) and world.main_first(directory.finished)
+        config, plan = read_plan(tables) if tables else (None, None)
+        is_finished = bool(tables) and world.main_first(directory.is_finished)
         if is_finished:
             yield AlreadyFinished(directory.path)
             return
         yield from _hub_notes(options)
-        run_options = adapt_options(fork_options(options, tables), sources)
-        task = _prepare(directory, run_options, sources, tables, progress, world)
+        own = sources.adapt(fork_options(options, tables))
+        objective, data = world.main_first(
+            functools.partial(prepare, directory, own, sources, config, progress)
+        )
         del sources  # the text, which may be held in memory
-        if tables:
-            _, plan = read_plan(tables)
-        else:
+        if plan is None:
             yield Note("measuring this machine")
-            run_options, task, reason = choose_size(run_options, task, world)
-            plan = make_plan(run_options, task, world.device, world=world, reason=reason)
-            tables = make_record(options, task.config, plan, task.counted, digest, world)
+            own, objective, data, reason = choose_size(own, objective, data, world)
+            plan = make_plan(own, objective, data, world.device, world=world, reason=reason)
+            tables = make_record(options, objective.config, plan, data.counts, digest, world)
             world.on_main(lambda: directory.write_record(tables))
-        yield Planned(directory, options, task, plan, world)
+        yield Planned(directory, options, objective, data, plan, world)
         fork = None if options.fork is None else Path(options.fork) / "checkpoints"
         yield from Trainer(
-            directory, task, plan, world.device,
+            directory, objective, data, plan, world.device,
             fork=fork, stop_requested=stop_requested, track=track, world=world,
         ).run()  # fmt: skip
 
@@ -90,7 +85,7 @@ def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
     """Raise `UserError` where a run has other options; return how many times as long it goes on."""
     out, tables = directory.path, directory.read_record()
     differences = options.differences(tables.get("options", {})) if tables else []
-    times = times_longer(options, tables) if differences and directory.finished() else None
+    times = compare_duration(options, tables) if differences and directory.is_finished() else None
     if differences and times is None:
         raise UserError(
             f"{out} holds a run with other options ({'; '.join(differences)})",
@@ -115,8 +110,6 @@ def _open_record(
         )
     if (times := require_same(options, directory)) is not None:
         return make_longer(directory, options, times)
-    if tables:
-        read_plan(tables)  # raises where the record is of another edition
     return tables
 
 
@@ -125,16 +118,3 @@ def _hub_notes(options: AnyOptions) -> Iterator[Note]:
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():
             yield Note(f"{source}: not a path, looking on the Hugging Face hub")
-
-
-def _prepare(
-    directory: RunDirectory,
-    options: AnyOptions,
-    sources: Sources,
-    tables: Mapping[str, Any],
-    progress: Progress | None,
-    world: World,
-) -> Trained:
-    """Return the task of the run, on data that are encoded now or were by an earlier call."""
-    config = read_plan(dict(tables))[0] if tables else None
-    return world.main_first(lambda: prepare(directory, options, sources, config, progress))

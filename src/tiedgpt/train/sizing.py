@@ -11,19 +11,19 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError, NoRoomError, UserError
 from tiedgpt.infer.room import free_memory
-from tiedgpt.train.blocks import decide, in_training
+from tiedgpt.train.blocks import decide_compile, prepare_blocks
 from tiedgpt.train.choice import choose
 from tiedgpt.train.fast.matmul import has_bf16
 from tiedgpt.train.measures import TensorMemory, held_memory
-from tiedgpt.train.objective import Task
-from tiedgpt.train.optim import groups_and_optimizers
+from tiedgpt.train.objective import Data, Objective, Pair
+from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import (
     DEFAULT_MINUTES,
     DURATIONS,
@@ -45,7 +45,6 @@ from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
-AnyTask = TypeVar("AnyTask", bound=Task)
 MICRO_BATCH_TOKENS = 8192
 FIRST_PART = 0.25
 """Of the time: then the steps that are left are planned again, by the pace so far."""
@@ -73,24 +72,28 @@ def training_device(name: str = "auto") -> torch.device:
 
 
 def choose_size(
-    options: AnyOptions, task: AnyTask, world: World
-) -> tuple[AnyOptions, AnyTask, str]:
-    """Return the options, the task and why: of the size that suits the text, where it is not given.
+    options: AnyOptions, objective: Objective, data: Data, world: World
+) -> tuple[AnyOptions, Objective, Data, str]:
+    """Return all three for the size that suits the text, where none is given, and why.
 
     All processes of a `world` must call this, and get the same.
     """
-    if isinstance(options, TuneOptions) or not options.chooses or task.text_tokens is None:
-        return options, task, ""
+    if isinstance(options, TuneOptions) or not options.chooses or data.text_tokens is None:
+        return options, objective, data, ""
     seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
     chosen, reason, warning = choose(
-        options, task.text_tokens, lambda sized: measure_speed(sized, task, world, seconds=seconds)
+        options,
+        data.text_tokens,
+        lambda sized: measure_speed(sized, objective, data, world, seconds=seconds),
     )
-    return chosen, task_of_size(task, chosen), f"{reason}; {warning}" if warning else reason
+    reason = f"{reason}; {warning}" if warning else reason
+    return chosen, *resize(objective, data, chosen), reason
 
 
 def make_plan(
     options: AnyOptions,
-    task: Task,
+    objective: Objective,
+    data: Data,
     device: torch.device,
     *,
     world: World | None = None,
@@ -98,37 +101,37 @@ def make_plan(
 ) -> Plan:
     """Derive what was not set, measuring where the machine decides.
 
-    `reason` says why the task has its size. Raises `NoRoomError` for a model that cannot fit in
+    `reason` says why the model has its size. Raises `NoRoomError` for a model that cannot fit in
     memory, before anything is built. In a `world` of several processes all must call this, and get
     the same.
     """
     world = world or World(device)
-    draft = world.on_main(lambda: draft_plan(options, task, world))
+    draft = world.on_main(lambda: draft_plan(options, objective, data, world))
     world.on_main(lambda: world.require_work(draft))
     unit, amount, least = options.duration
     minutes, steps = None, int(amount)
     if unit == "epochs":
-        steps = math.ceil(amount * task.epoch_rows / draft.batch_size)
+        steps = math.ceil(amount * data.epoch_rows / draft.batch_size)
         rows = draft.batch_size
-        least = min(least, math.ceil(MOST_EPOCHS * task.epoch_rows / rows))
+        least = min(least, math.ceil(MOST_EPOCHS * data.epoch_rows / rows))
         if steps < least:
-            steps, epochs = least, least * rows / task.epoch_rows
+            steps, epochs = least, least * rows / data.epoch_rows
             reason = (
-                f"{task.n_examples:,} examples are few: {steps:,} steps see each of them about "
+                f"{data.n_examples:,} examples are few: {steps:,} steps see each of them about "
                 f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
             )
     elif unit == "minutes":
         minutes = amount
-        steps = measure_steps(minutes, task, draft, world)
+        steps = measure_steps(minutes, objective, data, draft, world)
     return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
 
 
-def draft_plan(options: AnyOptions, task: Task, world: World) -> Plan:
+def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: World) -> Plan:
     """Return a plan of which all is decided but the number of steps, and what depends on it."""
-    config, device = task.config, world.device
+    config, device = objective.config, world.device
     if options.untie_at is not None and not config.tie_word_embeddings:
         raise UserError("--untie-at: the model to start from is untied already")
-    compiles, _ = decide(options.compile, device, one_shape=task.unit == "tokens")
+    compiles, _ = decide_compile(options.compile, device, one_shape=data.unit == "tokens")
     draft = Plan(
         steps=1,
         micro_batch=1,
@@ -139,16 +142,16 @@ def draft_plan(options: AnyOptions, task: Task, world: World) -> Plan:
         eval_every=1,
         eval_batches=1,
         save_every=1,
-        can_end_early=_can_end_early(options, task),
+        can_end_early=_can_end_early(options, data),
         keep=options.keep,
         schedule=options.schedule,
         untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
-        **options.plan_fields(config, task.context, task.epoch_rows),
+        **options.plan_fields(config, data.row_tokens, data.epoch_rows),
     )
-    require_lasting(config, draft, task.row_tokens, world, task.trained)
-    return fit_micro_batch(draft, options, task, world)
+    require_lasting(config, draft, data.row_tokens, world, objective.n_trained)
+    return fit_micro_batch(draft, options, objective, data, world)
 
 
 def choose_dtype(device: torch.device) -> Dtype:
@@ -156,31 +159,39 @@ def choose_dtype(device: torch.device) -> Dtype:
     return "bf16" if has_bf16(device) else "fp32"
 
 
-def _can_end_early(options: AnyOptions, task: Task) -> bool:
+def _can_end_early(options: AnyOptions, data: Data) -> bool:
     """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
-    return options.patience is not None or task.n_held_out >= ENOUGH_HELD_OUT
+    return options.patience is not None or data.n_held_out >= ENOUGH_HELD_OUT
 
 
-def task_of_size(task: AnyTask, options: TrainOptions) -> AnyTask:
-    """Return the task for a model of the shape that the options name, with its vocabulary."""
-    size, bos, eos = task.config.vocab_size, task.config.bos_token_id, task.config.eos_token_id
-    return task.with_config(options.model_config(vocab_size=size, bos=bos, eos=eos))
+def resize(objective: Objective, data: Data, options: TrainOptions) -> Pair:
+    """Return both for a model of the shape that the options name, with its vocabulary."""
+    config = objective.config
+    config = options.model_config(
+        vocab_size=config.vocab_size, bos=config.bos_token_id, eos=config.eos_token_id
+    )
+    return replace(objective, config=config), data.with_context(config.n_positions)
 
 
-def measure_speed(options: TrainOptions, task: Task, world: World, *, seconds: float) -> float:
+def measure_speed(
+    options: TrainOptions, objective: Objective, data: Data, world: World, *, seconds: float
+) -> float:
     """Return the tokens a second at which a size of a fresh model is trained."""
-    sized = task_of_size(task, options)
-    plan = world.on_main(lambda: draft_plan(options, sized, world))
-    step = step_seconds(sized, plan, world, seconds=seconds)
-    return plan.batch_size * sized.row_units / step
+    objective, data = resize(objective, data, options)
+    plan = world.on_main(lambda: draft_plan(options, objective, data, world))
+    step = step_seconds(objective, data, plan, world, seconds=seconds)
+    return plan.batch_size * data.row_units / step
 
 
-def fit_micro_batch(draft: Plan, options: AnyOptions, task: Task, world: World) -> Plan:
+def fit_micro_batch(
+    draft: Plan, options: AnyOptions, objective: Objective, data: Data, world: World
+) -> Plan:
     """Decide how many sequences go at a time and what is recomputed: the fastest that fits.
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
     """
-    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // task.row_tokens)
+    config, n_trained = objective.config, objective.n_trained
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // data.row_tokens)
     micro = min(world.share(draft.batch_size), at_most)
     sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
     ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
@@ -189,11 +200,11 @@ def fit_micro_batch(draft: Plan, options: AnyOptions, task: Task, world: World) 
     shared_out = world.n_shards > 1  # no device has room for all of it
     place = torch.device("cpu") if shared_out else world.device
     for recompute in ways:
-        peak = measure_peak(task, replace(draft, recompute=recompute), sizes[0], place)
+        peak = measure_peak(objective, data, replace(draft, recompute=recompute), sizes[0], place)
         for size in sizes:
             plan = replace(draft, micro_batch=size, recompute=recompute)
             try:
-                require_memory(task.config, plan, task.row_tokens, peak, world, task.trained)
+                require_memory(config, plan, data.row_tokens, peak, world, n_trained)
                 return plan
             except NoRoomError as error:
                 refused = error
@@ -227,7 +238,7 @@ def pause_intervals(
     }
 
 
-def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
+def replan(plan: Plan, data: Data, step: int, seconds: float) -> Plan | None:
     """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
 
     A pause is part of the pace. The rate goes on where the new number of steps has it. The warm-up
@@ -235,7 +246,7 @@ def replan(plan: Plan, task: Task, step: int, seconds: float) -> Plan | None:
     """
     assert plan.minutes is not None
     pace = seconds / step
-    last = pace / 3 * task.held_out_rows / plan.batch_size
+    last = pace / 3 * data.held_out_rows / plan.batch_size
     steps = max(step + 1, plan.warmup, int(for_steps(plan.minutes, last) / pace))
     if abs(steps / plan.steps - 1) < SAME_PACE:
         return None
@@ -287,12 +298,12 @@ def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[st
     return run.read_record()
 
 
-def said(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return bytes as they are read: 340 MB, 2.5 GB."""
     return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
 
 
-def free(device: torch.device) -> float:
+def measure_free(device: torch.device) -> float:
     """Return the free bytes of a device; infinitely many where the system does not tell."""
     found = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     return math.inf if found is None else found
@@ -314,28 +325,30 @@ class Peak:
         return self.fixed + int(rows * self.a_row)
 
 
-def measure_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> Peak:
+def measure_peak(
+    objective: Objective, data: Data, plan: Plan, at_most: int, device: torch.device
+) -> Peak:
     """Train a throw-away model on one row, two, four, until it is plain what a row takes.
 
     The bytes of its tensors are counted, so the result does not depend on what the process did
     before. Raises `NoRoomError` where a GPU has no room for one row.
     """
     gc.collect()
-    before, room = held_memory(device), free(device)
+    before, room = held_memory(device), measure_free(device)
     memory, per_byte = TensorMemory(device), 1.0 if device.type == "cuda" else HEAP
     plan = replace(plan, compile="off", lr=1e-9)
     with memory.counting():
-        model = in_training(task.build().train(), plan).to(device)
-        _, rules = groups_and_optimizers(task, model, plan, 0)
+        model = prepare_blocks(objective.build().train(), plan).to(device)
+        _, rules = make_optimizers(objective, model, plan, 0)
     fewer = less = most = peak = 0
     scale, a_row = 1.0, 0.0
     for rows in (1, *sorted({min(1 << n, at_most) for n in range(at_most.bit_length() + 1)})):
         plan = replace(plan, batch_size=rows, micro_batch=rows)
-        batch = task.batches(plan)(0)
-        scale = task.row_tokens / batch[0][0].size
+        batch = data.batches(rows, plan.seed)(0)
+        scale = data.row_tokens / batch[0][0].size
         try:
             with memory.counting(), contextlib.suppress(DivergedError):
-                train_step(model, rules, batch, plan, task=task)
+                train_step(model, rules, batch, plan, objective=objective)
         except torch.OutOfMemoryError:
             if most == 0:
                 raise NoRoomError(f"{device} has no room for one row of the batch") from None
@@ -351,34 +364,35 @@ def measure_peak(task: Task, plan: Plan, at_most: int, device: torch.device) -> 
     return Peak(before, before + int(peak - most * a_row), scale * a_row)
 
 
-def _lasting(config: GPTConfig, plan: Plan, trained: int | None) -> int:
+def count_lasting(config: GPTConfig, plan: Plan, n_trained: int | None) -> int:
     """Return the bytes of weights, and of gradients and moments of those that are trained."""
     if plan.untie_at is not None:
         config = replace(config, tie_word_embeddings=False)  # as it will be
     count = config.parameter_count()
     in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
     moments = 8 * count - (4 * in_matrices if plan.optimizer == "muon" else 0)
-    return 8 * count + moments if trained is None else 4 * count + 12 * trained
+    return 8 * count + moments if n_trained is None else 4 * count + 12 * n_trained
 
 
 def require_lasting(
-    config: GPTConfig, plan: Plan, row_tokens: int, world: World, trained: int | None = None
+    config: GPTConfig, plan: Plan, row_tokens: int, world: World, n_trained: int | None = None
 ) -> None:
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
-    room, has = _room(plan, world, held_memory(world.device))
-    lasting = _lasting(config, plan, trained) // world.n_shards
+    room, has = _measure_room(plan, world, held_memory(world.device))
+    lasting = count_lasting(config, plan, n_trained) // world.n_shards
     if lasting > room:
         raise NoRoomError(
-            f"{config.parameter_count():,} parameters need {said(lasting)} to train (weights, "
-            f"gradients and the optimizer's moments) and {world.device} has {said(room)} {has}",
+            f"{config.parameter_count():,} parameters need {format_bytes(lasting)} to train "
+            f"(weights, gradients and the optimizer's moments) and {world.device} has "
+            f"{format_bytes(room)} {has}",
             hint="use a smaller model",
         )
     batch = 4 * 8 * plan.batch_size * row_tokens
     if lasting + batch > room:
         raise NoRoomError(
-            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {said(batch)} beside "
-            f"{said(lasting)} of weights, gradients and moments, and {world.device} has "
-            f"{said(room)} {has}",
+            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {format_bytes(batch)} "
+            f"beside {format_bytes(lasting)} of weights, gradients and moments, and {world.device} "
+            f"has {format_bytes(room)} {has}",
             hint="use a smaller --batch-size",
         )
 
@@ -389,18 +403,18 @@ def require_memory(
     row_tokens: int,
     peak: Peak,
     world: World,
-    trained: int | None = None,
+    n_trained: int | None = None,
 ) -> None:
     """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
 
     The peak is that of one process. Of several each has one part in `world.n_shards` of what lasts,
     or, as DDP, all of it and the gradients twice.
     """
-    room, has = _room(plan, world, peak.before)
-    lasting, need = _lasting(config, plan, trained), peak.of(plan.micro_batch) - peak.before
+    room, has = _measure_room(plan, world, peak.before)
+    lasting, need = count_lasting(config, plan, n_trained), peak.of(plan.micro_batch) - peak.before
     need -= lasting - lasting // world.n_shards
     if world.size > world.n_shards:
-        need += 4 * (config.parameter_count() if trained is None else trained)
+        need += 4 * (config.parameter_count() if n_trained is None else n_trained)
     if plan.micro_batch < world.share(plan.batch_size):
         need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
     if need <= room:
@@ -410,26 +424,30 @@ def require_memory(
     ways += ["more --memory"] if plan.memory is not None else []
     raise NoRoomError(
         f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
-        f"at a time, needs about {said(need)}, {said(lasting // world.n_shards)} of them for "
-        f"weights, gradients and moments, and {world.device} has {said(room)} {has}",
+        f"at a time, needs about {format_bytes(need)}, "
+        f"{format_bytes(lasting // world.n_shards)} of them for weights, gradients and moments, "
+        f"and {world.device} has {format_bytes(room)} {has}",
         hint=f"use {', or '.join(ways)}",
     )
 
 
-def _room(plan: Plan, world: World, before: int) -> tuple[float, str]:
+def _measure_room(plan: Plan, world: World, before: int) -> tuple[float, str]:
     """Return the bytes that training may take beside the `before` of the program, and of what."""
     device = world.device
-    room, has = free(device) + held_memory(device) - before, "free"
+    room, has = measure_free(device) + held_memory(device) - before, "free"
     if device.type == "cpu" and world.n_local > 1:
         room, has = room / world.n_local, "free for each process"
     if plan.memory is None or room <= plan.memory - before:
         return room, has
     if plan.memory <= before:
-        raise NoRoomError(f"--memory {said(plan.memory)}: the program alone takes {said(before)}")
-    return plan.memory - before, f"of --memory {said(plan.memory)} left beside the program"
+        raise NoRoomError(
+            f"--memory {format_bytes(plan.memory)}: the program alone takes {format_bytes(before)}"
+        )
+    return plan.memory - before, f"of --memory {format_bytes(plan.memory)} left beside the program"
 
 
 def memory_line(plan: Plan) -> str:
     """Return in words how a plan with a budget keeps to it."""
     how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
-    return f"{plan.micro_batch:,} sequences at a time{how}, to stay in {said(plan.memory or 0)}"
+    memory = format_bytes(plan.memory or 0)
+    return f"{plan.micro_batch:,} sequences at a time{how}, to stay in {memory}"

@@ -51,9 +51,9 @@ def train_step(
     plan: Plan,
     world: World | None = None,
     *,
-    task: Loss = OWN_LOSS,
+    objective: Loss = OWN_LOSS,
 ) -> StepResult:
-    """Update the model on a batch, by the loss of a task or by the model's own.
+    """Update the model on a batch, by the loss of an objective or by the model's own.
 
     Rows without a target are left out. Where the model was placed in a `world` of several
     processes, each computes its share.
@@ -63,16 +63,16 @@ def train_step(
     """
     device = body_of(model).wte.weight.device
     world = world or World(device)
-    objective = world.loss_module(model)
+    module = world.loss_module(model)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
-    if not any(task.n_targets(batch)):
+    if not any(objective.n_targets(batch)):
         raise DivergedError("the batch has no targets")
     with fast_training(model):
-        for part in world.micro_batches(task, batch, plan.micro_batch):
+        for part in world.micro_batches(objective, batch, plan.micro_batch):
             with world.gradient_sync(part):
                 with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-                    part_loss = objective(*part.rows, task=task, shares=part.shares)
+                    part_loss = module(*part.rows, objective=objective, shares=part.shares)
                 part_loss.backward()
             loss += part_loss.detach()
     loss = world.sum(loss) / world.size
@@ -104,7 +104,7 @@ class Health:
     newest_loss: float = math.inf
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Health:
+    def from_state(cls, state: dict[str, Any]) -> Health:
         """Return what a checkpoint's state holds; empty where it is of an older version."""
         try:
             return cls(**state.get("health", {}))
@@ -117,18 +117,18 @@ class Health:
         """Return it as plain data for a checkpoint."""
         return {"health": {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}}
 
-    def stepped(self, loss: float, norm: float) -> None:
+    def add_step(self, loss: float, norm: float) -> None:
         """Remember a step that was done."""
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.losses = [*self.losses, loss][-RECENT:]
         self.norms = [*self.norms, norm][-RECENT:]
 
-    def skip(self, step: int) -> None:
+    def add_skip(self, step: int) -> None:
         """Remember a step that was skipped."""
         self.skipped.append(step)
         self.skipped_in_all += 1
 
-    def evaluated(self, step: int, loss: float) -> bool:
+    def add_evaluation(self, step: int, loss: float) -> bool:
         """Remember a validation loss; return whether none was better."""
         self.newest_loss = loss
         if loss < self.best_loss:
@@ -137,12 +137,12 @@ class Health:
         self.stale += 1
         return False
 
-    def reopened(self, step: int, loss: float) -> None:
+    def reopen(self, step: int, loss: float) -> None:
         """Remember the last validation of a run that had ended, and let it go on."""
-        self.evaluated(step, loss)
+        self.add_evaluation(step, loss)
         self.stale = 0
 
-    def ends(self, plan: Plan) -> bool:
+    def is_over(self, plan: Plan) -> bool:
         """Whether validation ends the run: out of patience, or it has turned."""
         if plan.keep == "last" or not plan.can_end_early:
             return False
@@ -182,15 +182,15 @@ def require_finite(model: Model, world: World) -> None:
         raise DivergedError(f"{name or 'a matrix'} is no longer finite")
 
 
-def first_not_finite(task: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
+def find_not_finite(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
     """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
     for name, parameter in model.named_parameters():
-        if n := _not_finite(parameter):
+        if n := _count_not_finite(parameter):
             return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
     found: list[str] = []
 
     def look(what: str, tensor: Any) -> None:
-        if isinstance(tensor, Tensor) and (n := _not_finite(tensor)):
+        if isinstance(tensor, Tensor) and (n := _count_not_finite(tensor)):
             found.append(f"{what} ({n:,} of {tensor.numel():,})")
 
     def watch(name: str, part: nn.Module | nn.Parameter) -> RemovableHandle:
@@ -205,11 +205,11 @@ def first_not_finite(task: Loss, model: Model, batch: Arrays, plan: Plan) -> str
             if name and (isinstance(part, nn.Module) or part.requires_grad):
                 watched.enter_context(watch(name, part))
         with contextlib.suppress(DivergedError):
-            train_step(model, [], batch, plan, task=task)
+            train_step(model, [], batch, plan, objective=objective)
     model.zero_grad(set_to_none=True)
     return f"; first not finite: {found[0]}" if found else ""
 
 
 @torch.no_grad()
-def _not_finite(tensor: Tensor) -> int:
+def _count_not_finite(tensor: Tensor) -> int:
     return int(tensor.numel() - tensor.isfinite().sum())

@@ -25,7 +25,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
-from tiedgpt.train.metrics import PART, History, metric_lines, read_history
+from tiedgpt.train.metrics import PART, History, read_history, read_metrics
 from tiedgpt.train.options import AUTO, DURATIONS
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
@@ -54,10 +54,10 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.record = path / "run.toml"
-        self.lock = path / ".lock"
+        self.lock_file = path / ".lock"
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other trainings out while the block runs; `UserError` if one is in it already.
 
         What an attempt left that never came to its first step is cleared away, before the block
@@ -67,13 +67,13 @@ class RunDirectory:
             existed = self.path.exists()
             if existed and not self.path.is_dir():
                 raise UserError(f"{self.path} is a file", hint="give --out a directory")
-            a_run = self.lock.exists() or self.record.exists()
+            a_run = self.lock_file.exists() or self.record.exists()
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
                     f"{self.path} is not empty and is no run", hint="give --out another directory"
                 )
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.lock.open("a+")
+            lock = self.lock_file.open("a+")
         with lock:
             if not _flock(lock):
                 lock.seek(0)
@@ -82,9 +82,9 @@ class RunDirectory:
                     "training in it",
                     hint="wait for it or give another --out",
                 )
-            if not _is_at(lock, self.lock):  # who had it has just removed it
+            if not _is_at(lock, self.lock_file):  # who had it has just removed it
                 raise UserError(f"{self.path} was being left by another training", hint="try again")
-            with writing(self.lock):
+            with writing(self.lock_file):
                 lock.truncate(0)
                 lock.write(str(os.getpid()))
                 lock.flush()
@@ -96,15 +96,15 @@ class RunDirectory:
             finally:
                 if not self.record.exists():
                     self._clear_unless_planned()
-                    self.lock.unlink(missing_ok=True)
+                    self.lock_file.unlink(missing_ok=True)
                     if not existed:
                         with contextlib.suppress(OSError):  # something else was put there
                             self.path.rmdir()
 
-    def in_use(self) -> bool:
+    def is_in_use(self) -> bool:
         """Whether a training is in it now."""
         try:
-            with self.lock.open("a+") as lock:
+            with self.lock_file.open("a+") as lock:
                 return not _flock(lock)
         except OSError:
             return True
@@ -121,9 +121,9 @@ class RunDirectory:
         for path in (self.data, self.tokenizer):
             remove(path)
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the last step was done, whichever that was, and the model was written."""
-        latest, lines = self.checkpoints / "latest", self.metric_lines()
+        latest, lines = self.checkpoints / "latest", self.read_metrics()
         if not (latest.exists() and (self.model / "config.json").exists() and lines):
             return False
         name = f"step-{lines[-1]['step']:06d}"
@@ -134,21 +134,21 @@ class RunDirectory:
 
         Its last line becomes that of an evaluation like the others.
         """
-        *lines, last = self.metric_lines()
+        *lines, last = self.read_metrics()
         score = {k.removeprefix(PART): v for k, v in last.items() if k.startswith(PART)}
         goes_on = {GOES_ON: "by a plan of more steps"}
         self._replace_metrics([*lines, {"step": last["step"], **score, **goes_on}])
         return int(last["step"])
 
-    def reopened(self, step: int) -> float | None:
+    def read_end_loss(self, step: int) -> float | None:
         """Return the validation loss of a run that ended after `step` and goes on; else None."""
-        lines = (line for line in self.metric_lines() if GOES_ON in line)
+        lines = (line for line in self.read_metrics() if GOES_ON in line)
         return next((line.get("val_loss") for line in lines if line["step"] == step), None)
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""
         with replacing(self.record) as temporary:
-            temporary.write_text(toml(tables), encoding="utf-8")
+            temporary.write_text(format_toml(tables), encoding="utf-8")
 
     def read_record(self) -> dict[str, Any]:
         """Return run.toml's tables; {} before the first step was planned."""
@@ -162,11 +162,11 @@ class RunDirectory:
             raise CorruptInputError(f"{self.record} is damaged", hint="give another --out")
         return tables
 
-    def metric_lines(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far, without what a crash cut off."""
         if not self.metrics.exists():
             return []
-        return metric_lines(self.metrics.read_text(encoding="utf-8", errors="replace"))
+        return read_metrics(self.metrics.read_text(encoding="utf-8", errors="replace"))
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -182,7 +182,7 @@ class RunDirectory:
     def cut_metrics(self, step: int) -> None:
         """Drop the lines after `step`, which are about to be written again."""
         if self.metrics.exists():
-            self._replace_metrics([line for line in self.metric_lines() if line["step"] <= step])
+            self._replace_metrics([line for line in self.read_metrics() if line["step"] <= step])
 
     def _replace_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with replacing(self.metrics) as temporary:
@@ -210,11 +210,11 @@ def make_record(
     options: AnyOptions,
     config: GPTConfig,
     plan: Plan,
-    counted: dict[str, dict[str, Any]],
+    counts: Mapping[str, dict[str, Any]],
     text_digest: str | None = None,
     world: World | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml; `counted` are those that tell what the data holds."""
+    """Return the tables of run.toml; `counts` are those that tell what the data hold."""
     import torch
 
     from tiedgpt.train.measures import describe
@@ -228,7 +228,7 @@ def make_record(
         "model": asdict(config),
         **plan_tables(plan),
         "text": {"sha256": text_digest},
-        **counted,
+        **counts,
         **processes,
         "machine": describe(),
         "versions": {
@@ -261,26 +261,26 @@ def read_plan(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
         ) from None
 
 
-def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Return tables of plain values as TOML; None is left out."""
     parts = []
     for name, table in tables.items():
         lines = [
-            f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None
+            f"{key} = {_format_value(value)}" for key, value in table.items() if value is not None
         ]
         parts.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if isinstance(value, (str, bool)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 
-def run_name(options: AnyOptions) -> str:
+def name_run(options: AnyOptions) -> str:
     """Return NAME of the data, with -SIZE, -TASK, -fork or -tuned where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
@@ -291,30 +291,30 @@ def run_name(options: AnyOptions) -> str:
     return name if kind == AUTO else f"{name}-{kind}"
 
 
-def run_for(options: AnyOptions, digest: str | None, folder: Path = RUNS) -> Path:
+def find_run(options: AnyOptions, digest: str | None, folder: Path = RUNS) -> Path:
     """Return the run under `folder` that these options on this data mean: NAME-1, NAME-2, ...
 
     It is the newest that has the same options, or has ended and is asked to go on longer. Else it
     is a new one. `digest` is that of the data.
     """
-    name = run_name(options)
+    name = name_run(options)
     numbered = {n: path for path in folder.glob(f"{name}-*") if (n := _number(path, name))}
     longer = None
     for _, path in sorted(numbered.items(), reverse=True):
         run = RunDirectory(path)
         tables = _tables(run)
-        if not run.record.exists() and not run.in_use():
+        if not run.record.exists() and not run.is_in_use():
             return path  # what an attempt left that never came to its first step
         if not tables or tables.get("text", {}).get("sha256") != digest:
             continue
         if not options.differences(tables.get("options", {})):
             return path
-        if longer is None and times_longer(options, tables) and run.finished():
+        if longer is None and compare_duration(options, tables) and run.is_finished():
             longer = path
     return longer or folder / f"{name}-{max(numbered, default=0) + 1}"
 
 
-def tuned_from(options: TuneOptions, runs: Iterable[Path]) -> str | None:
+def find_tune_start(options: TuneOptions, runs: Iterable[Path]) -> str | None:
     """Return what the newest run of these options was tuned from, whichever `start` they name."""
     records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
     for record in sorted(records, key=os.path.getmtime, reverse=True):
@@ -322,7 +322,7 @@ def tuned_from(options: TuneOptions, runs: Iterable[Path]) -> str | None:
         then = tables.get("options", {})
         if "too_long" in then:
             same = replace(options, start=then["start"])
-            if not same.differences(then) or times_longer(same, tables):
+            if not same.differences(then) or compare_duration(same, tables):
                 return str(then["start"])
     return None
 
@@ -340,7 +340,7 @@ def _number(path: Path, name: str) -> int:
     return int(ending) if re.fullmatch(r"[1-9]\d{0,8}", ending) else 0
 
 
-def times_longer(options: AnyOptions, tables: dict[str, Any]) -> float | None:
+def compare_duration(options: AnyOptions, tables: dict[str, Any]) -> float | None:
     """Return how many times as long options ask for as a recorded run; None where more differs."""
     then = tables.get("options", {})
     as_then = replace(options, **{name: then.get(name) for name in DURATIONS})
@@ -364,7 +364,7 @@ class Standing:
     """When, in seconds since 1970."""
 
 
-def runs_in(folder: Path = RUNS) -> Iterator[Standing]:
+def list_runs(folder: Path = RUNS) -> Iterator[Standing]:
     """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
     metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
     for changed, path in sorted(metrics):

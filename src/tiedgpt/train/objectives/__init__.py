@@ -1,7 +1,15 @@
-"""What can be trained: language modelling, four kinds of labelled examples, and fine-tuning."""
+"""What can be trained: language modelling, replies to examples, four kinds of labelled examples."""
 
-from tiedgpt.train.objectives.kinds import Answer, Choose, Classify, Tag
-from tiedgpt.train.objectives.labelled import Labelled
+from tiedgpt.errors import UserError
+from tiedgpt.train.objective import Sources
+from tiedgpt.train.objectives.answer import Answer
+from tiedgpt.train.objectives.choose import Choose
+from tiedgpt.train.objectives.classify import Classify
+from tiedgpt.train.objectives.labelled import Labelled, LabelSources
+from tiedgpt.train.objectives.language import TextSources
+from tiedgpt.train.objectives.replies import ReplySources, has_examples
+from tiedgpt.train.objectives.tag import Tag
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 LABELLED: dict[str, type[Labelled]] = {
     "classify": Classify,
@@ -9,3 +17,18 @@ LABELLED: dict[str, type[Labelled]] = {
     "choose": Choose,
     "answer": Answer,
 }
+"""The kinds of labelled examples, by the name of their --task."""
+
+
+def open_sources(options: AnyOptions) -> Sources:
+    """Open what is to be trained on: examples, texts, or Python's documentation."""
+    if options.task in LABELLED:
+        return LabelSources(LABELLED[options.task], options.data, options.val)
+    if isinstance(options, TuneOptions):
+        if options.start is None:
+            raise UserError("name the model to tune: --from MODEL")
+        examples = has_examples(options)
+        options.require_fit(examples=examples)
+        if examples:
+            return ReplySources(options)
+    return TextSources(options)

@@ -1,8 +1,8 @@
 """Labelled examples as a task: lines of .jsonl in, a head on a GPT's body out.
 
-A line of .jsonl (`parse`) becomes an example; an example (`prepare`) becomes rows of ids with their
-answer; rows (`collate`) become a batch of the head's `losses`. `kinds.py` has a class for each kind
-of example.
+A line of .jsonl (`parse`) becomes an example; an example (`encode`) becomes rows of ids with their
+answer; rows (`collate`) become a batch of the head's `losses`. Each kind of
+example is a class in a file of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import abstractmethod
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,8 +31,19 @@ from tiedgpt.files import read_json_lines
 from tiedgpt.heads import Head, pad
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.heads import inference
-from tiedgpt.train.objective import Arrays, Pretrained, Task, body_of, on_device
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.objective import (
+    Arrays,
+    Basis,
+    Data,
+    Objective,
+    Pair,
+    Sources,
+    body_of,
+    describe_tokens,
+    on_device,
+)
+from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.tune_options import AnyOptions
 from tiedgpt.tune import freeze
 
 HELD_OUT = 10
@@ -67,22 +80,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Examples:
-    """What is trained on, what is held out, and the names of all labels."""
-
-    train: list[Example]
-    held_out: list[Example]
-    labels: tuple[str, ...]
-
-    def digest(self) -> str:
-        """Return a sha256 of everything, to know changed data by."""
-        whole = hashlib.sha256()
-        for side in (self.train, self.held_out):
-            whole.update(len(side).to_bytes(8, "little") + b"".join(each.digest for each in side))
-        return whole.hexdigest()
-
-
-@dataclass(frozen=True)
 class LabelScore:
     """How good a head is on examples that it was not trained on."""
 
@@ -93,10 +90,19 @@ class LabelScore:
     examples: int
 
 
-class Labelled(Task):
-    """Train a head, and the body under it; see `task.Task`."""
+@dataclass(frozen=True, kw_only=True)
+class LabelData(Data):
+    """Labelled examples as rows."""
+
+    validation: list[tuple[Example, Row]]
+
+
+@dataclass(eq=False)
+class Labelled(Objective):
+    """Train a head, and the body under it, on examples of one kind."""
 
     tokenizer: Tokenizer
+    labels: tuple[str, ...] = ()
     fields: ClassVar[str]
     """What a line looks like, for messages."""
     head_class: ClassVar[type[Head]]
@@ -105,32 +111,13 @@ class Labelled(Task):
     """How the trained `head` is asked, in Python."""
     measure: ClassVar[str] = "accuracy"
     """What the share of right answers is called."""
+    keeps_head: ClassVar[bool] = False
+    """Whether the head over the vocabulary of a model that is begun with is needed."""
 
-    def __init__(
-        self,
-        examples: Examples,
-        config: GPTConfig,
-        tokenizer: Tokenizer,
-        *,
-        context: int | None = None,
-        start: Pretrained | None = None,
-    ) -> None:
-        super().__init__(config, tokenizer, context, start)
-        self.examples = examples
-        self.numbers = {name: number for number, name in enumerate(examples.labels)}
-        self.train = self._prepare("to train on", examples.train)
-        self.held_out = self._prepare("to validate on", examples.held_out)
-        self._labels = {"labels": list(examples.labels)} if examples.labels else {}
-        self.counted = {
-            "train_examples": {"examples": len(self.train), **self._labels},
-            "val_examples": {"examples": len(self.held_out)},
-        }
-        self.epoch_rows = self.n_examples = len(self.train)
-        self.n_held_out = len(self.held_out)
-        self.held_out_rows = float(len(self.held_out))
-        self.row_tokens = max(
-            len(row.rows) * max(map(len, row.rows)) for _, row in (*self.train, *self.held_out)
-        )
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each label."""
+        return {name: number for number, name in enumerate(self.labels)}
 
     @staticmethod
     @abstractmethod
@@ -138,14 +125,14 @@ class Labelled(Task):
         """Return the example that a line holds; `UserError` says what is wrong, not where."""
 
     @abstractmethod
-    def prepare(self, example: Example) -> Row | None:
+    def encode(self, example: Example, context: int) -> Row | None:
         """Return its ids and its answer; None where the answer does not fit the context."""
 
     @abstractmethod
-    def said(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
+    def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
         """Return what the head says of an example, which is all of a batch, beside the example."""
 
-    def right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
+    def is_right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
         """Return which answers of a batch the head gives rightly, (n,)."""
         ids, lengths, *_, answers = batch
         return head(ids, lengths).argmax(-1) == answers
@@ -155,120 +142,175 @@ class Labelled(Task):
         ids, lengths = pad([row.rows[0] for row in rows])
         return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
 
-    def _prepare(self, what: str, examples: Sequence[Example]) -> list[tuple[Example, Row]]:
-        """Return the examples with their ids; one that cannot be is left out, and noted."""
-        made = []
-        for example in examples:
-            try:
-                row = self.prepare(example)
-            except UserError as error:
-                raise UserError(f"{example.place}: {error}") from None
-            if row is not None:
-                made.append((example, row))
-        total, left_out = len(examples), len(examples) - len(made)
-        if not made:
-            raise UserError(
-                f"no example {what} fits a context of {self.context} tokens",
-                hint="give a longer --context",
-            )
-        if left_out:
-            self.notes.append(
-                f"left out {left_out:,} of {total:,} examples {what}: their answer does not "
-                f"fit {self.context} tokens"
-            )
-        if cut := sum(row.cut for _, row in made):
-            self.notes.append(f"cut {cut:,} of {total:,} examples {what} to {self.context} tokens")
-        return made
-
     def build(self) -> Head:
         """Return a fresh head on a fresh body."""
         make: Callable[..., Head] = self.head_class
-        head = make(GPT(self.config), **self._labels)
+        head = make(GPT(self.config), **({"labels": list(self.labels)} if self.labels else {}))
         freeze(head, self.frozen)
         return head
 
-    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return the batch of each step; an epoch visits every example once, in its own order."""
-        n = len(self.train)
-        order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=plan.seed, epoch=epoch))
-
-        def batch(step: int) -> Arrays:
-            first = step * plan.batch_size
-            places = (divmod(row, n) for row in range(first, first + plan.batch_size))
-            return self.collate([self.train[order(e)[i]][1] for e, i in places])
-
-        return batch
-
-    def evaluate(self, model: Head, plan: Plan, n_batches: int | None = None) -> LabelScore:
-        """Score the examples held out, by loss and by how many are right."""
-        size = plan.micro_batch
-        rows = [row for _, row in self.held_out]
-        rows = rows if n_batches is None else rows[: n_batches * size]
-        batches = (self.collate(rows[at : at + size]) for at in range(0, len(rows), size))
+    def score(
+        self, model: Head, batches: Iterable[Arrays], autocast: torch.dtype | None
+    ) -> LabelScore:
+        """Score examples, by loss and by how many are right."""
 
         def measure(batch: tuple[Tensor, ...]) -> list[float]:
-            terms, right = model.losses(*batch), self.right(model, batch)
-            found = [float(right.sum()), float(len(right))]
+            terms, right = model.losses(*batch), self.is_right(model, batch)
+            sums = [float(right.sum()), float(len(right)), float(len(batch[0]))]
             counts = self.n_targets(tuple(tensor.cpu().numpy() for tensor in batch))
             for mean, n in zip(terms, counts, strict=True):
-                found += [float(mean) * n, float(n)]
-            return found
+                sums += [float(mean) * n, float(n)]
+            return sums
 
-        right, asked, *sums = totals(model, batches, measure, autocast=plan.autocast)
+        right, asked, rows, *sums = totals(model, batches, measure, autocast=autocast)
         nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
-        return LabelScore(nats, right / asked, len(rows))
+        return LabelScore(nats, right / asked, int(rows))
 
     def metrics(self, score: LabelScore) -> dict[str, float]:
         """Return the loss and the share of right answers."""
         return {"val_loss": score.nats, f"val_{self.measure.replace(' ', '_')}": score.share}
 
     @torch.no_grad()
-    def sample(self, model: Head, plan: Plan, step: int) -> str:
+    def sample(self, model: Head, data: Any, step: int, seed: int) -> str:
         """Return what the head says of an example held out, of another one at each step."""
-        example, row = self.held_out[step % len(self.held_out)]
+        example, row = data.validation[step % len(data.validation)]
         batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
         with inference(model):
-            verdict = "rightly" if self.right(model, batch).all() else "wrongly"
-            return f"{verdict} {self.said(model, example, batch)}"
+            verdict = "rightly" if self.is_right(model, batch).all() else "wrongly"
+            return f"{verdict} {self.answer(model, example, batch)}"
 
-    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
-        """Return how many examples there are, of what, and what scores them."""
-        longest = max(len(ids) for _, row in self.train for ids in row.rows)
-        labels = f"; {len(names)} labels" if (names := self.examples.labels) else ""
-        return {
-            "examples": f"{len(self.train):,}; {len(self.held_out):,} more to validate on{labels}",
-            "tokens": f"{self.vocabulary()}, the longest row has {longest:,}",
-            "predicts": f"a {self.head_class.__name__} on the states of the body",
-        }
+    def describe(self, config: GPTConfig) -> str:
+        """Return in words what scores the examples."""
+        return f"a {self.head_class.__name__} on the states of the body"
 
 
-def read_examples(
-    kind: type[Labelled], sources: Sequence[str], validation: str | None = None
-) -> Examples:
-    """Read lines of .jsonl; without `validation` a tenth of them is held out, by what they say.
+class LabelSources(Sources):
+    """Lines of .jsonl of one kind; without --val a tenth of them is held out, by what they say.
 
     Equal lines are on the same side. Raises `UserError` or `CorruptInputError`, with file and line,
     for what is no example, and where nothing is left to train or to validate on.
     """
-    whole = [example for source in sources for example in _read(kind, source)]
-    if validation is not None:
-        held_out = list(_read(kind, validation))
-        digests = {example.digest for example in held_out}
-    else:
-        order = sorted({example.digest for example in whole})
-        digests = set(order[: max(1, len(order) // HELD_OUT)])
-        held_out = [example for example in whole if example.digest in digests]
-        held_out.sort(key=lambda example: example.digest)  # its beginning stands for all of it
-    train = [example for example in whole if example.digest not in digests]
-    if not train:
+
+    def __init__(
+        self, kind: type[Labelled], sources: Sequence[str], validation: str | None = None
+    ) -> None:
+        self.kind, self.keeps_head = kind, kind.keeps_head
+        whole = [example for source in sources for example in _read(kind, source)]
+        if validation is not None:
+            self.held_out = list(_read(kind, validation))
+            digests = {example.digest for example in self.held_out}
+        else:
+            order = sorted({example.digest for example in whole})
+            digests = set(order[: max(1, len(order) // HELD_OUT)])
+            self.held_out = [example for example in whole if example.digest in digests]
+            self.held_out.sort(key=lambda each: each.digest)  # its beginning stands for all of it
+        self.train = [example for example in whole if example.digest not in digests]
+        if not self.train:
+            raise UserError(
+                f"{len(whole)} lines, and none is left to train on beside those held out",
+                hint="give more",
+            )
+        self.labels: tuple[str, ...] = _name_labels(self.train, self.held_out)
+
+    def digest(self) -> str:
+        """Return a sha256 of everything, to know changed data by."""
+        whole = hashlib.sha256()
+        for side in (self.train, self.held_out):
+            whole.update(len(side).to_bytes(8, "little") + b"".join(each.digest for each in side))
+        return whole.hexdigest()
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the texts of the examples that are trained on, and of all."""
+        sides = self.train, self.train + self.held_out
+        train, whole = ((text for each in side for text in each.texts) for side in sides)
+        return train, whole
+
+    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+        """Return the head that learns the answers, and the examples as rows of ids."""
+        objective = self.kind(*basis, labels=self.labels)
+        context = options.context or basis.config.n_positions
+        return objective, encode_examples(objective, self.train, self.held_out, context)
+
+
+def encode_examples(
+    objective: Labelled, train: Sequence[Example], held_out: Sequence[Example], context: int
+) -> LabelData:
+    """Return examples as rows; an epoch visits every one once, in its own order."""
+    notes: list[str] = []
+    examples = _encode(objective, "to train on", train, context, notes)
+    validation = _encode(objective, "to validate on", held_out, context, notes)
+    n = len(examples)
+
+    def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
+        order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
+
+        def batch(step: int) -> Arrays:
+            first = step * batch_size
+            places = (divmod(row, n) for row in range(first, first + batch_size))
+            return objective.collate([examples[order(e)[i]][1] for e, i in places])
+
+        return batch
+
+    def read_held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+        rows = [row for _, row in validation]
+        rows = rows if n_batches is None else rows[: n_batches * batch_size]
+        for at in range(0, len(rows), batch_size):
+            yield objective.collate(rows[at : at + batch_size])
+
+    labels = {"labels": list(objective.labels)} if objective.labels else {}
+    longest = max(len(ids) for _, row in examples for ids in row.rows)
+    more = f"; {len(objective.labels)} labels" if labels else ""
+    return LabelData(
+        batches=batches,
+        held_out=read_held_out,
+        row_tokens=max(
+            len(row.rows) * max(map(len, row.rows)) for _, row in (*examples, *validation)
+        ),
+        epoch_rows=n,
+        held_out_rows=float(len(validation)),
+        n_examples=n,
+        n_held_out=len(validation),
+        counts={
+            "train_examples": {"examples": n, **labels},
+            "val_examples": {"examples": len(validation)},
+        },
+        description={
+            "examples": f"{n:,}; {len(validation):,} more to validate on{more}",
+            "tokens": f"{describe_tokens(objective.tokenizer)}, the longest row has {longest:,}",
+        },
+        notes=notes,
+        validation=validation,
+    )
+
+
+def _encode(
+    objective: Labelled, what: str, examples: Sequence[Example], context: int, notes: list[str]
+) -> list[tuple[Example, Row]]:
+    """Return the examples with their ids; one that cannot be is left out, and noted."""
+    pairs = []
+    for example in examples:
+        try:
+            row = objective.encode(example, context)
+        except UserError as error:
+            raise UserError(f"{example.place}: {error}") from None
+        if row is not None:
+            pairs.append((example, row))
+    total, left_out = len(examples), len(examples) - len(pairs)
+    if not pairs:
         raise UserError(
-            f"{len(whole)} lines, and none is left to train on beside those held out",
-            hint="give more",
+            f"no example {what} fits a context of {context} tokens", hint="give a longer --context"
         )
-    return Examples(train, held_out, _label_names(train, held_out))
+    if left_out:
+        notes.append(
+            f"left out {left_out:,} of {total:,} examples {what}: their answer does not fit "
+            f"{context} tokens"
+        )
+    if cut := sum(row.cut for _, row in pairs):
+        notes.append(f"cut {cut:,} of {total:,} examples {what} to {context} tokens")
+    return pairs
 
 
-def _label_names(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
+def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
     """Return the names in a fixed order; one that is never trained on is an error."""
     seen = Counter(name for example in train for name in example.labels)
     for example in held_out:
@@ -301,3 +343,45 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
         raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
     if empty:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
+
+
+def find_token_spans(
+    ids: Sequence[int], tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last token that have a byte of characters [start, end).
+
+    Raises `UserError` where the tokens are not the text byte for byte.
+    """
+    pieces = [tokenizer.token_bytes(id) for id in ids]
+    if b"".join(pieces) != text.encode():
+        raise UserError("the tokenizer does not keep this text as it is: no place can be found")
+    starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # in bytes
+    for start, end in spans:
+        first, after = len(text[:start].encode()), len(text[:end].encode())
+        yield bisect_right(starts, first) - 1, bisect_right(starts, after - 1) - 1
+
+
+def read_text(record: Mapping[str, Any], field: str) -> str:
+    """Return a string with something in it, or say that there is none."""
+    value = record.get(field)
+    if not isinstance(value, str):
+        held = ", ".join(map(repr, record)) or "nothing"
+        raise UserError(f"no string in the field {field!r}; it holds {held}")
+    if not value.strip():
+        raise UserError(f"the field {field!r} is empty")
+    return value
+
+
+def read_list(record: Mapping[str, Any], field: str) -> list[Any]:
+    """Return a list with something in it, or say that there is none."""
+    value = record.get(field)
+    if not isinstance(value, list) or not value:
+        raise UserError(f"no list in the field {field!r}")
+    return value
+
+
+def read_label(value: Any) -> str:
+    """Return a label's name; numbers may be labels, too."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        raise UserError(f"the label {value!r} is neither a name nor a whole number")
+    return str(value)

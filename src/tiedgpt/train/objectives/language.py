@@ -1,158 +1,371 @@
-"""Language modelling as a task: token shards in, a GPT out that generates."""
+"""Language modelling: texts in, a GPT out that generates; trained whole or by adapters."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.data import Batches, Shards, in_order, open_encoded
+from tiedgpt.data import (
+    Batches,
+    Corpus,
+    Counts,
+    Document,
+    FileCorpus,
+    Shards,
+    Split,
+    Template,
+    documents,
+    encode_corpus,
+    in_order,
+    open_encoded,
+    plan_split,
+    python_documentation,
+    write_template,
+)
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import Arrays, Pretrained, Task
-from tiedgpt.train.options import format_count
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.choice import vocabulary
+from tiedgpt.train.objective import (
+    Arrays,
+    Basis,
+    Data,
+    Model,
+    Objective,
+    Pair,
+    Progress,
+    Sources,
+    describe_tokens,
+)
+from tiedgpt.train.options import AUTO, TrainOptions, format_count
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.tune import freeze
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
+from tiedgpt.tune import freeze, lora, merge, save_adapter
+from tiedgpt.tune.adapters import BLOCKS
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000
+HELD_CHARACTERS = 100_000_000
+"""Text of more characters is read again wherever it is needed."""
 
 
-class LanguageModelling(Task):
-    """Predict each next token of a text; see `task.Task`."""
+class HeldCorpus:
+    """A corpus that is read once: its documents are kept, where they are few enough for that."""
 
-    unit = "tokens"
-    tokenizer: Tokenizer
-    sample_prompt = ""
-    """What samples begin with."""
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self._held: list[Document] | None = None
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        config: GPTConfig,
-        tokenizer: Tokenizer,
-        *,
-        context: int | None = None,
-        start: Pretrained | None = None,
-    ) -> None:
-        super().__init__(config, tokenizer, context, start)
-        self.encoded = encoded = open_encoded(run.data)
-        self.counted = {"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)}
-        self._train = _open_shards(run.data, "train", encoded.train.tokens)
-        self._held_out = _open_shards(run.data, "val", encoded.val.tokens)
-        lengths = tokenizer.byte_lengths()  # a model may have more rows than there are tokens
-        self._byte_lengths = np.pad(lengths, (0, max(0, config.vocab_size - len(lengths))))
-        self.text_tokens = encoded.train.tokens
-        self._count_rows()
+    def __iter__(self) -> Iterator[Document]:
+        """Yield the documents."""
+        if self._held is not None:
+            yield from self._held
+            return
+        held: list[Document] = []
+        room = HELD_CHARACTERS
+        for document in self.corpus:
+            room -= len(document.text)
+            if room >= 0:
+                held.append(document)
+            else:
+                held.clear()
+            yield document
+        self._held = held if room >= 0 else None
 
-    def _count_rows(self) -> None:
-        self.row_units = self.row_tokens = self.context
-        self.epoch_rows = max(1, -(-(self.encoded.train.tokens - 1) // self.context))
-        self.held_out_rows = min(self.encoded.val.tokens, FINAL_EVALUATION_TOKENS) / self.context
 
-    def with_config(self, config: GPTConfig) -> Self:
-        """Return this task for another config; `UserError` where the text is too short for it."""
-        task = super().with_config(config)
-        task._count_rows()
-        task.require_enough()
-        return task
+class TextSources(Sources):
+    """The texts that options name, or Python's documentation."""
+
+    def __init__(self, options: AnyOptions) -> None:
+        how = {"text_field": options.text_field, "encoding": options.encoding}
+        whole = documents(options.data, **how) if options.data else python_documentation()
+        self.corpus = HeldCorpus(whole)
+        validation = None if options.val is None else documents([options.val], **how)
+        self.validation = None if validation is None else HeldCorpus(validation)
+
+    def digest(self) -> str:
+        """Return a sha256 of everything that is read, to know a changed text by."""
+        whole = hashlib.sha256()
+        for document in chain(self.corpus, [Document("", "")], self.validation or ()):
+            whole.update(hashlib.sha256(document.text.encode()).digest())
+        return whole.hexdigest()
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """Which documents are trained on and which are validated on."""
+        return plan_split(self.corpus, self.validation)
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the texts that are trained on, and all of them."""
+        train = (document.text for side, document in self.split if side == "train")
+        return train, (document.text for _, document in self.split)
+
+    def vocabulary_size(self, options: TrainOptions) -> int:
+        """Return how many tokens a vocabulary has that is trained on the texts."""
+        if options.size == AUTO and options.vocab_size is None:
+            return vocabulary(self.split.characters)
+        return super().vocabulary_size(options)
+
+    def is_encoded(self, run: RunDirectory) -> bool:
+        """Whether an earlier call encoded the texts."""
+        return run.data.exists()
+
+    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
+        """Write the texts as shards of tokens."""
+        encode_corpus(self.split, tokenizer, run.data, progress=progress)
+
+    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+        """Return a language model, and the shards of a run to train it on."""
+        corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
+        notes = [note for part in corpora if isinstance(part, FileCorpus) for note in part.notes()]
+        context = options.context or basis.config.n_positions
+        adapters = Adapters.from_options(options)
+        notes += list_adapter_notes(adapters)
+        data = open_text(run.data, basis.tokenizer, context, notes)
+        if not options.chooses:  # which looks for a context that is short enough
+            data.require_enough()
+        prompt = options.sample_prompt or ""
+        objective = LanguageModelling(*basis, adapters=adapters, sample_prompt=prompt)
+        return objective, data
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Data):
+    """A text in shards, cut into rows of a context."""
+
+    train: Shards
+    held: Shards
+    recut: Callable[[int], TextData]
+
+    def with_context(self, context: int) -> TextData:
+        """Return the same text in other rows; `UserError` where it is too short for them."""
+        data = self.recut(context)
+        data.require_enough()
+        return data
 
     def require_enough(self) -> None:
         """Raise `UserError` for text shorter than the context."""
-        tokens = self.encoded.train.tokens
-        if tokens < self.context + 1:
+        tokens, context = len(self.train), self.row_tokens
+        if tokens < context + 1:
             raise UserError(
-                f"the training text has {tokens:,} tokens and the context is {self.context}",
+                f"the training text has {tokens:,} tokens and the context is {context}",
                 hint=f"use --context below {tokens} or more text",
             )
-        if self.encoded.val.tokens < 2:
+        if len(self.held) < 2:
             raise UserError(
-                f"the validation text has {self.encoded.val.tokens} tokens, too few to predict one",
+                f"the validation text has {len(self.held)} tokens, too few to predict one",
                 hint="use more text, or give --val",
             )
 
+    def find_words(self, tokenizer: Tokenizer) -> str:
+        """Return three words that follow each other in the validation text, or its beginning."""
+        text = tokenizer.decode(self.held.read(0, min(2000, len(self.held))).tolist())
+        words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
+        return words[0] if words else " ".join(text.split())[:12]
+
+
+def open_text(
+    directory: Path, tokenizer: Tokenizer, context: int, notes: Iterable[str] = ()
+) -> TextData:
+    """Return the shards in a directory as data: rows of ids and targets, each (B, T).
+
+    The last evaluation takes two million tokens at the most. It and each part of it are windows
+    spread evenly over the text: always the same.
+    """
+    encoded = open_encoded(directory)
+    train = _open_shards(directory, "train", encoded.train)
+    held = _open_shards(directory, "val", encoded.val)
+    description = {
+        "text": _describe_text(encoded.train, encoded.val),
+        "tokens": f"{describe_tokens(tokenizer)}, "
+        f"{encoded.train.utf8_bytes / max(1, len(train)):.2f} bytes a token",
+    }
+
+    def cut(context: int) -> TextData:
+        def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
+            return Batches(train, batch_size=batch_size, n_positions=context, seed=seed).batch
+
+        def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+            if n_batches is None:
+                n_batches = max(1, FINAL_EVALUATION_TOKENS // context // batch_size)
+            at_most = n_batches * batch_size
+            return in_order(held, batch_size=batch_size, n_positions=context, at_most=at_most)
+
+        return TextData(
+            batches=batches,
+            held_out=held_out,
+            unit="tokens",
+            row_units=context,
+            row_tokens=context,
+            epoch_rows=max(1, -(-(len(train) - 1) // context)),
+            held_out_rows=min(len(held), FINAL_EVALUATION_TOKENS) / context,
+            text_tokens=len(train),
+            counts={"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)},
+            description=description,
+            notes=[*notes],
+            train=train,
+            held=held,
+            recut=cut,
+        )
+
+    return cut(context)
+
+
+def _describe_text(train: Counts, val: Counts) -> str:
+    of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
+    return (
+        f"{format_count(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
+        f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens"
+    )
+
+
+def _open_shards(directory: Path, side: str, counts: Counts) -> Shards:
+    """Open a side; it holds what was counted when it was written."""
+    shards = Shards.in_directory(directory, side)
+    if len(shards) != counts.tokens:
+        raise CorruptInputError(
+            f"{directory} holds {len(shards):,} {side} tokens and {counts.tokens:,} were written: "
+            "shards are missing or changed",
+            hint="train in another --out",
+        )
+    return shards
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters: all that is trained of the model that they are put on."""
+
+    rank: int
+    targets: tuple[str, ...]
+    new_ids: tuple[int, ...] = ()
+    """Tokens that the model did not have; their rows are trained whole."""
+
+    @classmethod
+    def from_options(cls, options: AnyOptions, new_ids: tuple[int, ...] = ()) -> Adapters | None:
+        """Return the adapters that options ask for; None for none."""
+        if not isinstance(options, TuneOptions) or options.lora is None:
+            return None
+        targets = (options.lora_targets or ",".join(BLOCKS)).split(",")
+        return cls(options.lora, tuple(targets), new_ids)
+
+    @property
+    def has_peft_format(self) -> bool:
+        """Whether PEFT's file format can hold them: not W's together with whole rows."""
+        return not (self.new_ids and {"wte", "head"} & {*self.targets})
+
+
+def list_adapter_notes(adapters: Adapters | None) -> list[str]:
+    """Return what is worth telling of adapters."""
+    if adapters is None or adapters.has_peft_format:
+        return []
+    return [
+        "PEFT's format has no place for adapters of W beside whole new rows: the merged model is "
+        "written, and no adapter"
+    ]
+
+
+@dataclass(eq=False)
+class LanguageModelling(Objective):
+    """Predict each next token of a text.
+
+    With adapters a checkpoint holds them alone, and the model under them is read again from
+    `start`; the merged model is published.
+    """
+
+    tokenizer: Tokenizer
+    adapters: Adapters | None = None
+    template: Template | None = None
+    """How messages become text."""
+    sample_prompt: str = ""
+    """What samples begin with."""
+
     def build(self) -> GPT:
-        """Return a GPT with fresh weights."""
+        """Return a GPT with fresh weights; under adapters with those of `start`."""
         model = GPT(self.config)
-        freeze(model, self.frozen)
+        if self.adapters is None:
+            freeze(model, self.frozen)
+            return model
+        assert self.start is not None
+        if not model.wte.weight.is_meta:
+            self.start.put_into(model)
+        lora(model, self.adapters.rank, self.adapters.targets, tokens=self.adapters.new_ids)
         return model
 
-    def batches(self, plan: Plan) -> Callable[[int], Arrays]:
-        """Return (ids, targets) of each step, each (B, T)."""
-        sizes = {"batch_size": plan.batch_size, "n_positions": self.context}
-        return Batches(self._train, **sizes, seed=plan.seed).batch
+    def begin(self, model: Model) -> None:
+        """Before the first step: put the weights of `start` into the model, if `build` has not."""
+        if self.adapters is None:
+            super().begin(model)
 
-    def evaluate(self, model: GPT, plan: Plan, n_batches: int | None = None) -> Score:
-        """Score validation text; all of it, up to two million tokens.
+    def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
+        """Return all parameters, or the adapters alone."""
+        tensors = super().state_to_save(model)
+        if self.adapters is None:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
-        A part, and what is beyond that limit, is windows spread evenly: always the same.
-        """
-        if n_batches is None:
-            n_batches = max(1, FINAL_EVALUATION_TOKENS // self.context // plan.micro_batch)
-        sizes = {"batch_size": plan.micro_batch, "n_positions": self.context}
-        part = in_order(self._held_out, **sizes, at_most=n_batches * plan.micro_batch)
-        return score(model, part, self._byte_lengths, autocast=plan.autocast)
+    @functools.cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """The bytes of each token; a model may have more rows than there are tokens."""
+        lengths = self.tokenizer.byte_lengths()
+        return np.pad(lengths, (0, max(0, self.config.vocab_size - len(lengths))))
+
+    def score(self, model: GPT, batches: Iterable[Any], autocast: torch.dtype | None) -> Any:
+        """Score text, in nats a token and bits per byte."""
+        return score(model, batches, self.byte_lengths, autocast=autocast)
 
     def metrics(self, score: Score) -> dict[str, float]:
         """Return nats a token and bits per byte."""
         return {"val_loss": score.nats, "val_bits_per_byte": score.bits_per_byte}
 
-    def describe(self, config: GPTConfig | None = None) -> dict[str, str]:
-        """Return how much text there is, in which tokens, and what predicts them."""
-        train, val = self.encoded.train, self.encoded.val
-        of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
-        documents = format_count(train.documents, "document")
-        return {
-            "text": f"{documents}, {train.utf8_bytes / 1e6:.2f} MB, "
-            f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens",
-            "tokens": f"{self.vocabulary()}, {train.utf8_bytes / max(1, train.tokens):.2f} bytes a "
-            "token",
-            "predicts": what_predicts(config or self.config),
-        }
-
-    def words(self) -> str:
-        """Return three words that follow each other in the validation text, or its beginning."""
-        n = min(2000, len(self._held_out))
-        text = self.tokenizer.decode(self._held_out.read(0, n).tolist())
-        found = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
-        return found[0] if found else " ".join(text.split())[:12]
-
-    def sample(self, model: GPT, plan: Plan, step: int) -> str:
+    def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
         """Return how the model begins a text."""
-        engine = Engine(model, tokenizer=self.tokenizer, slots=1)
-        prompt = self.sample_prompt
+        engine = Engine(self.merge(model), tokenizer=self.tokenizer, slots=1)
         room = max(1, self.config.n_positions - SAMPLE_TOKENS)
-        start = self.tokenizer.encode(prompt)[-room:] or [self.config.bos_token_id or 0]
-        written = engine.generate(
-            start, max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=plan.seed
+        prompt = self.tokenizer.encode(self.sample_prompt)[-room:]
+        completion = engine.generate(
+            prompt or [self.config.bos_token_id or 0],
+            max_new_tokens=SAMPLE_TOKENS,
+            temperature=0.8,
+            top_k=50,
+            seed=seed,
         )
-        return prompt + written.text
+        return self.sample_prompt + completion.text
 
+    def merge(self, model: GPT) -> GPT:
+        """Return the model without adapters: merged, in a copy."""
+        if self.adapters is None:
+            return model
+        merged = copy.deepcopy(model)
+        merge(merged)
+        return merged
 
-def what_predicts(config: GPTConfig) -> str:
-    """Return in words which matrix predicts."""
-    shape = f"{config.vocab_size:,} x {config.n_embd}"
-    if config.tie_word_embeddings:
-        return f"one matrix of {shape} counted once: it reads and predicts"
-    return f"a matrix of {shape} reads and another predicts"
+    def describe(self, config: GPTConfig) -> str:
+        """Return in words which matrix predicts."""
+        shape = f"{config.vocab_size:,} x {config.n_embd}"
+        if config.tie_word_embeddings:
+            return f"one matrix of {shape} counted once: it reads and predicts"
+        return f"a matrix of {shape} reads and another predicts"
 
-
-def _open_shards(directory: Path, side: str, tokens: int) -> Shards:
-    """Open a side; it holds what was counted when it was written."""
-    shards = Shards.in_directory(directory, side)
-    if len(shards) != tokens:
-        raise CorruptInputError(
-            f"{directory} holds {len(shards):,} {side} tokens and {tokens:,} were written: shards "
-            "are missing or changed",
-            hint="train in another --out",
-        )
-    return shards
+    def publish(self, model: GPT, directory: Path) -> None:
+        """Write the merged model, its tokenizer and its template; and beside it the adapter."""
+        super().publish(self.merge(model), directory)
+        if self.template is not None:
+            write_template(self.template, self.tokenizer, directory)
+        if self.adapters is not None and self.adapters.has_peft_format:
+            assert self.start is not None
+            save_adapter(model, directory.parent / "adapter", base=self.start.source)

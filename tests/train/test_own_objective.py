@@ -1,7 +1,6 @@
-"""A task of one's own, in one's own file: preferences (DPO) learned by adapters on a frozen GPT."""
+"""An objective in a file of its own: preferences (DPO) learned by adapters on a frozen GPT."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.train.conftest import CPU, train
-from tests.train.test_trainer import metrics
+from tests.train.conftest import CPU, PLAN, Trial, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import DivergedError
-from tiedgpt.train.checkpoint import checkpoints
-from tiedgpt.train.events import Ended, Evaluated, Started, Stepped
-from tiedgpt.train.objective import Loss, Task
+from tiedgpt.train.events import Ended, Evaluated, Started
+from tiedgpt.train.objective import Data, Loss, Objective
+from tiedgpt.train.parallel import World
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.containers import SafetensorsFile
@@ -50,38 +48,15 @@ def logprob(model, ids):
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
 
 
-class Preferences(Task):
+class Preferences(Objective):
     """Prefer rows that count up to rows that do not (Rafailov et al. 2023, eq. 7)."""
 
-    unit = "pairs"
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.reference = self.base().eval()
-
-    def base(self):
-        with torch.random.fork_rng():
-            torch.manual_seed(11)
-            return GPT(self.config)
-
     def build(self):
-        model = self.base().requires_grad_(False)
+        model = base().requires_grad_(False)
         for block in model.h:
             for linear in (block.attn.c_attn, block.mlp.c_fc):
                 parametrize.register_parametrization(linear, "weight", Adapter(linear.weight))
         return model
-
-    @torch.no_grad()
-    def pairs(self, seed, number, n):
-        drawn = np.random.default_rng((seed, number))
-        starts = drawn.integers(0, 13, (n, 1))
-        chosen = (starts + np.arange(8)) % 13
-        rejected = drawn.integers(0, 13, (n, 8))
-        known = [logprob(self.reference, torch.from_numpy(ids)) for ids in (chosen, rejected)]
-        return chosen, rejected, (known[0] - known[1]).numpy()
-
-    def batches(self, plan):
-        return lambda step: self.pairs(plan.seed, step, plan.batch_size)
 
     def loss(self, model, batch):
         chosen, rejected, reference = batch
@@ -90,9 +65,9 @@ class Preferences(Task):
         return -F.logsigmoid(BETA * margin).mean()
 
     @torch.no_grad()
-    def evaluate(self, model, plan, n_batches=None):
+    def score(self, model, batches, autocast):
         training = model.training
-        batch = tuple(map(torch.from_numpy, self.pairs(10**6, 0, 64)))
+        (batch,) = (tuple(map(torch.from_numpy, each)) for each in batches)
         nats = float(self.loss(model.eval(), batch))
         right = (logprob(model, batch[0]) > logprob(model, batch[1])).float().mean()
         model.train(training)
@@ -110,57 +85,76 @@ class Preferences(Task):
         torch.save(state, directory / "adapter.pt")
 
 
-def run_all(path, plan, stop_after=None):
-    events, stop = [], [False]
-    run, task = RunDirectory(path), Preferences(CONFIG)
-    path.mkdir(exist_ok=True)
-    for event in train(run, task, plan, CPU, stop_requested=lambda: stop[0]):
-        events.append(event)
-        stop[0] |= isinstance(event, Stepped) and event.step == stop_after
-    return events
+def base():
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return GPT(CONFIG)
+
+
+REFERENCE = base().eval()
+
+
+@torch.no_grad()
+def pairs(seed, number, n):
+    drawn = np.random.default_rng((seed, number))
+    starts = drawn.integers(0, 13, (n, 1))
+    chosen = (starts + np.arange(8)) % 13
+    rejected = drawn.integers(0, 13, (n, 8))
+    known = [logprob(REFERENCE, torch.from_numpy(ids)) for ids in (chosen, rejected)]
+    return chosen, rejected, (known[0] - known[1]).numpy()
+
+
+PAIRS = Data(
+    batches=lambda batch_size, seed: lambda step: pairs(seed, step, batch_size),
+    held_out=lambda batch_size, n_batches: [pairs(10**6, 0, 64)],
+    unit="pairs",
+)
 
 
 @pytest.fixture
-def adapting(plan):
-    return dataclasses.replace(plan, steps=30, lr=3e-2, eval_every=10, save_every=10)
+def adapting(tmp_path):
+    """Make runs of this objective under a name."""
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        plan = dataclasses.replace(PLAN, steps=30, lr=3e-2, eval_every=10, save_every=10)
+        return Trial(RunDirectory(tmp_path / name), Preferences(CONFIG), PAIRS, plan)
+
+    return make
 
 
-def test_a_task_from_another_file_trains_saves_what_it_asks_for_and_resumes(tmp_path, adapting):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    events = run_all(whole, adapting)
+def test_an_objective_of_another_file_trains_saves_what_it_asks_for_and_resumes(adapting):
+    whole, parts = adapting("whole"), adapting("parts")
+    events = whole.train()
     assert isinstance(events[-1], Ended) and events[-1].finished
     evaluated = [event for event in events if isinstance(event, Evaluated)]
     assert evaluated[0].score.nats < np.log(2) and events[-1].score.right > 0.9
     started = next(event for event in events if isinstance(event, Started))
-    base = Preferences(CONFIG).base().state_dict()
+    before = base().state_dict()
     for name, parameter in started.model.named_parameters():
         if "original" in name:  # of a parametrized matrix
             name = name.replace("parametrizations.weight.original", "weight")
-        if name in base:
-            assert torch.equal(parameter, base[name]), f"{name} is frozen"
-    saved = SafetensorsFile.open(checkpoints(whole / "checkpoints")[-1] / "model.safetensors")
+        if name in before:
+            assert torch.equal(parameter, before[name]), f"{name} is frozen"
+    saved = SafetensorsFile.open(whole.newest())
     assert len(saved.entries) == 8 and all("parametrizations" in name for name in saved.entries)
-    assert len(torch.load(whole / "model" / "adapter.pt")) == 8
-    line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(torch.load(whole.run.model / "adapter.pt")) == 8
+    line = whole.metrics()[-1]
     assert line["final"] and line["val_right"] == events[-1].score.right
 
-    assert not run_all(parts, adapting, stop_after=13)[-1].finished
+    assert not parts.train(stop_after=13)[-1].finished
     torch.manual_seed(99)
-    assert run_all(parts, adapting)[0].step == 13
-    assert metrics(RunDirectory(whole)) == metrics(RunDirectory(parts))
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        one, other = (checkpoints(run / "checkpoints")[-1] / name for run in (whole, parts))
-        assert one.read_bytes() == other.read_bytes(), name
+    assert parts.train()[0].step == 13
+    assert_same(whole, parts)
 
 
 def test_rows_in_parts_step_as_the_whole_batch_does(adapting):
     found = []
     for micro_batch in (4, 3, 1):
         torch.manual_seed(0)
-        task = Preferences(CONFIG)
-        model = task.build().eval()
-        plan = dataclasses.replace(adapting, micro_batch=micro_batch)
-        result = train_step(model, [], task.batches(plan)(0), plan, task=task)
+        run = adapting(f"of {micro_batch}").change(micro_batch=micro_batch)
+        model, batch = run.objective.build().eval(), PAIRS.batches(4, 3)(0)
+        result = train_step(model, [], batch, run.plan, objective=run.objective)
         found.append([result.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
@@ -175,25 +169,23 @@ def masked(*rows):
 
 
 @pytest.mark.parametrize("head", ["tied", "of its own, with a bias"])
-def test_a_part_without_targets_adds_nothing(tiny, plan, head):
+def test_a_part_without_targets_adds_nothing(tiny, head):
     if head != "tied":
         tiny.head = nn.Linear(32, 97)
     found = []
     for micro_batch in (6, 2):
-        parts = dataclasses.replace(plan, micro_batch=micro_batch, grad_clip=1e9)
+        parts = dataclasses.replace(PLAN, micro_batch=micro_batch, grad_clip=1e9)
         result = train_step(tiny, [], masked(2, 3), parts)
         found.append([result.loss, result.grad_norm, *(p.grad for p in tiny.parameters())])
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_targets_changes_nothing_and_says_so(tiny, plan):
+def test_a_batch_without_targets_changes_nothing_and_says_so(tiny):
     with pytest.raises(DivergedError, match="the batch has no targets"):
-        train_step(tiny, [], masked(*range(6)), plan)
+        train_step(tiny, [], masked(*range(6)), PLAN)
 
 
 def test_of_several_processes_each_computes_as_many_parts_that_count():
-    from tiedgpt.train.parallel import World
-
     shares = []
     for rank in range(2):
         world = World(CPU)

@@ -1,0 +1,299 @@
+"""Examples with replies: conversations or pairs in, a GPT out that answers.
+
+Only the replies are trained. Batches are packed examples (`data/packing.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.core.model import GPT
+from tiedgpt.data import (
+    IGNORED,
+    TEMPLATES,
+    EncodedExamples,
+    Example,
+    ExampleReader,
+    PackedBatches,
+    documents,
+    is_json_lines,
+)
+from tiedgpt.errors import UserError
+from tiedgpt.evaluate.perplexity import totals
+from tiedgpt.infer import Engine
+from tiedgpt.text import Tokenizer
+from tiedgpt.train.objective import (
+    Arrays,
+    Basis,
+    Data,
+    Objective,
+    Pair,
+    Pretrained,
+    Sources,
+    describe_tokens,
+)
+from tiedgpt.train.objectives.language import (
+    SAMPLE_TOKENS,
+    Adapters,
+    LanguageModelling,
+    list_adapter_notes,
+)
+from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.tune_options import AnyOptions, TuneOptions
+from tiedgpt.weights.sources import local_directory
+
+HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
+"""One example in 20 is held out, but 50 where that is not more than one in 10."""
+FEW = 100
+"""Fewer different examples are all trained on: the score of a handful held out says nothing."""
+
+
+def has_examples(options: TuneOptions) -> bool:
+    """Return whether lines of .jsonl have replies; `CorruptInputError` where the first has none."""
+    if options.packing == "on":
+        return True
+    corpus = documents(options.data)
+    of_text = options.text_field != TuneOptions.text_field
+    if of_text or not any(map(is_json_lines, corpus.paths)):
+        return False
+    reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=options.skip_bad)
+    return reader.kind != "text"
+
+
+class ReplySources(Sources):
+    """The examples that options name, as ids; without --val a part is held out, by what it says.
+
+    Raises `UserError` or `CorruptInputError`, with file and line, for what is no example, and where
+    nothing is left to train or to validate on.
+    """
+
+    tokenizer: Tokenizer
+    """With the special tokens that the examples need."""
+
+    def __init__(self, options: TuneOptions) -> None:
+        assert options.start is not None
+        tokenizer, self.context = Tokenizer.from_pretrained(options.start), options.context or 0
+        if options.context is None:
+            self.context = Pretrained(options.start, keep_head=True).n_positions
+        template = (
+            TEMPLATES[options.template] if options.template else local_directory(options.start)
+        )
+
+        def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
+            return ExampleReader(
+                documents(data, encoding=options.encoding),
+                tokenizer,
+                template=template,
+                context=self.context,
+                too_long=options.too_long,
+                skip_bad=options.skip_bad,
+            )
+
+        reader = open_reader(options.data, tokenizer)
+        train, held_out = EncodedExamples.gather(reader), None
+        self.notes, self.tokenizer = reader.notes(), reader.tokenizer
+        if options.val is not None:
+            validation = open_reader([options.val], self.tokenizer)
+            if validation.kind != reader.kind:
+                raise UserError(f"--val {options.val} has examples of another kind than the data")
+            held_out = EncodedExamples.gather(validation)
+            self.notes += [f"--val: {note}" for note in validation.notes()]
+        self.train, self.held_out, self.holds_out = _split(train, held_out)
+        if not self.holds_out:
+            self.notes.append(
+                f"{len(self.held_out):,} different examples are few: all are trained on and none "
+                "is held out, so the validation score says how well they are memorized, and not "
+                "how well others are answered; --val names examples to validate on"
+            )
+        n_tokens = len(self.tokenizer)
+        self.start = Pretrained(options.start, keep_head=True, n_tokens=n_tokens)
+        self.new_ids = tuple(range(len(tokenizer), n_tokens))
+        self.template = reader.template if reader.kind == "messages" else None
+
+    def digest(self) -> str:
+        """Return a sha256 of everything, to know changed data by."""
+        whole = hashlib.sha256()
+        for side in (self.train, self.held_out):
+            for array in (side.ends, side.ids, side.counted):
+                whole.update(len(array).to_bytes(8, "little") + array.tobytes())
+        return whole.hexdigest()
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return none: the tokenizer is that of the model that is tuned."""
+        return (), ()
+
+    def adapt(self, options: AnyOptions) -> AnyOptions:
+        """Return the options for examples: a few are learned by heart."""
+        assert isinstance(options, TuneOptions)
+        return replace(options, examples=True, memorizes=not self.holds_out)
+
+    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+        """Return the model that learns the replies, and packed batches of the examples."""
+        assert isinstance(options, TuneOptions)
+        adapters = Adapters.from_options(options, self.new_ids)
+        self.notes += list_adapter_notes(adapters)
+        objective = Replies(*basis, adapters=adapters, template=self.template)
+        return objective, self._pack(options.packing != "off")
+
+    def _pack(self, packing: bool) -> ReplyData:
+        """Return rows of ids, targets and `first`, each (B, T)."""
+
+        def pack(side: EncodedExamples, batch_size: int = 1, seed: int = 0) -> PackedBatches:
+            sizes = {"batch_size": batch_size, "n_positions": self.context}
+            return PackedBatches(side, **sizes, seed=seed, packing=packing)
+
+        examples, validation, holds_out = self.train, self.held_out, self.holds_out
+        held = pack(validation)
+
+        def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+            rows = held.n_rows()
+            rows = rows if n_batches is None else min(rows, n_batches * batch_size)
+            for at in range(0, rows, batch_size):
+                yield held.rows(at, min(batch_size, rows - at))
+
+        sides = {"train_examples": examples, "val_examples": validation}
+        counts = {
+            name: {
+                "examples": len(side),
+                "tokens": len(side.ids),
+                "trained": int(side.counted.sum()),
+            }
+            for name, side in sides.items()
+        }
+        train = counts["train_examples"]
+        more = (
+            f"{len(validation):,} more to validate on"
+            if holds_out
+            else "validated on the same ones"
+        )
+        return ReplyData(
+            batches=lambda batch_size, seed: pack(examples, batch_size, seed).batch,
+            held_out=held_out,
+            unit="tokens",
+            row_units=self.context,
+            row_tokens=self.context,
+            epoch_rows=pack(examples).n_rows(),
+            held_out_rows=float(held.n_rows()),
+            n_examples=len(examples),
+            n_held_out=len(validation) if holds_out else 0,
+            counts=counts,
+            description={
+                "examples": f"{train['examples']:,}, {train['tokens']:,} tokens, of which "
+                f"{train['trained'] / train['tokens']:.0%} are trained; {more}",
+                "tokens": describe_tokens(self.tokenizer),
+            },
+            notes=self.notes,
+            examples=examples,
+            validation=validation,
+        )
+
+
+def _split(
+    examples: EncodedExamples, held_out: EncodedExamples | None
+) -> tuple[EncodedExamples, EncodedExamples, bool]:
+    """Return what is trained on, what is validated on, and whether that is held out.
+
+    Equal examples are on the same side. Of fewer than `FEW` all are on both.
+    """
+    digests = _digests(examples)
+    order = sorted(set(digests))
+    n = len(order)
+    first = {each: number for number, each in reversed([*enumerate(digests)])}
+    if held_out is None and n < FEW:
+        return examples, _select(examples, [first[each] for each in order]), False
+    apart = set(order[: max(1, n // HELD_OUT, min(AT_LEAST, n // AT_MOST))])
+    if held_out is not None:
+        apart = set(_digests(held_out))
+    train = [number for number, each in enumerate(digests) if each not in apart]
+    if not train:
+        raise UserError(
+            f"of {n} different examples none is left to train on beside those held out",
+            hint="give more",
+        )
+    if held_out is None:
+        held_out = _select(examples, [first[each] for each in order if each in apart])
+    return _select(examples, train), held_out, True
+
+
+def _digests(examples: EncodedExamples) -> list[bytes]:
+    each = map(examples.example, range(len(examples)))
+    return [hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in each]
+
+
+def _select(examples: EncodedExamples, numbers: Sequence[int]) -> EncodedExamples:
+    each = map(examples.example, numbers)
+    return EncodedExamples.gather(Example("", ids.tolist(), mask.tolist()) for ids, mask in each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyData(Data):
+    """Examples with replies, several in a row."""
+
+    examples: EncodedExamples
+    validation: EncodedExamples
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether other examples are validated on than those that are trained on."""
+        return self.n_held_out > 0
+
+
+@dataclass(frozen=True)
+class ReplyScore:
+    """What the replies held out cost a model."""
+
+    nats: float
+    """Mean cross-entropy a trained token, in nats."""
+
+
+@dataclass(eq=False)
+class Replies(LanguageModelling):
+    """Predict the replies of examples; a batch is ids, targets and `first`, each (B, T)."""
+
+    def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
+        """Return the mean loss () of the trained tokens."""
+        ids, targets, first = batch
+        return model.loss(ids, targets, first=first)
+
+    def n_targets(self, batch: Arrays) -> tuple[int, ...]:
+        """Return how many tokens of some rows are trained."""
+        return (int((batch[1] != IGNORED).sum()),)
+
+    def score(
+        self, model: GPT, batches: Iterable[Arrays], autocast: torch.dtype | None
+    ) -> ReplyScore:
+        """Score replies."""
+
+        def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:
+            n_targets = int((batch[1] != IGNORED).sum())
+            return float(self.loss(model, batch)) * n_targets, n_targets
+
+        nats, tokens = totals(model, batches, measure, autocast=autocast)
+        return ReplyScore(nats / tokens)
+
+    def metrics(self, score: Any) -> dict[str, float]:
+        """Return nats a trained token."""
+        return Objective.metrics(self, score)
+
+    def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
+        """Return the reply to a prompt held out, to another one at each step."""
+        return " <- ".join(self.reply(self.merge(model), data.validation, step))
+
+    def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
+        """Return what a model without adapters replies to an example's prompt, and its question."""
+        ids, counted = examples.example(number % len(examples))
+        prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
+        ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
+        engine = Engine(model, tokenizer=self.tokenizer, slots=1)
+        reply = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
+        question = self.tokenizer.decode(id for id in prompt if id != self.tokenizer.eos_token_id)
+        if self.template is not None:
+            question = self.template.last_message(question)
+        return reply.text, question.strip()
