@@ -158,7 +158,7 @@ def test_doctor_tells_of_this_machine(capfd):
         (["train", "empty.txt"], 1, "empty.txt"),
         (["train", "latin.txt"], 3, "latin.txt"),
         (["train", "pictures"], 1, "pictures"),
-        (["train", "tables"], 1, r"\.csv is not read yet\nhint: .*\.jsonl"),
+        (["train", "tables"], 1, r"\.pdf is not read\nhint: .*\.jsonl"),
         (["train", "short.txt", "--tokenizer", "char", "--size", "tiny"], 1, "context"),
         (["train", "one.txt", "--tokenizer", "char"], 1, "one.txt|validat|text"),
         (["train", "lines.jsonl"], 3, "lines.jsonl"),
@@ -185,7 +185,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
     Path("pictures").mkdir()
     Path("pictures/a.png").write_bytes(b"\x89PNG\0\0")
     Path("tables").mkdir()
-    Path("tables/a.csv").write_text("a,b")
+    Path("tables/a.pdf").write_text("a,b")
     Path("letters").mkdir()
     Path("letters/dear.txt").write_text("dear")
     before = {path for path in Path().rglob("*") if path.is_file()}

@@ -47,6 +47,9 @@ class Arguments(EngineOptions):
         "auto",
         "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
     )
+    keep_end_of_text: bool = option(
+        False, "Take <|endoftext|> in text files for text; by itself it separates documents."
+    )
     tasks: tuple[str, ...] = option((), "Run these tasks of lm-evaluation-harness.")
     context: int | None = option(None, "Tokens per window of a text; default: the model's context.")
     stride: int | None = option(
@@ -99,7 +102,9 @@ def _evaluate(args: Arguments) -> None:
                 f"--limit is for .jsonl files and --tasks, not for {args.data}",
                 hint="leave it out",
             )
-        corpus = documents([args.data], encoding=args.encoding)
+        corpus = documents(
+            [args.data], encoding=args.encoding, keep_end_of_text=args.keep_end_of_text
+        )
         data = [document.text for document in corpus]
         note(*corpus.notes())
         if _was_trained_on(args.source, args.data):

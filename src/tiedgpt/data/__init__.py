@@ -1,11 +1,12 @@
 """Text to token batches: corpora, examples, splits, token shards and the order of batches."""
 
-from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents, is_json_lines
+from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
 from tiedgpt.data.python_docs import python_documentation
+from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Split, plan_split
 from tiedgpt.data.templates import TEMPLATES, Template, read_template, write_template
@@ -29,8 +30,8 @@ __all__ = [
     "Template",
     "documents",
     "encode_corpus",
+    "has_records",
     "in_order",
-    "is_json_lines",
     "open_encoded",
     "permutation",
     "plan_split",

@@ -1,4 +1,4 @@
-"""Documents from files, folders, globs, `.jsonl` files and standard input.
+"""Documents from files, folders, globs and standard input; `readers.py` knows the endings.
 
 The sources of the command line come in. A corpus goes out, which can be iterated any number of
 times and holds one document in memory at a time.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tiedgpt.data.readers import ending, has_records, open_stream, read_records
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json_lines
 
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
@@ -26,13 +26,12 @@ MARKS = {
     b"\xfe\xff": "utf-16",
 }  # fmt: skip
 """Byte order marks; UTF-32's first, which begins as UTF-16's does."""
-JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files with a JSON object in each line."""
 NOT_TEXT = (
-    ".csv", ".tsv", ".json", ".parquet", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".gz",
-    ".bz2", ".xz", ".zst", ".zip",
+    ".json", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".7z",
 )  # fmt: skip
-"""Endings of files with records, or compressed, which are not trained on as raw text."""
+"""Endings of files with other things than text, which are not trained on as if they were."""
+END_OF_TEXT = "<|endoftext|>"
+"""What separates documents in a text file, as GPT-2's data and the tools around it have it."""
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 """Half of a character, encoded as if it were one: UTF-8 forbids it."""
 ENCODINGS = (
@@ -64,10 +63,14 @@ class FileCorpus:
     """Each file, and whether it was named: then it must be text. If it was found, it may be not."""
     encoding: str = "auto"
     """Of files that are not UTF-8."""
+    keep_end_of_text: bool = False
+    """Whether `<|endoftext|>` in a text file is text like any other."""
+    separated: dict[str, int] = field(default_factory=dict)
+    """Text files in which it separates documents, and how many there are."""
     skipped: set[str] = field(default_factory=set)
     """Paths found in folders that were left out: in another encoding, or not regular files."""
     unread: set[str] = field(default_factory=set)
-    """Paths found in folders that were left out for their ending, such as .csv."""
+    """Paths found in folders that were left out for their ending, such as .pdf."""
     guessed: dict[str, str] = field(default_factory=dict)
     """The encodings of named files that are not UTF-8."""
     streams: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -99,25 +102,29 @@ class FileCorpus:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
             why, hint = "every document is empty", "name files with text"
             if self.unread:
-                why = f"{_endings(self.unread)} is not read yet"
+                why = f"{_endings(self.unread)} is not read"
                 hint = f'text files are read, and .jsonl with {{"{self.text_field}": ...}} lines'
             raise UserError(f"no text in {names}: {why}", hint=hint)
 
     def records(
         self, expected: str, on_bad: Callable[[CorruptInputError], None] | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, object) for each line of `.jsonl` files, as `read_json_lines`.
+        """Yield (place, record) for each record of files that have them (`readers.py`).
 
-        A text file is one object, with its text in `text_field`. Raises as iteration does.
+        A document of a text file is a record with its text in `text_field`. Raises as iteration
+        does; `on_bad` is given the error of a bad line of .jsonl, which is passed over then.
         """
         for path in self.paths:
             name = _printable(path)
             try:
                 if not self._require_text(path, name):
                     continue
-                with self._open(path) as file:
-                    if is_json_lines(path):
-                        yield from read_json_lines(file, name, expected, on_bad)
+                with self._open(path) as raw, open_stream(raw, name) as file:
+                    if has_records(path):
+                        encoding = "utf-8-sig" if self.encoding == "auto" else self.encoding
+                        yield from read_records(
+                            file, name, expected, encoding=encoding, on_bad=on_bad
+                        )
                         continue
                     data = file.read(PEEK)
                     if not self._binary(data):
@@ -126,7 +133,8 @@ class FileCorpus:
                 raise _unreadable(path, error) from error
             text = None if self._binary(data) else self._text(data, path, name)
             if text is not None:
-                yield name, {self.text_field: text.replace("\r\n", "\n")}
+                for place, part in self._separate(name, text.replace("\r\n", "\n")):
+                    yield place, {self.text_field: part}
             elif self.paths[path]:
                 which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
                 raise CorruptInputError(
@@ -136,14 +144,28 @@ class FileCorpus:
             elif not self._binary(data):
                 self.skipped.add(path)
 
+    def _separate(self, name: str, text: str) -> list[tuple[str, str]]:
+        """Return (place, text) of the documents of a text file, without the marks between them."""
+        if self.keep_end_of_text or END_OF_TEXT not in text:
+            return [(name, text)]
+        parts = [part.strip("\n") for part in text.split(END_OF_TEXT)]
+        parts = [part for part in parts if part.strip()]
+        self.separated[name] = len(parts)
+        return [(f"{name}, document {n}", part) for n, part in enumerate(parts, 1)]
+
     def notes(self) -> list[str]:
-        """Return what is worth telling of the files read: in another encoding, or left out."""
+        """Return what is worth telling of the files read: how, and what was left out."""
         found = [
             f"{n} is read as {how}; --encoding names another" for n, how in self.guessed.items()
         ]
+        found += [
+            f"{n} has {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
+            "--keep-end-of-text takes it for text"
+            for n, count in self.separated.items()
+        ]
         reasons = {
             "not text in UTF-8": self.skipped,
-            f"as {_endings(self.unread)} is not read yet": self.unread,
+            f"as {_endings(self.unread)} is not read": self.unread,
         }
         for why, paths in reasons.items():
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
@@ -153,11 +175,11 @@ class FileCorpus:
 
     def _require_text(self, path: str, name: str) -> bool:
         """Return whether a file's name is that of text; of a named one, raise `UserError`."""
-        if not path.lower().endswith(NOT_TEXT):
+        if ending(path) not in NOT_TEXT:
             return True
         if self.paths[path]:
             raise UserError(
-                f"{name} is not read, as a {os.path.splitext(path)[1]} file is no plain text",
+                f"{name} is not read, as a {ending(path)} file is no plain text",
                 hint=f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl',
             )
         self.unread.add(path)
@@ -202,12 +224,18 @@ class FileCorpus:
 
 
 def documents(
-    sources: Sequence[str], *, text_field: str = "text", encoding: str = "auto"
+    sources: Sequence[str],
+    *,
+    text_field: str = "text",
+    encoding: str = "auto",
+    keep_end_of_text: bool = False,
 ) -> FileCorpus:
     """Return the documents of files, folders, globs and `-` (standard input).
 
-    A text file is one document. A `.jsonl` file has one document per line, in the field
-    `text_field`. Folders are searched recursively, in sorted order, without hidden files, caches
+    A text file is one document, or several, separated by `<|endoftext|>` and newlines around it,
+    unless that is to be kept as text. A `.jsonl`, `.csv`, `.tsv` or `.parquet` file has a document
+    in each record, in the field `text_field`. All of them may be compressed: `.gz`, `.bz2`, `.xz`,
+    `.zst`. Folders are searched recursively, in sorted order, without hidden files, caches
     and binary files; files in them that are not UTF-8 are listed in `.skipped`. A file that is
     reached twice is read once. Names are checked now, contents when the documents are iterated.
 
@@ -216,7 +244,7 @@ def documents(
     Raises:
         UserError: a source is missing, a glob matches nothing, or a folder has no files.
     """
-    corpus = FileCorpus(text_field, encoding=encoding)
+    corpus = FileCorpus(text_field, encoding=encoding, keep_end_of_text=keep_end_of_text)
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
         named = source == STDIN or (os.path.exists(source) and not os.path.isdir(source))
@@ -259,11 +287,6 @@ def _search(source: str) -> list[str]:
 
 def _fail(error: OSError) -> None:
     raise _unreadable(error.filename, error) from error
-
-
-def is_json_lines(path: str) -> bool:
-    """Return whether a file's name says that each of its lines is a JSON object."""
-    return path.lower().endswith(JSON_LINES)
 
 
 def _require_no_surrogate(data: bytes, name: str) -> None:

@@ -41,7 +41,7 @@ EVALUATIONS = 10
 """Of a run, before its end."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start or --fork from has its own."""
-TEXT_ONLY = ("text_field", "untie_at", "sample_prompt")
+TEXT_ONLY = ("text_field", "keep_end_of_text", "untie_at", "sample_prompt")
 """Options of --task lm."""
 RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("minutes epochs lr grad_clip", math.ulp(0), 1e300, "a positive number"),
@@ -137,16 +137,20 @@ class DataOptions:
 
     GROUP: ClassVar = "data"
     data: tuple[str, ...] = argument(
-        "Text files, folders, globs, .jsonl, or - for standard input; default: Python's own docs.",
+        "Files of text, .jsonl, .csv, .tsv or .parquet, also compressed; folders, globs, or - for "
+        "standard input; default: Python's own docs.",
         default=(),
     )
     val: str | None = option(None, "Validate on this data.", metavar="DATA")
     text_field: str = option(
-        "text", "The field of .jsonl lines that holds the text.", metavar="NAME"
+        "text", "The field of records (.jsonl, .csv, ...) that holds the text.", metavar="NAME"
     )
     encoding: str = option(
         "auto",
         "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
+    )
+    keep_end_of_text: bool = option(
+        False, "Take <|endoftext|> in text files for text; by itself it separates documents."
     )
 
 

@@ -92,7 +92,8 @@ class TextSources(Sources):
     """The texts that options name, or Python's documentation."""
 
     def __init__(self, options: AnyOptions) -> None:
-        how = {"text_field": options.text_field, "encoding": options.encoding}
+        names = ("text_field", "encoding", "keep_end_of_text")
+        how = {name: getattr(options, name) for name in names}
         whole = documents(options.data, **how) if options.data else python_documentation()
         self.corpus = HeldCorpus(whole)
         validation = None if options.val is None else documents([options.val], **how)

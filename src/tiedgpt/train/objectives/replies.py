@@ -23,7 +23,7 @@ from tiedgpt.data import (
     ExampleReader,
     PackedBatches,
     documents,
-    is_json_lines,
+    has_records,
 )
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
@@ -61,7 +61,7 @@ def has_examples(options: TuneOptions) -> bool:
         return True
     corpus = documents(options.data)
     of_text = options.text_field != TuneOptions.text_field
-    if of_text or not any(map(is_json_lines, corpus.paths)):
+    if of_text or not any(map(has_records, corpus.paths)):
         return False
     reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=options.skip_bad)
     return reader.kind != "text"
@@ -88,7 +88,11 @@ class ReplySources(Sources):
 
         def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
             return ExampleReader(
-                documents(data, encoding=options.encoding),
+                documents(
+                    data,
+                    encoding=options.encoding,
+                    keep_end_of_text=options.keep_end_of_text,
+                ),
                 tokenizer,
                 template=template,
                 context=self.context,

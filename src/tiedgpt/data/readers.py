@@ -1,0 +1,199 @@
+"""Files of records, and compressed files: how each is opened and read, by its ending.
+
+    open_stream(file, name)      the bytes of a file, decompressed where its ending says so
+    read_records(name, ...)      the records of .jsonl, .csv, .tsv and .parquet files
+
+Damaged and truncated files are a `CorruptInputError` with the file's name; a reader that needs a
+package which is not installed says which extra brings it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import csv
+import gzip
+import io
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import count
+from pathlib import PurePath
+from typing import Any, BinaryIO, cast
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json_lines
+
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with a JSON object in each line."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""Endings of tables in text, whose first line names the columns."""
+PARQUET = ".parquet"
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are held at a time."""
+ZSTD_BYTES = 1 << 20
+"""Compressed bytes that are read at a time."""
+LARGEST_FIELD = min(sys.maxsize, 2**31 - 1)
+"""Characters of a field of a table."""
+LARGEST_LINE = 1 << 28
+"""Bytes of a line of .jsonl: more is no text for a model."""
+OnBad = Callable[[CorruptInputError], None] | None
+
+
+class ZstdFile(io.RawIOBase):
+    """The bytes of a .zst file of any number of frames; a truncated one is an `EOFError`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._library = _import("zstandard", ".zst")
+        self._file, self._ready = file, memoryview(b"")
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; return how many bytes, 0 at the end."""
+        while not self._ready and self._decompress():
+            pass
+        n_bytes = min(len(buffer), len(self._ready))
+        buffer[:n_bytes] = self._ready[:n_bytes]
+        self._ready = self._ready[n_bytes:]
+        return n_bytes
+
+    def _decompress(self) -> bool:
+        """Decompress some more; return whether there was any."""
+        rest = b"" if self._frame is None else self._frame.unused_data
+        data = rest or self._file.read(ZSTD_BYTES)
+        if not data:
+            if self._frame is not None and not self._frame.eof:
+                raise EOFError("the last frame is not whole")
+            return False
+        if self._frame is None or self._frame.eof:
+            self._frame = self._library.ZstdDecompressor().decompressobj()
+        try:
+            self._ready = memoryview(self._frame.decompress(data))
+        except self._library.ZstdError as error:
+            raise OSError(str(error)) from None
+        return True
+
+
+DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": lambda file: io.BufferedReader(ZstdFile(file)),
+}
+
+
+def ending(path: str) -> str:
+    """Return the ending of a file's name that says what it holds: ".csv" of "a.CSV.gz"."""
+    suffixes = [suffix.lower() for suffix in PurePath(path).suffixes]
+    if suffixes and suffixes[-1] in DECOMPRESSORS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def has_records(path: str) -> bool:
+    """Return whether a file's name says that it holds records with fields."""
+    return ending(path) in (*JSON_LINES, *DELIMITERS, PARQUET)
+
+
+@contextlib.contextmanager
+def open_stream(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
+    """Give the bytes of a file, decompressed; raises as the module says while it is read."""
+    opened = DECOMPRESSORS.get(PurePath(name).suffix.lower())
+    if opened is None:
+        yield file
+        return
+    try:
+        yield cast(BinaryIO, opened(file))
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+        raise CorruptInputError(
+            f"{name} cannot be decompressed: {error}", hint="fetch or make it again"
+        ) from None
+
+
+def read_records(
+    file: BinaryIO, name: str, expected: str, *, encoding: str = "utf-8-sig", on_bad: OnBad = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, record) for each record of an open file whose name `has_records`.
+
+    `expected` says in messages what a line of .jsonl should look like. `on_bad` is given the error
+    of a bad line of it, which is passed over then.
+    """
+    suffix = ending(name)
+    if suffix in JSON_LINES:
+        yield from read_json_lines(_lines(file, name), name, expected, on_bad)
+    elif suffix in DELIMITERS:
+        yield from _read_table(file, name, DELIMITERS[suffix], encoding)
+    else:
+        yield from _read_parquet(file, name)
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file; `CorruptInputError` for one that is too long to be one."""
+    for number in count(1):
+        line = file.readline(LARGEST_LINE + 1)
+        if len(line) > LARGEST_LINE:
+            raise CorruptInputError(f"{name}:{number}: a line of more than {LARGEST_LINE:,} bytes")
+        if not line:
+            return
+        yield line
+
+
+def _read_table(
+    file: BinaryIO, name: str, delimiter: str, encoding: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = io.TextIOWrapper(file, encoding, newline="")
+    csv.field_size_limit(LARGEST_FIELD)
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    try:
+        for record in reader:
+            place = f"{name}:{reader.line_num}"
+            if None in record or None in record.values():
+                n_columns = len(reader.fieldnames or ())
+                raise CorruptInputError(
+                    f"{place}: the line has not the {n_columns} fields of the first line",
+                    hint="the first line names the columns",
+                )
+            yield place, record
+    except csv.Error as error:
+        raise CorruptInputError(f"{name}:{reader.line_num}: {error}") from None
+    except UnicodeDecodeError:
+        raise CorruptInputError(
+            f"{name} is not in {encoding.removesuffix('-sig').upper()}",
+            hint="give its --encoding (often cp1252)",
+        ) from None
+    finally:
+        text.detach()
+
+
+def _read_parquet(file: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = _import("pyarrow.parquet", PARQUET)
+    arrow_error = import_module("pyarrow").ArrowException
+    if not file.seekable() or PurePath(name).suffix.lower() != PARQUET:
+        file = io.BytesIO(file.read())
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(PARQUET_ROWS):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{name}:{number}", record
+    except (arrow_error, OSError) as error:
+        raise CorruptInputError(
+            f"{name} is no whole Parquet file: {str(error).splitlines()[0]}",
+            hint="fetch or make it again",
+        ) from None
+
+
+def _import(module: str, suffix: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(
+            f"{suffix} files need the package {package}", hint="pip install 'tiedgpt[data]'"
+        ) from None

@@ -1,0 +1,177 @@
+"""Compressed files, tables and Parquet give the documents that plain files give, or our error."""
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from tiedgpt.data import ExampleReader, documents, readers
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.text import Tokenizer
+
+COMPRESSORS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+TEXTS = ["One.\nTwo lines.", 'quoted "this", and a comma', "drei – größer"]
+
+
+def texts(*sources, **options):
+    return [document.text for document in documents(sources, **options)]
+
+
+def table(delimiter: str) -> str:
+    rows = ('"' + text.replace('"', '""') + '"' for text in TEXTS)
+    return f"id{delimiter}text\n" + "".join(f"{n}{delimiter}{row}\n" for n, row in enumerate(rows))
+
+
+def parquet(tmp_path, name="a.parquet", **columns):
+    path = tmp_path / name
+    pq.write_table(pa.table(columns or {"id": [1, 2, 3], "text": TEXTS}), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("between", "n_documents"),
+    [
+        ("<|endoftext|>", 3),
+        ("\n<|endoftext|>\n", 3),
+        ("<|endoftext|>\n", 3),
+        ("\n\n<|endoftext|>\n\n<|endoftext|>\n", 3),
+        ("\n", 1),
+        ("\n\n", 1),
+        ("<|startoftext|>", 1),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "\n", "<|endoftext|>", "<|endoftext|>\n"])
+def test_the_end_of_text_separates_documents_of_a_text_file(write, between, n_documents, end):
+    parts = ["One.\n\nStill one.", "  Two", "Three"]
+    corpus = documents([write("a.txt", between.join(parts) + end)])
+    found = [document.text for document in corpus]
+    if n_documents == 3:
+        assert found == parts
+    else:
+        assert found == [
+            (between.join(parts) + end)
+            .removesuffix("<|endoftext|>\n")
+            .removesuffix("<|endoftext|>")
+        ]
+    has_marks = "<|endoftext|>" in between + end
+    assert (
+        any(str(n_documents) in note and "--keep-end-of-text" in note for note in corpus.notes())
+        == has_marks
+    )
+
+
+def test_the_end_of_text_is_text_where_that_is_asked_for_and_in_records(write):
+    text = "a<|endoftext|>b"
+    assert texts(write("a.txt", text), keep_end_of_text=True) == [text]
+    assert texts(write("a.jsonl", f'{{"text": "{text}"}}\n')) == [text]
+
+
+def test_a_file_of_nothing_but_marks_has_no_text(write):
+    with pytest.raises(UserError, match=r"no text in .*a\.txt"):
+        texts(write("a.txt", "<|endoftext|>\n<|endoftext|>"))
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
+def test_a_compressed_file_is_the_file(write, tmp_path, name, suffix):
+    made = {
+        "a.txt": "<|endoftext|>".join(TEXTS).encode(),
+        "a.jsonl": "".join(f'{{"text": {json.dumps(t)}}}\n' for t in TEXTS).encode(),
+        "a.csv": table(",").encode(),
+        "a.tsv": table("\t").encode(),
+    }
+    data = made[name] if name in made else Path(parquet(tmp_path)).read_bytes()
+    compressed = COMPRESSORS[suffix](data)
+    assert texts(write(name, data)) == TEXTS
+    assert texts(write(name + suffix, compressed)) == TEXTS
+    if name == "a.txt":  # several members or frames, as `cat a.gz b.gz` makes
+        assert texts(write("b.txt" + suffix, compressed + COMPRESSORS[suffix](b" more"))) == [
+            *TEXTS[:2], TEXTS[2] + " more",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize("cut", [0.5, 0.98])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv"])
+def test_a_truncated_or_damaged_compressed_file_is_refused_by_name(write, suffix, cut, name):
+    whole = COMPRESSORS[suffix](table(",").encode() * 50)
+    for data in (whole[: int(len(whole) * cut)], whole[:20] + b"damaged!" + whole[28:], b"no such"):
+        with pytest.raises(CorruptInputError, match=name.replace(".", r"\.") + "\\" + suffix):
+            texts(write(name + suffix, data))
+
+
+def test_a_truncated_parquet_file_is_refused_by_name(tmp_path):
+    path = Path(parquet(tmp_path))
+    data = path.read_bytes()
+    for broken in (data[: len(data) // 2], b"PAR1", b""):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptInputError, match=r"a\.parquet is no whole Parquet file"):
+            texts(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
+def test_the_field_of_the_text_can_be_named_and_is_asked_for(write, tmp_path, name):
+    if name == "a.parquet":
+        path = parquet(tmp_path, body=TEXTS, id=["1", "2", "3"])
+    else:
+        delimiter = "," if name == "a.csv" else "\t"
+        path = write(name, table(delimiter).replace("text", "body", 1))
+    assert texts(path, text_field="body") == TEXTS
+    with pytest.raises(CorruptInputError, match=r"'text' is missing; there are .*'body'"):
+        texts(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("text,n\nfine,1\nonly one\n", ":3: the line has not the 2 fields"),
+        ("text\nfine\none,two\n", ":3: the line has not the 1 fields"),
+        ('text\n"never closed\n', ":2: .*quote|unexpected end"),
+        (b"text\n\xff\xfe\xfd", "is not in UTF-8"),
+    ],
+)
+def test_a_wrong_line_of_a_table_is_refused_with_its_place(write, content, problem):
+    with pytest.raises(CorruptInputError, match=problem):
+        texts(write("a.csv", content))
+
+
+def test_a_table_in_another_encoding_is_read_in_it(write):
+    assert texts(write("a.csv", "text\ngrößer\n".encode("cp1252")), encoding="cp1252") == ["größer"]
+
+
+def test_tables_hold_examples(write, tmp_path):
+    tokenizer = Tokenizer.characters(["abcdefgh"])
+    csv = write("a.csv", "prompt,completion\nab,cd\nef,gh\n")
+    parquet_path = parquet(tmp_path, prompt=["ab", "ef"], completion=["cd", "gh"])
+    of_csv, of_parquet = (
+        [list(example.ids) for example in ExampleReader(documents([path]), tokenizer)]
+        for path in (csv, parquet_path)
+    )
+    assert of_csv == of_parquet
+    assert len(of_csv) == 2
+
+
+def test_a_line_without_end_is_refused(write, monkeypatch):
+    monkeypatch.setattr(readers, "LARGEST_LINE", 1000)
+    with pytest.raises(CorruptInputError, match=r"a\.jsonl:2: a line of more than 1,000 bytes"):
+        texts(write("a.jsonl", '{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n'))
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    path = parquet(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="need the package pyarrow") as caught:
+        texts(path)
+    assert "tiedgpt[data]" in caught.value.hint
