@@ -614,29 +614,5 @@ def test_an_embedding_of_an_unknown_name_is_asked_about_and_not_called_missing(t
     assert [matrix.names for matrix in found.matrices] == [("transformer.w.weight",), (HEAD,)]
 
 
-@pytest.mark.parametrize("claim", [True, False, "REMOVE"])
-@pytest.mark.parametrize("rows", [(V + 4, V), (V, V + 4)])
-def test_a_resize_of_one_side_is_broken_and_the_command_that_is_named_mends_it(
-    tmp_path, claim, rows
-):
-    def resize(state):
-        longer = torch.cat([state[WTE], torch.ones(4, D)])
-        state[WTE], state[HEAD] = longer[: rows[0]], longer[: rows[1]].clone()
-
-    path = rewrite(
-        save(their_gpt2(), tmp_path / "m"), resize, tie_word_embeddings=claim, vocab_size=rows[0]
-    )
-    found = judged(path, "broken", "padded", "equal copies")
-    needs_a_choice = claim is False
-    keeps = "input" if rows[1] < rows[0] else "input | output"
-    keep = f" --keep {keeps}" if needs_a_choice else ""
-    assert f"`tiedgpt tie fix MODEL DEST{keep}`" in found.explain
-    with pytest.raises(CorruptInputError, match=r"`tiedgpt tie fix MODEL DEST" + re.escape(keep)):
-        GPT.from_pretrained(path)
-    mended = fix(path, tmp_path / "new", keep="input" if needs_a_choice else None)
-    assert mended.after.verdict == "tied"
-    assert GPT.from_pretrained(tmp_path / "new").wte.weight.shape == (rows[0], D)
-
-
 def test_the_package_lists_its_public_names():
     assert dir(tie_package) == sorted(tie_package.__all__)

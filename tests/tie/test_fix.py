@@ -353,6 +353,13 @@ def test_the_bias_of_the_module_around_a_head_is_not_left_too_long(tmp_path):
         fix(source, tmp_path / "new")
 
 
+def test_weights_that_are_not_finite_are_copied_as_they_were(tmp_path):
+    source, name = with_head(tmp_path, torch.clone), "transformer.h.0.ln_1.weight"
+    rewrite(source, lambda state: state.update({name: torch.full((D,), torch.nan)}))
+    fix(source, tmp_path / "new")
+    assert load_file(tmp_path / "new" / "model.safetensors")[name].isnan().all()
+
+
 def test_a_config_that_utf8_cannot_hold_is_copied_as_it_was(tmp_path):
     source = with_head(tmp_path, torch.clone, note="a\ud800")
     fix(source, tmp_path / "new")

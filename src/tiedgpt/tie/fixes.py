@@ -16,9 +16,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from torch import Tensor
-
 from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.text import Tokenizer
@@ -28,7 +25,7 @@ from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
 from tiedgpt.weights.comparison import count_nonzero_rows
 from tiedgpt.weights.containers import write_safetensors
-from tiedgpt.weights.convert import convert
+from tiedgpt.weights.convert import are_equal, convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.load import load
@@ -356,8 +353,16 @@ def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Pa
         raise CheckFailedError(f"{dest} was not written: it would not load: {error}") from None
     both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
     expected = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)} | both
-    if name := _find_difference(dict(model.named_parameters()), expected):
-        raise CheckFailedError(f"{dest} was not written: its {name} would differ from the source's")
+    parameters = dict(model.named_parameters())
+    for name in {**parameters, **expected}:
+        ours, theirs = parameters.get(name), expected.get(name)
+        numbers = None if theirs is None else theirs.tensor()
+        if ours is not None and numbers is not None:
+            numbers = numbers.to(ours.dtype)
+        if not are_equal(ours, numbers):
+            raise CheckFailedError(
+                f"{dest} was not written: its {name} would differ from the source's"
+            )
     return "it was loaded, and its weights are the source's"
 
 
@@ -367,17 +372,3 @@ def _can_load(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) ->
     except TiedGPTError:
         return False
     return True
-
-
-def _find_difference(parameters: Mapping[str, Tensor], expected: Mapping[str, StoredTensor]) -> str:
-    """Return the name of a weight that differs; one that is not there stands for zeros."""
-    for name in {**parameters, **expected}:
-        ours, theirs = parameters.get(name), expected.get(name)
-        if ours is None or theirs is None:
-            values = ours if theirs is None else theirs.tensor()
-            is_same = values is None or not values.any()
-        else:
-            is_same = torch.equal(ours, theirs.tensor().to(ours.dtype))
-        if not is_same:
-            return name
-    return ""

@@ -217,7 +217,7 @@ def _compare(
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
     ours, theirs = (dict(each.model.named_parameters()) for each in (loaded, again))
     names = ours.keys() | theirs.keys()
-    exact = all(_are_equal(ours.get(name), theirs.get(name)) for name in names)
+    exact = all(are_equal(ours.get(name), theirs.get(name)) for name in names)
     logits = _logits(loaded.model)
     apart = (_logits(again.model) - logits).square().mean().sqrt()
     difference = float(apart / logits.square().mean().sqrt().clamp_min(1e-30))
@@ -246,7 +246,7 @@ def _compare(
     )
 
 
-def _are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
+def are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Whether two parameters are equal bit for bit; one that is not there holds zeros."""
     bits = []
     for parameter in (ours, theirs):

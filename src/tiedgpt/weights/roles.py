@@ -93,16 +93,16 @@ class Roles:
     @property
     def extra_rows(self) -> int:
         """Rows that the output has more (or, if negative, fewer) than the input."""
-        return (
-            self.pair[1].shape[0] - self.pair[0].shape[0] if self.pair and self.has_one_width else 0
-        )
+        if self.pair is None or not self.has_one_width:
+            return 0
+        return self.pair[1].shape[0] - self.pair[0].shape[0]
 
     @cached_property
     def comparison(self) -> Comparison | None:
         """How far apart the two are. It reads both, once; None if there are no two of one width."""
-        return (
-            compare(*self.pair) if self.pair and self.has_one_width and not self.is_shared else None
-        )
+        if self.pair is None or not self.has_one_width or self.is_shared:
+            return None
+        return compare(*self.pair)
 
     @property
     def is_equal(self) -> bool:
@@ -120,9 +120,8 @@ def find_roles(
     """
     shaped = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
     matrices = [t for t in shaped if t.count and t.shape[1] <= MAX_WIDTH]
-    reads = _find_named(checkpoint, matrices, "input", input_name) or _find_input(
-        checkpoint, matrices
-    )
+    reads = _find_named(checkpoint, matrices, "input", input_name)
+    reads = reads or _find_input(checkpoint, matrices)
     head = _find_named(checkpoint, matrices, "output", output_name)
     head = head or _find_output(checkpoint, matrices, reads)
     if reads is None and head is None:
@@ -202,7 +201,7 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
     looked_up = [t for t in matrices if t.name in read and not POSITIONS.search(t.name)]
     products = [sorted(t.shape) for t in matrices if t.name in checkpoint.usage.predicts]
     fitting = [t for t in looked_up if sorted(t.shape) in products]
-    certain, possible = (_list_of_rank(matrices, "input", rank) for rank in (2, 1))
+    certain, possible = (_filter_by_rank(matrices, "input", rank) for rank in (2, 1))
     return _choose_one(checkpoint, "input", certain or fitting or looked_up or possible)
 
 
@@ -210,7 +209,7 @@ def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
     """By the first of four rules that has a candidate; in doubt an error that asks."""
-    certain, possible = (_list_of_rank(matrices, "output", rank) for rank in (2, 1))
+    certain, possible = (_filter_by_rank(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
         head = _choose_one(checkpoint, "output", certain or possible)
         if head is not None:
@@ -288,7 +287,7 @@ def _is_numbered(tensor: StoredTensor) -> bool:
     return any(part.isdigit() for part in re.split(r"[./]", tensor.name))
 
 
-def _list_of_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
+def _filter_by_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
     return [t for t in matrices if rank_name(t.name, role) == rank]
 
 
