@@ -14,6 +14,11 @@ from tiedgpt.data.templates import encode_pieces
 from tiedgpt.infer import Engine
 
 COLOURS = "red green blue white black grey brown pink gold cyan".split()
+THINGS = (
+    "apple river stone cloud paper window garden letter silver bridge candle market winter summer "
+    "kitten rabbit pocket button mirror ladder needle basket hammer carpet pencil bottle ticket "
+    "orange pepper butter"
+)
 NAMES = "abcdefghijklmnopqrstuvwxyzABCD"
 PAIRS = [(f"{name}?", f"it is {COLOURS[n * 7 % 10]}") for n, name in enumerate(NAMES)]
 
@@ -37,13 +42,27 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write_pairs(folder):
+def write_pairs(folder, pairs=PAIRS):
     roles = "user", "assistant"
     lines = [
         {"messages": [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]}
-        for pair in PAIRS
+        for pair in pairs
     ]
     return write_lines(folder / "pairs.jsonl", lines)
+
+
+def count_right(run, pairs):
+    """Return how many replies of a run's model are those of the pairs."""
+    template = read_template(run / "model")
+    with Engine(run / "model") as engine:
+        ends = template.end_ids(engine.tokenizer)
+
+        def reply(asked):
+            prompt = template.prompt([{"role": "user", "content": asked}])
+            ids, _ = encode_pieces(prompt, engine.tokenizer)
+            return engine.generate(ids, max_new_tokens=60, temperature=0, stop_ids=ends).text
+
+        return sum(reply(asked) == right for asked, right in pairs)
 
 
 def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, base, capfd):
@@ -52,15 +71,26 @@ def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, b
     assert "30 different examples" in err and "memorized" in err and "memorized" in out
     assert re.search(r"300 steps see each of them about \d+ times", err)
     assert "trained on" in out and "held out" not in out
-    template, replies = read_template(folder / "run/model"), []
-    with Engine(folder / "run/model") as engine:
-        ends = template.end_ids(engine.tokenizer)
-        for asked, _ in PAIRS:
-            prompt = template.prompt([{"role": "user", "content": asked}])
-            ids, _ = encode_pieces(prompt, engine.tokenizer)
-            reply = engine.generate(ids, max_new_tokens=30, temperature=0, stop_ids=ends)
-            replies.append(reply.text)
-    assert sum(r == right for r, (_, right) in zip(replies, PAIRS, strict=True)) >= 25
+    assert count_right(folder / "run", PAIRS) >= 25
+
+
+@pytest.mark.slow
+def test_thirty_pairs_are_learned_through_adapters_too(folder):
+    """By a model that has learned some English: adapters on random weights learn little."""
+    things = THINGS.split()
+    pairs = [
+        (
+            f"What is the colour of the {thing}?",
+            f"The {thing} is {COLOURS[n * 7 % 10]}, and so is the {things[(n * 11 + 3) % 30]}.",
+        )
+        for n, thing in enumerate(things)
+    ]
+    assert main(["train", "--size", "tiny", "--steps", "300", "--out", "base"]) == 0
+    assert (
+        main(["tune", write_pairs(folder, pairs), "--from", "base", "--lora", "8", "--out", "run"])
+        == 0
+    )
+    assert count_right(folder / "run", pairs) >= 25
 
 
 def test_pairs_that_are_not_learned_are_not_called_memorized(folder, base, capfd):

@@ -16,8 +16,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
 from tiedgpt.options import option
-from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker
-from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.options import TrackerName, TrainOptions
 
 if TYPE_CHECKING:
     from tiedgpt.train.tune_options import AnyOptions
@@ -85,6 +84,7 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned
+    from tiedgpt.train.metrics import Tracking, open_tracker
     from tiedgpt.train.run import train
 
     display = Display(Show(verbose=args.verbose, format=args.format), silent=not is_main())

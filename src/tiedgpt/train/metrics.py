@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
+from tiedgpt.train.options import TrackerName
 
 Axis = Literal["tokens", "steps", "seconds"]
 UNITS = ("tokens", "examples")
@@ -134,7 +135,6 @@ def read_metrics(text: str) -> list[dict[str, Any]]:
     return found
 
 
-TrackerName = Literal["trackio", "wandb", "tensorboard"]
 PROJECT = "tiedgpt"
 QUEUE = 10_000
 """Lines that wait for a slow tracker at the most."""

@@ -2,6 +2,7 @@
 
 Options are declared once, in groups: `DataOptions`, `NetworkOptions`, `TimeOptions`,
 `OptimizationOptions`, `ComputeOptions`. `TrainOptions` and `TuneOptions` are made of all of them.
+The groups alone are never compared or printed; without the methods for it, help comes sooner.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
 )
 """Numbers, the least and the most that each may be, and that in words."""
 TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
+TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
 
 class Duration(NamedTuple):
@@ -131,7 +133,7 @@ def format_count(count: float, noun: str) -> str:
     return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DataOptions:
     """What is trained on."""
 
@@ -154,7 +156,7 @@ class DataOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NetworkOptions:
     """What is trained, of a fresh model and of one to start from."""
 
@@ -170,7 +172,7 @@ class NetworkOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TimeOptions:
     """For how long is trained, and how often the model is evaluated."""
 
@@ -187,7 +189,7 @@ class TimeOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OptimizationOptions:
     """The optimizer, its learning rate, and the order of the data."""
 
@@ -215,7 +217,7 @@ class OptimizationOptions:
     grad_clip: float = option(1.0, "Clip the gradient to this norm.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ComputeOptions:
     """How a step is computed."""
 

@@ -28,8 +28,8 @@ TUNE_DROPOUT = 0.1
 TUNE_DECAY = 0.01
 LORA_RATE = 10
 """How many times the usual rate suits adapters."""
-MEMORIZING_RATE = 4
-"""How many times it suits a few examples that are learned by heart."""
+MEMORIZING_RATE, MEMORIZING_LORA_RATE = 4, 20
+"""The same for a few examples that are learned by heart: without and with adapters."""
 EXAMPLES = "examples with replies"
 ONLY_FOR = {
     "template": EXAMPLES, "too_long": EXAMPLES, "skip_bad": EXAMPLES, "text_field": "text",
@@ -91,8 +91,8 @@ class TuneOptions(RunOptions):
         "patience": "4, but all steps are trained with fewer than 50 held-out examples",
         "batch_size": "8,192 tokens, or fewer for little data",
         "optimizer": "adamw",
-        "lr": "6.25e-5 x 768 / width, with --lora ten times that, with fewer than 100 examples "
-        "four times",
+        "lr": "6.25e-5 x 768 / width, with --lora ten times that; with fewer than 100 examples "
+        "four times, or with --lora twenty times",
         "weight_decay": f"{TUNE_DECAY}",
     }
     task: ClassVar[TaskName] = "lm"
@@ -146,7 +146,8 @@ class TuneOptions(RunOptions):
 
         A step has about 8,192 tokens, fewer where an epoch would have less than 16 such steps.
         """
-        times = LORA_RATE if self.lora is not None else MEMORIZING_RATE if self.memorizes else 1
+        rates = (MEMORIZING_RATE, MEMORIZING_LORA_RATE) if self.memorizes else (1, LORA_RATE)
+        times = rates[self.lora is not None]
         most_rows = max(1, TUNE_TOKENS // context)
         return self.fill_in(
             {
