@@ -350,7 +350,8 @@ def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Pa
             checkpoint, plan, options
         ):
             return NOT_RUN
-        raise CheckFailedError(f"{dest} was not written: it would not load: {error}") from None
+        why = str(error).replace(str(directory), str(dest))  # the copy has no name of its own yet
+        raise CheckFailedError(f"{dest} was not written: it would not load: {why}") from None
     both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
     expected = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)} | both
     parameters = dict(model.named_parameters())
