@@ -15,7 +15,7 @@ def fail_at(ready: Path, whole: Path, fault: Fault) -> int:
     """Fail, then go on with a good disk; return the exit code of the failing command."""
     run = shutil.copytree(ready, ready.with_name(f"failed-{fault.at}"))
     command = Command(run, fault=fault)
-    code, said = command.wait(), command.said()
+    code, said = command.wait(), command.output()
     at = f"{operations(run)[fault.at]}: {said}"
     assert "Traceback" not in said, at
     if code == 0:  # it was passed over: a deletion that can wait
@@ -24,7 +24,7 @@ def fail_at(ready: Path, whole: Path, fault: Fault) -> int:
         verify(kept[-2])
         verify(kept[-1])
     again = Command(run)
-    assert again.wait() == 0, f"{at} {again.said()}"
+    assert again.wait() == 0, f"{at} {again.output()}"
     assert left(run) == left(whole), at
     shutil.rmtree(run)
     return code
@@ -83,10 +83,10 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_run_ends_the_same(ready, who
     else:
         path.unlink()
     again = Command(run)
-    assert again.wait() == 0, again.said()
-    assert f"passed over a damaged checkpoint: {checkpoint}" in again.said()
+    assert again.wait() == 0, again.output()
+    assert f"passed over a damaged checkpoint: {checkpoint}" in again.output()
     aside = checkpoint.with_name(checkpoint.name + ".damaged")
-    assert f"kept as {aside}" in again.said()
+    assert f"kept as {aside}" in again.output()
     assert sorted(p.name for p in aside.iterdir()) == sorted(
         name for name in kept if damage != "gone" or name != file
     )

@@ -23,7 +23,7 @@ def kill_at(ready: Path, whole: Path, number: int) -> None:
     run = shutil.copytree(ready, ready.with_name(f"killed-{number}"))
     assert Command(run, fault=Fault(number)).wait() == KILLED
     command = Command(run)
-    assert command.wait() == 0, command.said()
+    assert command.wait() == 0, command.output()
     assert left(run) == left(whole), f"killed at {operations(run)[-1]}"
     assert not [path for path in run.rglob(".*.tmp-*")]
     shutil.rmtree(run)
@@ -38,7 +38,7 @@ def kill_at_random(text_file: Path, tmp_path: Path, kills: int, whole: Path) -> 
             command = Command(run, (text_file, *ARGUMENTS))
             patience = chance.uniform(0, 1.0) if killed < kills else None
             if (code := command.wait(patience)) is not None:
-                assert code == 0, command.said()
+                assert code == 0, command.output()
                 break
             command.kill()
             killed += 1
@@ -50,7 +50,7 @@ def kill_at_random(text_file: Path, tmp_path: Path, kills: int, whole: Path) -> 
 def whole_command(text_file, tmp_path) -> Path:
     run = tmp_path / "unbroken"
     command = Command(run, (text_file, *ARGUMENTS))
-    assert command.wait() == 0, command.said()
+    assert command.wait() == 0, command.output()
     return run
 
 

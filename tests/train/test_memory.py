@@ -13,7 +13,13 @@ from tiedgpt.train.measures import held_memory, peak_memory
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
-from tiedgpt.train.sizing import Peak, measure_peak, memory_line, require_lasting, require_memory
+from tiedgpt.train.sizing import (
+    Peak,
+    describe_memory,
+    measure_peak,
+    require_lasting,
+    require_memory,
+)
 from tiedgpt.train.step import train_step
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
@@ -141,7 +147,7 @@ def test_a_budget_decides_how_many_sequences_go_at_a_time_and_what_is_recomputed
 
     def planned(budget, **more):
         plan = run.make_plan(options, **asked, memory=budget, **more)
-        return plan.micro_batch, plan.recompute, memory_line(plan)
+        return plan.micro_batch, plan.recompute, describe_memory(plan)
 
     assert planned("2GB")[:2] == (64, "off")
     assert planned("500MB")[:2] == (16, "off")

@@ -24,7 +24,7 @@ def race(text_file, tmp_path, times):
         first = Command(run, (text_file, *ARGUMENTS))
         second = Command(run, (text_file, *ARGUMENTS), name="second")
         codes = sorted([first.wait(), second.wait()])
-        assert codes in ([0, 0], [0, 1]), (first.said(), second.said())
+        assert codes in ([0, 0], [0, 1]), (first.output(), second.output())
         lost += codes == [0, 1]
         steps = [line["step"] for line in metrics(run) if "loss" in line]
         assert steps == [1, 2, 3]

@@ -59,7 +59,7 @@ class Command:
         self._process.kill()
         self._process.join()
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return what it wrote to stdout and stderr."""
         return self.log.read_text(errors="replace")
 

@@ -28,7 +28,7 @@ from tiedgpt.train.objectives.replies import Replies, ReplyData
 from tiedgpt.train.options import format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.sizing import memory_line
+from tiedgpt.train.sizing import describe_memory
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
@@ -89,7 +89,7 @@ class Display:
             "chosen": plan.reason,
             "training": self._describe_training(plan, data, world),
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
-            "memory": "" if plan.memory is None else memory_line(plan),
+            "memory": "" if plan.memory is None else describe_memory(plan),
         }
         if self.show.verbose:
             part = plan.eval_batches * plan.micro_batch * data.row_units

@@ -142,7 +142,7 @@ def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: Wor
         eval_every=1,
         eval_batches=1,
         save_every=1,
-        can_end_early=_can_end_early(options, data),
+        can_end_early=options.patience is not None or data.n_held_out >= ENOUGH_HELD_OUT,
         keep=options.keep,
         schedule=options.schedule,
         untie_at=None if options.untie_at is None else 0,
@@ -157,11 +157,6 @@ def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: Wor
 def choose_dtype(device: torch.device) -> Dtype:
     """Return the dtype of matmuls: bf16 where the device computes in it. No load decides."""
     return "bf16" if has_bf16(device) else "fp32"
-
-
-def _can_end_early(options: AnyOptions, data: Data) -> bool:
-    """Whether validation may end a run: not on a handful of examples, unless that was asked for."""
-    return options.patience is not None or data.n_held_out >= ENOUGH_HELD_OUT
 
 
 def resize(objective: Objective, data: Data, options: TrainOptions) -> Pair:
@@ -446,7 +441,7 @@ def _measure_room(plan: Plan, world: World, before: int) -> tuple[float, str]:
     return plan.memory - before, f"of --memory {format_bytes(plan.memory)} left beside the program"
 
 
-def memory_line(plan: Plan) -> str:
+def describe_memory(plan: Plan) -> str:
     """Return in words how a plan with a budget keeps to it."""
     how = ", blocks computed again in backward" if plan.recompute == "blocks" else ""
     memory = format_bytes(plan.memory or 0)
