@@ -71,14 +71,14 @@ def resident_growth(path, config, *plans):
 def test_the_peak_of_many_rows_is_foreseen_from_a_few(trial, tmp_path):
     wide = trial(config=WIDE)
     foreseen = measure_peak(wide.objective, wide.data, rows(64), 64, CPU)
-    assert foreseen.before <= foreseen.of(1) < foreseen.of(64) - 200 * MB
+    assert foreseen.before <= foreseen.at(1) < foreseen.at(64) - 200 * MB
     with ProcessPoolExecutor(1, mp_context=SERVER) as fresh:
         plans = rows(1), rows(64)  # the first one loads libraries
         taken = fresh.submit(
             resident_growth, tmp_path / "run", wide.objective.config, *plans
         ).result()
     assert taken > 200 * MB
-    assert foreseen.of(64) - foreseen.before == pytest.approx(taken, rel=0.3)
+    assert foreseen.at(64) - foreseen.before == pytest.approx(taken, rel=0.3)
 
 
 def test_a_peak_does_not_depend_on_what_the_process_did_before(trial):

@@ -20,16 +20,13 @@ from tiedgpt.heads import Head
 from tiedgpt.options import flag, is_argument
 from tiedgpt.train.metrics import History, parse_history
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
+from tiedgpt.train.objectives import LABELLED
 from tiedgpt.train.options import AUTO, SIZES, TrainOptions
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
-PIPELINES = {
-    "lm": "text-generation", "classify": "text-classification", "tag": "token-classification",
-    "choose": "multiple-choice", "answer": "question-answering",
-}  # fmt: skip
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
@@ -66,10 +63,11 @@ def model_card(
 ) -> ModelCard:
     """Return the card of a run with these metrics and this record, as `described`."""
     options, training = tables["options"], tables["training"]
+    task = options.get("task", "lm")
     kind, start = model_type_of(body_of(model).config), options.get("start")
     front = ModelCardData(
         library_name="tiedgpt" if kind is TIEDGPT else "transformers",
-        pipeline_tag=PIPELINES[options.get("task", "lm")],
+        pipeline_tag=LABELLED[task].pipeline if task in LABELLED else "text-generation",
         tags=list(dict.fromkeys((kind.name, "tiedgpt"))),
         base_model=start if start and not Path(start).exists() else None,
     )

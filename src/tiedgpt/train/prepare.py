@@ -29,7 +29,7 @@ TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
 
 
-class Forked:
+class ParentRun:
     """The run that another one begins from, as it stands at its newest checkpoint.
 
     Raises `UserError` where there is no run with a checkpoint.
@@ -70,7 +70,7 @@ def fork_options(options: AnyOptions, tables: dict[str, Any]) -> AnyOptions:
         return options
     if tables:
         return replace(options, context=tables.get("fork", {}).get("context", options.context))
-    forked = Forked(options.fork)
+    forked = ParentRun(options.fork)
     plan, there = forked.plan, {"task": "lm", "context": None} | forked.tables.get("options", {})
     if options.task != there["task"]:
         raise UserError(
@@ -120,7 +120,7 @@ def prepare(
     if config is None and start is not None:
         config = _configure_start(start.gpt.config, options)
     elif config is None and options.fork is not None:
-        forked = Forked(options.fork)
+        forked = ParentRun(options.fork)
         config = _configure_start(forked.config, options)
         forked.require_labels(sources.labels)
     if sources.is_encoded(run):

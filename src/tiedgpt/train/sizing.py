@@ -315,7 +315,7 @@ class Peak:
     a_row: float
     """More for each row that is computed at a time, the longest that there may be."""
 
-    def of(self, rows: int) -> int:
+    def at(self, rows: int) -> int:
         """Return the peak of so many rows at a time."""
         return self.fixed + int(rows * self.a_row)
 
@@ -406,7 +406,7 @@ def require_memory(
     or, as DDP, all of it and the gradients twice.
     """
     room, has = _measure_room(plan, world, peak.before)
-    lasting, need = count_lasting(config, plan, n_trained), peak.of(plan.micro_batch) - peak.before
+    lasting, need = count_lasting(config, plan, n_trained), peak.at(plan.micro_batch) - peak.before
     need -= lasting - lasting // world.n_shards
     if world.size > world.n_shards:
         need += 4 * (config.parameter_count() if n_trained is None else n_trained)

@@ -24,6 +24,7 @@ class Answer(Labelled):
 
     fields = '{"question": ..., "context": ..., "answer": ...} or with "start" and "end"'
     head_class = SpanFinder
+    pipeline = "question-answering"
     use = 'best_spans(head(*pad([tokenizer.encode("question\\ncontext")])))  # tokens: first, last'
     measure = "exact match"
 

@@ -17,6 +17,7 @@ class Classify(Labelled):
 
     fields = '{"text": ..., "label": ...}'
     head_class = SequenceClassifier
+    pipeline = "text-classification"
     use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
 
     @staticmethod

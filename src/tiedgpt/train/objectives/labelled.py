@@ -107,6 +107,8 @@ class Labelled(Objective):
     """What a line looks like, for messages."""
     head_class: ClassVar[type[Head]]
     """What is put on the body."""
+    pipeline: ClassVar[str]
+    """What the Hugging Face hub calls it."""
     use: ClassVar[str]
     """How the trained `head` is asked, in Python."""
     measure: ClassVar[str] = "accuracy"

@@ -60,11 +60,11 @@ from tiedgpt.tune.adapters import BLOCKS
 
 SAMPLE_TOKENS = 48
 FINAL_EVALUATION_TOKENS = 2_000_000
-HELD_CHARACTERS = 100_000_000
+CACHED_CHARACTERS = 100_000_000
 """Text of more characters is read again wherever it is needed."""
 
 
-class HeldCorpus:
+class CachedCorpus:
     """A corpus that is read once: its documents are kept, where they are few enough for that."""
 
     def __init__(self, corpus: Corpus) -> None:
@@ -77,7 +77,7 @@ class HeldCorpus:
             yield from self._held
             return
         held: list[Document] = []
-        room = HELD_CHARACTERS
+        room = CACHED_CHARACTERS
         for document in self.corpus:
             room -= len(document.text)
             if room >= 0:
@@ -95,9 +95,9 @@ class TextSources(Sources):
         names = ("text_field", "encoding", "keep_end_of_text")
         how = {name: getattr(options, name) for name in names}
         whole = documents(options.data, **how) if options.data else python_documentation()
-        self.corpus = HeldCorpus(whole)
+        self.corpus = CachedCorpus(whole)
         validation = None if options.val is None else documents([options.val], **how)
-        self.validation = None if validation is None else HeldCorpus(validation)
+        self.validation = None if validation is None else CachedCorpus(validation)
 
     def digest(self) -> str:
         """Return a sha256 of everything that is read, to know a changed text by."""

@@ -39,6 +39,7 @@ class Tag(Labelled):
 
     fields = '{"tokens": [...], "labels": [...]} or {"text": ..., "labels": [[from, to, label]]}'
     head_class = TokenClassifier
+    pipeline = "token-classification"
     use = '[head.labels[n] for n in head(pad([tokenizer.encode("a text")])[0])[0].argmax(-1)]'
     measure = "accuracy by label"
 
