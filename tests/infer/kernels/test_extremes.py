@@ -62,8 +62,9 @@ def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(for
 
 def test_a_cpu_is_taken_to_have_what_numba_compiles_for():
     code = "from tiedgpt.infer.kernels import simd; print(simd.HAS_DOT8, simd.HAS_DOT16)"
-    for said in ({"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512vnni"}):
+    names = [{"NUMBA_CPU_NAME": name} for name in ("generic", "haswell")]
+    for settings in (*names, {"NUMBA_CPU_FEATURES": "+avx2,-avx512vnni"}):
         done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | said, capture_output=True, check=True
+            [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, check=True
         )
         assert done.stdout.split() == [b"False", b"False"]

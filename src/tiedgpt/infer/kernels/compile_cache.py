@@ -187,18 +187,15 @@ def _address_in(data: bytes) -> int:
 
 
 def _keep(file: str, data: bytes, suffix: str) -> None:
-    """Write machine code to the first place that can be written; raise the error of the last."""
-    *places, last = _places()
-    for place in places:
-        with suppress(OSError, TiedGPTError):
-            return _write(place, file, data, suffix)
-    _write(last, file, data, suffix)
-
-
-def _write(place: Path, file: str, data: bytes, suffix: str) -> None:
-    """Write a file whose name ends with the checksum of its data."""
-    with replacing(place / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
-        temporary.write_bytes(data)
+    """Write machine code to the first place that can be written, or raise the last error."""
+    for place in (places := _places()):
+        try:
+            with replacing(place / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
+                temporary.write_bytes(data)
+            return
+        except (OSError, TiedGPTError):
+            if place is places[-1]:
+                raise
 
 
 @cache

@@ -21,18 +21,20 @@ from tiedgpt.infer.kernels.arguments import LANES
 
 
 def _feature_list() -> str:
-    """Return the features that Numba compiles for: NUMBA_CPU_FEATURES, or those of the CPU."""
-    setting: str | None = getattr(config, "CPU_FEATURES", None)  # "" for NUMBA_CPU_NAME=generic
-    if setting is not None:
-        return setting
+    """Return the features to compile for: NUMBA_CPU_FEATURES, or those of this CPU.
+
+    It is empty for a CPU that NUMBA_CPU_NAME names, whose features LLVM knows.
+    """
+    setting: str | None = getattr(config, "CPU_FEATURES", None)
+    if setting is not None or getattr(config, "CPU_NAME", None):
+        return setting or ""
     try:
         features = llvm.get_host_cpu_features()
     except RuntimeError:  # LLVM does not know this system
         return ""
     if not getattr(config, "ENABLE_AVX", True):
         features.update({name: False for name in features if name.startswith("avx")})
-    feature_list: str = features.flatten()
-    return feature_list
+    return str(features.flatten())
 
 
 FEATURE_LIST = _feature_list()
