@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiedgpt.cli.doctor import examine
 from tiedgpt.cli.main import main
 from tiedgpt.cli.show_training import Display, Show
 from tiedgpt.train.events import Ended, Replanned
@@ -144,6 +146,15 @@ def test_doctor_tells_of_this_machine(capfd):
     assert found["missing"] == "nothing that is required"
     assert main(["doctor"]) == 0
     assert "train --dtype auto" in capfd.readouterr().out
+
+
+def test_doctor_says_what_the_cpu_lacks_and_what_that_costs(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    monkeypatch.setattr("tiedgpt.infer.kernels.simd.FEATURES", {"avx2", "avx512f", "avx512vnni"})
+    features = examine()["cpu features"]
+    assert [features[name] for name in ("AVX2", "AVX-512", "VNNI")] == ["yes"] * 3
+    assert features["bf16"].startswith("no: ") and "fp32" in features["bf16"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import transformers
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import adjusted
+from tiedgpt.infer.sampling import adjust_logits
 from tiedgpt.infer.torch_session import TorchRunner
 
 PROMPTS = ([5, 9, 60, 31], [1], [33] * 9)
@@ -111,6 +111,6 @@ def test_repetition_is_penalized_as_in_transformers(twins):
         prompt,
         num_beams=3,
         max_new_tokens=12,
-        adjust=lambda ids, scores: adjusted(config, scores, ids),
+        adjust=lambda ids, scores: adjust_logits(config, scores, ids),
     )[0]
     assert prompt + best.ids == expected[: 4 + len(best.ids)]

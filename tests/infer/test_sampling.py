@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiedgpt import GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import Choice, adjusted, choose, filtered, for_vocabulary
+from tiedgpt.infer.sampling import Choice, adjust_logits, choose, encode_bad_words, filter_logits
 from tiedgpt.infer.sequence import SequenceState
 
 with warnings.catch_warnings():
@@ -38,7 +38,7 @@ def random_logits(seed, size=60):
 
 def distribution(config, logits, seen):
     """The logits (V,) that are drawn from, -inf for what is filtered out."""
-    kept, scores = filtered(config, adjusted(config, logits, seen))
+    kept, scores = filter_logits(config, adjust_logits(config, logits, seen))
     whole = np.full(len(logits), -np.inf, np.float32)
     whole[slice(None) if kept is None else kept] = scores
     return whole
@@ -112,7 +112,7 @@ def test_bias_and_bad_words_are_those_of_transformers(seed):
         theirs.NoBadWordsLogitsProcessor(words, eos_token_id=59),
     ]
     expected = as_transformers(processors, seen, logits)
-    got = adjusted(GenerationConfig(logit_bias=bias, bad_words=words), logits, seen)
+    got = adjust_logits(GenerationConfig(logit_bias=bias, bad_words=words), logits, seen)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert got[5] == got[9] == -np.inf
     assert seen[-1] == seen[-2] or np.isfinite(got[11])
@@ -121,18 +121,18 @@ def test_bias_and_bad_words_are_those_of_transformers(seed):
 def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
     logits = np.zeros(8, np.float32)
     config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
-    scores = adjusted(config, logits, [1, 2, 3, 3, 4], n_prompt=2)
+    scores = adjust_logits(config, logits, [1, 2, 3, 3, 4], n_prompt=2)
     assert scores.tolist() == [0, 0, 0, -1.0, -0.75, 0, 0, 0]
 
 
 def test_a_bad_word_of_text_is_ruled_out_alone_and_after_a_blank():
     tokenizer = Tokenizer.train(["the cat sat on the mat " * 9], 270)
-    config = for_vocabulary(GenerationConfig(bad_words=["cat"]), 300, tokenizer)
+    config = encode_bad_words(GenerationConfig(bad_words=["cat"]), 300, tokenizer)
     assert set(config.bad_words) == {tuple(map(int, tokenizer.encode(t))) for t in ("cat", " cat")}
     with pytest.raises(UserError, match="need a tokenizer"):
-        for_vocabulary(GenerationConfig(bad_words=["cat"]), 300, None)
+        encode_bad_words(GenerationConfig(bad_words=["cat"]), 300, None)
     with pytest.raises(UserError, match="300, no id"):
-        for_vocabulary(GenerationConfig(bad_words=[[5, 300]]), 300, None)
+        encode_bad_words(GenerationConfig(bad_words=[[5, 300]]), 300, None)
     with pytest.raises(UserError, match="no token is left"):
         chosen(GenerationConfig(bad_words=[[0], [1]]), np.zeros(2, np.float32))
 

@@ -193,7 +193,7 @@ def test_a_long_text_is_not_cut_for_a_short_match_while_a_slot_that_holds_less_i
     for prompt in ([*range(20)], [0, 1, 2, 30], [*range(21)]):
         add(running, engine, prompt, max_new_tokens=1)
         drain(running)
-    assert sorted(running.pool.held) == [[*range(21)], [0, 1, 2, 30]]
+    assert sorted(running.pool.cached_ids) == [[*range(21)], [0, 1, 2, 30]]
     assert running.counts["reused_tokens"] == 3 + 20
 
 
@@ -204,7 +204,7 @@ def test_a_free_slot_that_holds_most_of_a_prompt_is_taken_and_else_the_oldest(en
         add(running, engine, prompt, max_new_tokens=1)
         drain(running)
         assert [sum(read.values()) for read in reads] == [n_read]
-    assert sorted(running.pool.held) == [[1, 2, 9], [6]]
+    assert sorted(running.pool.cached_ids) == [[1, 2, 9], [6]]
 
 
 def test_the_slots_hold_what_the_pool_says(engine):
@@ -213,7 +213,7 @@ def test_the_slots_hold_what_the_pool_says(engine):
         add(running, engine, prompt, seed=number, context_end="slide", max_new_tokens=40)
     while running.running or running.waiting:
         running.step()
-        assert list(map(len, running.pool.held)) == running.session.lengths
+        assert list(map(len, running.pool.cached_ids)) == running.session.lengths
     assert sorted(running.pool.free) == [0, 1, 2]
 
 

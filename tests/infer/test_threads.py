@@ -10,7 +10,7 @@ import torch
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
-from tiedgpt.infer.threads import check_threads, default_threads, using
+from tiedgpt.infer.threads import check_threads, default_threads, torch_threads
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
@@ -95,12 +95,12 @@ def test_torchs_number_is_put_back_when_several_have_used_others():
     inside, leave = threading.Event(), threading.Event()
 
     def use():
-        with using(own + 2):
+        with torch_threads(own + 2):
             inside.set()
             assert leave.wait(20)
 
     other = threading.Thread(target=use)
-    with using(own + 1):
+    with torch_threads(own + 1):
         other.start()
         assert inside.wait(20)
     assert torch.get_num_threads() == own

@@ -30,6 +30,13 @@ FEATURES = {
     "LoRA by PEFT, in Python": (("peft",), "pip install peft"),
 }
 """Optional features, the packages of which any is enough, and what gets one."""
+CPU_FEATURES = {
+    "AVX2": ("avx2", "kernels and torch compute 4 numbers at a time"),
+    "AVX-512": ("avx512f", "kernels and torch compute 8 numbers at a time"),
+    "VNNI": ("avx512vnni", "int8 and int4 take more instructions"),
+    "bf16": ("avx512bf16", "kernels convert bf16 as they read it; train in fp32"),
+}
+"""What speeds kernels up on x86, the name of it in LLVM, and what it costs to be without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +54,12 @@ def run(arguments: list[str]) -> None:
     if args.format == "json":
         print(json.dumps(report, indent=2))
         return
-    files, features = report.pop("formats"), report.pop("features")
-    table(("this machine", ""), [(name, str(value)) for name, value in report.items()])
-    print()
-    table(("checkpoint format", ""), list(files.items()))
-    print()
-    table(("optional feature", ""), list(features.items()))
+    parts = {"cpu features": "cpu feature", "formats": "checkpoint format"}
+    parts |= {"features": "optional feature"}
+    tables = {title: report.pop(name) for name, title in parts.items()}
+    for title, rows in {"this machine": report, **tables}.items():
+        table((title, ""), [(name, str(value)) for name, value in rows.items()])
+        print()
 
 
 def examine() -> dict[str, Any]:
@@ -74,12 +81,26 @@ def examine() -> dict[str, Any]:
         report |= _examine_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"
     report["missing"] = ", ".join(missing) or "nothing that is required"
+    report["cpu features"] = {} if missing else _describe_cpu()
     report["formats"] = {format.title: _describe_use(format) for format in formats()}
     compiler = shutil.which("g++") or shutil.which("clang++")
     report["features"] = {name: _describe_feature(*needs) for name, needs in FEATURES.items()} | {
         "train --compile": f"yes, by {compiler}" if compiler else "no: install g++ or clang++"
     }
     return report
+
+
+def _describe_cpu() -> dict[str, str]:
+    """Say which features kernels are compiled for, and what it costs to be without."""
+    from tiedgpt.infer.kernels.simd import FEATURES
+
+    cpu = os.environ.get("NUMBA_CPU_NAME") or platform.machine().lower()
+    if cpu not in ("x86_64", "amd64"):
+        return {"those of": cpu}
+    return {
+        name: "yes" if feature in FEATURES else f"no: {cost}"
+        for name, (feature, cost) in CPU_FEATURES.items()
+    }
 
 
 def _examine_torch() -> dict[str, Any]:

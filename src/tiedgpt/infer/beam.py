@@ -1,9 +1,9 @@
-"""Beam search: the likeliest continuations that keeping the `num_beams` best prefixes finds.
+"""Beam search: keep the `num_beams` best prefixes, and return the likeliest continuation.
 
-The rules are those of transformers, so that the same settings give the same ids: a continuation is
-scored sum log P / length ** length_penalty (Wu et al. 2016, arXiv 1609.08144, section 7, without
-its constants); at each step the 2 `num_beams` best candidates are looked at, so that `num_beams` of
-them go on even where as many ended.
+The rules are those of transformers, so that the same settings give the same ids. The score of a
+continuation is sum log P / length ** length_penalty (Wu et al. 2016, arXiv 1609.08144, section 7,
+without its constants). Each step considers the 2 `num_beams` best candidates, so that `num_beams`
+prefixes are left even if as many end.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Hypothesis:
     ids: list[int]
     """The new tokens, with the end-of-text token if it ended by itself."""
     logprobs: list[float]
-    """log P of each new token under the model itself."""
+    """The model's own log P of each new token."""
     score: float
-    """sum log P (adjusted) / length ** length_penalty; higher is better."""
+    """sum log P / length ** length_penalty, after penalties; higher is better."""
 
 
 @dataclass(frozen=True)
 class _Beam:
-    """A prefix that is still growing; all but its last token are in its slot."""
+    """A prefix that is not complete; its slot holds all but its last token."""
 
     ids: list[int]
     logprobs: list[float]
@@ -55,13 +55,13 @@ def search(
     sequence: SequenceState,
     tokenizer: Tokenizer | None,
 ) -> Steps[Completion]:
-    """Return the best text that beam search finds."""
+    """Return the completion with the highest score that beam search finds."""
     config, prompt = sequence.config, sequence.ids
     max_new_tokens = min(pool.session.capacity - len(prompt) + 1, config.max_new_tokens)
     hypotheses = yield from beam_search(
         pool, slot_ids, prompt, num_beams=config.num_beams, max_new_tokens=max_new_tokens,
         length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-        adjust=sequence.adjusted, n_tokens=sequence.n_tokens, ends=sequence.ends,
+        adjust=sequence.adjust, n_tokens=sequence.n_tokens, ends=sequence.ends,
     )  # fmt: skip
     best = hypotheses[0]
     has_ended = best.ids[-1] in sequence.ends
@@ -88,13 +88,13 @@ def beam_search(
 ) -> Steps[list[Hypothesis]]:
     """Find at most `num_beams` continuations of the prompt's ids, the best first.
 
-    `length_penalty`: above 0 longer continuations gain, below 0 shorter ones. `early_stopping`:
-    True ends as soon as there are `num_beams` continuations; False also when the best prefix,
-    scored at its present length, is no better than the worst of them; "never" assumes the length
-    that suits it best. `adjust` is given log P of the next token. `n_tokens`: ids from there on
-    stand for no token and are not considered. `ends` end a continuation, as the config's end does.
+    `length_penalty`: above 0 favours longer continuations, below 0 shorter ones. `early_stopping`:
+    True stops when there are `num_beams` continuations; False when the best prefix, scored at its
+    present length, is no better than the worst of them; "never" scores it at the length that is
+    best for it. `adjust` changes log P of the next token. Ids from `n_tokens` on are never chosen.
+    `ends` end a continuation, beside the config's end-of-text token.
 
-    There is a slot for each beam; prompt and new tokens, less one, fit each.
+    `slot_ids` has a slot for each beam; each has room for prompt and new tokens, less one.
     """
     session = pool.session
     ends = {session.config.eos_token_id, *ends}
@@ -102,7 +102,7 @@ def beam_search(
     yield reads
     rows = [read.next_logits for read in reads]
     beams = [_Beam([], [], 0.0, slot_ids[0])]
-    found: list[Hypothesis] = []
+    complete: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
         log_p = [row[:n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
         totals = np.stack(
@@ -123,27 +123,27 @@ def beam_search(
             logprobs = [*beam.logprobs, float(log_p[row][token])]
             if token in ends or length == max_new_tokens:
                 if rank < num_beams:
-                    found.append(Hypothesis(ids, logprobs, total / length**length_penalty))
+                    complete.append(Hypothesis(ids, logprobs, total / length**length_penalty))
             elif len(growing) < num_beams:
                 growing.append(_Beam(ids, logprobs, total, beam.slot_id))
-        found = sorted(found, key=lambda hypothesis: -hypothesis.score)[:num_beams]
+        complete = sorted(complete, key=lambda hypothesis: -hypothesis.score)[:num_beams]
         if not growing:
             break
-        if len(found) == num_beams:
+        if len(complete) == num_beams:
             longest = early_stopping == "never" and length_penalty > 0
             hopeful_length = max_new_tokens if longest else length
             best_hope = growing[0].total / hopeful_length**length_penalty
-            if early_stopping is True or best_hope <= found[-1].score:
+            if early_stopping is True or best_hope <= complete[-1].score:
                 break
-        beams = _own_slots(pool, slot_ids, growing)
+        beams = _assign_slots(pool, slot_ids, growing)
         reads = [Read(beam.slot_id, beam.ids[-1:]) for beam in beams]
         yield reads
         rows = [read.next_logits for read in reads]
-    return found
+    return complete
 
 
-def _own_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -> list[_Beam]:
-    """Give each beam a slot: the first child keeps its parent's, the others get copies of it."""
+def _assign_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -> list[_Beam]:
+    """Give each beam a slot: the first child keeps its parent's, others get a copy of it."""
     kept = {beam.slot_id for beam in beams}
     free = [slot_id for slot_id in slot_ids if slot_id not in kept]
     own = []
@@ -159,7 +159,7 @@ def _own_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -> l
 
 
 def _highest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:
-    """Return the places of the k highest values (N,), the highest first."""
+    """Return the indices of the k highest values (N,), the highest first."""
     k = min(k, len(values))
     places = np.argpartition(-values, k - 1)[:k]
     return places[np.argsort(-values[places], kind="stable")]

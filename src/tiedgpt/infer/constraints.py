@@ -1,13 +1,11 @@
-"""Text that must have a form: a regular expression, a JSON schema, or a grammar.
+"""Constrained decoding: the text matches a regular expression, a JSON schema, or a grammar.
 
-Before each token, those that cannot go on towards that form get the score -inf; the end of the text
-is one of them until the form is complete. Which tokens can go on, llguidance says (the extra
-`constrain`), from the bytes that each token stands for. The scores of what is allowed are left as
-they were, as in Willard and Louf 2023, "Efficient Guided Generation for Large Language Models"
-(arXiv 2307.09702).
+Before each choice, the logits of tokens that the constraint forbids become -inf; the end of text is
+forbidden until the text is complete. llguidance (the extra `constrain`) computes the allowed tokens
+from their bytes. The other logits do not change, as in Willard and Louf 2023, "Efficient Guided
+Generation for Large Language Models" (arXiv 2307.09702).
 
-A text that runs out of tokens or context has begun the form and not completed it: its
-`finish_reason` is not "stop".
+A text that runs out of tokens or context is not complete: its `finish_reason` is not "stop".
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ if TYPE_CHECKING:
     import llguidance
 
 WHITESPACE = {"whitespace_pattern": " "}
-"""In JSON, at most one blank between two parts; a schema's own "x-guidance" overrules it."""
+"""JSON has at most one space between two parts, unless a schema's "x-guidance" says otherwise."""
 
 
 def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
-    """Compile a constraint for a vocabulary; return what keeps texts to it.
+    """Return the compiled constraint for a vocabulary.
 
     `form` holds one of these by its name: a `regex` in Rust's syntax (no look-around, no
     back-references; digits are 0 to 9); a `json_schema` as JSON text or a dictionary ({} is any
     JSON); a `grammar` in Lark's syntax, which begins with the rule `start`.
 
-    Raises UserError if the extra `constrain` is not installed, the constraint is no valid one,
-    no text of this vocabulary meets it, or the vocabulary cannot be constrained exactly.
+    Raises `UserError` if the extra `constrain` is not installed, the constraint is not valid, no
+    text of this vocabulary meets it, or the vocabulary cannot be constrained exactly.
     """
     try:
         from llguidance import LLMatcher
@@ -103,24 +101,24 @@ def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
 
 
 class Matcher:
-    """Rules out what a text's constraint forbids; a `Processor`. Made by `matcher_for`.
+    """A `Processor` that forbids the tokens that break a constraint; see `matcher_for`.
 
-    It serves any number of texts in turn: it goes back to where a text parts from the one before,
-    and reads on from there, at about a microsecond a token.
+    It serves any number of texts in turn: it goes back to the common prefix with the text before,
+    and reads the rest, at about a microsecond a token.
     """
 
     def __init__(self, start: llguidance.LLMatcher, name: str) -> None:
         self._start, self._machine, self._name = start, start.deep_copy(), name
-        self._text: list[int] = []  # what the machine has read
+        self._text: list[int] = []  # the ids that the machine has read
 
-    def fresh(self) -> Matcher:
-        """Return another for the same constraint, for a text of its own."""
+    def copy(self) -> Matcher:
+        """Return a matcher for the same constraint and another text."""
         return Matcher(self._start, self._name)
 
     def __call__(self, ids: Sequence[int], n_prompt: int, logits: Array) -> Array:
-        """Return logits (V,) with -inf for each token that must not follow.
+        """Return logits (V,) with -inf for each token that is not allowed.
 
-        Raises UserError where none may: the vocabulary lacks a character that has to follow.
+        Raises `UserError` if none is: the vocabulary lacks a character that must follow.
         """
         self._go_to(ids[n_prompt:])
         packed = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint8)
@@ -134,13 +132,13 @@ class Matcher:
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def _failure(self) -> str:
-        """Return why the machine failed, and begin anew: it would stay like that."""
+        """Return why the machine failed, and replace it: a failure is permanent."""
         reason = _reason(self._machine)
         self._machine, self._text = self._start.deep_copy(), []
         return reason
 
     def _go_to(self, text: Sequence[int]) -> None:
-        """Let the machine have read exactly this."""
+        """Bring the machine to the state in which it has read exactly these ids."""
         pairs = enumerate(zip(self._text, text, strict=False))
         same = next((n for n, (a, b) in pairs if a != b), min(len(self._text), len(text)))
         self._machine.rollback(len(self._text) - same)
@@ -156,13 +154,13 @@ class Matcher:
 
 
 def _reason(machine: llguidance.LLMatcher) -> str:
-    """Return what is wrong in one sentence, without the parser's picture of the place."""
+    """Return the machine's error as one sentence, without the parser's excerpt."""
     lines = machine.get_error().partition("<state>")[0].strip().splitlines()
     errors = [line.strip() for line in lines if line.strip().startswith("error: ")]
     return (errors or lines)[-1 if errors else 0].removeprefix("error: ")[:400]
 
 
 def _characters(tokenizer: Tokenizer) -> list[str]:
-    """The characters of a vocabulary of characters."""
+    """Return the characters of a tokenizer of characters."""
     is_text = tokenizer.byte_lengths() > 0
     return [tokenizer.token_bytes(id).decode() for id in range(len(tokenizer)) if is_text[id]]

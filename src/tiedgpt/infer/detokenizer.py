@@ -9,10 +9,10 @@ from tiedgpt.text import Tokenizer
 
 
 class Piece(NamedTuple):
-    """The part of the text that a token stands for."""
+    """The part of the text that belongs to a token."""
 
     at: int
-    """Which of the new tokens, from 0."""
+    """The number of the token among the new ones, from 0."""
     text: str
     offset: int
     """Where it begins in the text, in characters."""
@@ -30,9 +30,9 @@ class Detokenizer:
         """Whether a stop string ends the text."""
         self._decoder = None if tokenizer is None else tokenizer.stream(after=after)
         self._stops = tuple(stops)
-        self._decoded = ""  # with what a stop string cuts off or may cut off
+        self._decoded = ""  # with text that a stop string cuts off, or may cut off
         self._n_certain = 0
-        self._ends = list[int]()  # of each token, in what is decoded
+        self._ends = list[int]()  # of each token, its end in the decoded text
         self._n_released = 0
 
     @property
@@ -46,7 +46,7 @@ class Detokenizer:
         return len(self._ends)
 
     def push(self, token: int | None) -> None:
-        """Add a token; None stands for one without text, such as end-of-text."""
+        """Add a token; None is one without text, such as end-of-text."""
         if token is not None and self._decoder is not None:
             self._decoded += self._decoder.push(token)
         self._ends.append(len(self._decoded))
@@ -54,7 +54,7 @@ class Detokenizer:
         self._settle(len(self._decoded) - n_open)
 
     def finish(self) -> None:
-        """Note that no token comes: half a character is U+FFFD, half a stop string is text."""
+        """End the text: part of a character becomes U+FFFD, part of a stop string is text."""
         if self._decoder is not None and self._n_released < len(self._ends):
             self._decoded += self._decoder.finish()
             self._ends[-1] = len(self._decoded)
@@ -73,7 +73,7 @@ class Detokenizer:
             yield Piece(at, piece, min(begin, self._n_certain))
 
     def _settle(self, certain: int) -> None:
-        """Note that no stop string begins before `certain` but one that is complete."""
+        """Make the text certain up to `certain`, or to a complete stop string before that."""
         if self.has_stopped:
             return
         matches = (self._decoded.find(stop, self._n_certain) for stop in self._stops)

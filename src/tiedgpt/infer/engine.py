@@ -37,23 +37,22 @@ if TYPE_CHECKING:
 class Engine:
     """Generates with a model and, for text, its tokenizer; any thread may call it.
 
-    `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert (a
-    model that was given is copied, not changed). A source is put on the GPU where there is one;
-    `resolve` and `config` (such as n_head) say what its file does not, as in `GPT.from_pretrained`.
+    `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert a
+    copy. A source is put on the GPU if there is one; `resolve` and `config` (such as n_head) add
+    what its file does not say, as in `GPT.from_pretrained`.
 
-    `backend`: "torch", or "kernels", our own for CPUs, over weights packed for them; they compute
-    int8 and int4, too, and take some ten seconds to be compiled the first time. "auto" takes them
-    for packed directories, for int8 and int4, and on a CPU for a source of 5 million parameters or
-    more; torch else.
+    `backend`: "torch", or "kernels" for CPUs, which also compute int8 and int4, and take some ten
+    seconds to be compiled the first time. "auto" takes kernels for packed directories, for int8 and
+    int4, and on a CPU for a source of 5 million parameters or more; otherwise torch.
 
-    `slots`: sequences that are decoded at a time. Each has room for the whole context, which takes
-    memory as it is filled. A request waits for a slot among at most `queue_size` others. Slots
-    remember what they have read: a prompt that begins like an earlier one is read from where they
-    part. (A model that was given may be trained in between: its slots forget when no request runs.)
+    `slots`: how many sequences are decoded together. Each has room for the whole context, which
+    takes memory as it is filled. At most `queue_size` requests wait for a slot. Slots keep what
+    they have read: of a prompt that begins like an earlier one, only the rest is read. (A model in
+    memory may be trained in between: its slots are cleared when no request runs.)
 
-    `threads` that compute: by default, kernels take the cores that this process may use, at most
-    16, and torch what it is set to. torch's number is the process's: it is set while the engine
-    reads, and put back.
+    `threads`: by default, kernels compute on the cores that this process may use, at most 16, and
+    torch on its own number. That number is the process's: it is set while the engine reads, and
+    restored.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is running and waits, and end the worker. A closed engine stays closed."""
+        """Cancel all requests and end the worker. A closed engine cannot be opened again."""
         self._worker.close()
 
     @property
     def model(self) -> GPT:
-        """The model, where torch computes it."""
+        """The model; `UserError` if torch does not compute it."""
         model = getattr(self.runner, "model", None)
         if model is None:
             raise UserError(f"{type(self.runner).__name__} has no torch model")
@@ -110,7 +109,7 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        """What computes: "torch" or "kernels"."""
+        """The backend: "torch" or "kernels"."""
         return "torch" if hasattr(self.runner, "model") else "kernels"
 
     def generate(
@@ -123,10 +122,10 @@ class Engine:
 
         Returns a `Completion` for a prompt, a list of them for a list of prompts; with n above 1,
         a list of n completions in the place of each. In a list, a request that fails has the
-        finish_reason "error" and its error; the failure of a single prompt is raised.
+        finish_reason "error" and its error; the error of a single prompt is raised.
 
-        With a seed the draw for a prompt does not depend on the prompts beside it; the same prompt
-        given again draws anew. An empty prompt starts from the beginning-of-text token.
+        With a seed, the text of a prompt does not depend on the other prompts; a prompt that occurs
+        twice gets two texts. An empty prompt starts from the beginning-of-text token.
         """
         config = with_options(config, options)
         each, many = one_or_many(prompts)
@@ -216,10 +215,10 @@ class Engine:
         return scored if many else scored[0]
 
     def stats(self) -> dict[str, float]:
-        """Return what the engine has done.
+        """Return counts since the engine was opened.
 
-        requests, running, waiting; prompt_tokens, of them reused_tokens that a slot still held;
-        generated_tokens; draft_tokens, of them accepted_tokens; seconds of computing.
+        requests, running, waiting; prompt_tokens, and reused_tokens, those of them that a slot
+        held; generated_tokens; draft_tokens, and accepted_tokens of them; seconds of computing.
         """
         return self._worker.stats()
 
@@ -250,7 +249,7 @@ class Engine:
     def _request(
         self, ids: list[int], config: GenerationConfig, matcher: Matcher | None, *, copies: int = 0
     ) -> Request:
-        """Return what completes a prompt; what cannot be done raises `UserError`."""
+        """Return the request for a prompt's completion; `UserError` if it is impossible."""
         model = self.runner.config
         if config.n_slots > self.n_slots:
             raise UserError(
@@ -258,7 +257,7 @@ class Engine:
                 hint=f"open Engine(..., slots={config.n_slots}), or use fewer beams",
             )
         _require_context(len(ids), config, model)
-        processors = () if matcher is None else (matcher.fresh(),)
+        processors = () if matcher is None else (matcher.copy(),)
         sequence = SequenceState(
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
             processors=processors, copies=copies,
@@ -276,7 +275,7 @@ class Engine:
         )  # fmt: skip
 
     def _wait_for(self, requests: list[Request], *, collect: bool) -> list[Any]:
-        """Run requests; return their results, errors among them if they are to be collected."""
+        """Run requests; return their results, with those of failed ones if `collect`."""
         generations = list[Generation]()
         try:
             for request in requests:

@@ -1,7 +1,7 @@
-"""Scores of the next token (V,) in, scores or the ids that stay out: penalties and filters.
+"""Penalties and filters of the next token's logits (V,) in plain numpy.
 
-Each is what transformers computes under the same name, or OpenAI's API for the two penalties that
-count; plain numpy, and none sorts the vocabulary where a part of it decides.
+Each computes the same as transformers under the same name; presence and frequency penalties are
+those of OpenAI's API. Filters return the ids that may be drawn. None sorts the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 Ids = NDArray[np.intp]
 FIRST_LOOK = 512
-"""Candidates that are sorted first where the likeliest are sought; then eight times as many."""
+"""How many candidates are sorted at first; if they do not suffice, eight times as many."""
 BLOCK = 256
-"""Tokens whose probabilities are summed at once when one is drawn."""
+"""Tokens whose probabilities are summed together when one is drawn."""
 
 
 def penalize_repetition(scores: Array, seen: Sequence[int], penalty: float) -> None:
-    """Divide positive scores of tokens in the text by `penalty`, multiply others (in place).
+    """Divide positive logits of the tokens seen by `penalty`, multiply negative ones (in place).
 
-    Keskar et al. 2019, "CTRL", section 4.1, with the sign taken into account.
+    Keskar et al. 2019, "CTRL", section 4.1, extended to negative logits.
     """
     ids = np.unique(np.asarray(seen, dtype=np.intp))
     ids = ids[ids < len(scores)]
@@ -40,27 +40,27 @@ def penalize_counts(
 
 
 def add_bias(scores: Array, bias: Mapping[int, float]) -> None:
-    """Add to the scores of single tokens (in place)."""
+    """Add a bias to the logits of single tokens (in place)."""
     for token, value in bias.items():
         if token < len(scores):
             scores[token] += value
 
 
 def softmax(scores: Array) -> Array:
-    """Scores -> probabilities; -inf is 0. Some score must be finite."""
+    """Return probabilities; that of -inf is 0. At least one score must be finite."""
     p = _unnormalized(scores)
     p /= p.sum(dtype=np.float64).astype(np.float32)
     return p
 
 
 def _unnormalized(scores: Array) -> Array:
-    """Scores -> their exponentials, the highest being 1."""
+    """Return the exponentials of scores, scaled so that the highest is 1."""
     p: Array = scores - scores.max()
     return np.exp(p, out=p)
 
 
 def top_k(scores: Array, k: int) -> Ids | None:
-    """Return the ids of the k highest scores, and of those equal to the last; None: all."""
+    """Return the ids of the k highest scores, and of ties with the last of them; None for all."""
     if k >= len(scores):
         return None
     return np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[-k])

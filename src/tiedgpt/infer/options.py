@@ -38,7 +38,7 @@ NEUTRAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How a prompt is continued; None means an option's default.
+    """The options of generation; None means an option's default.
 
     Impossible values raise `UserError`, naming the option.
     """
@@ -184,7 +184,7 @@ class GenerationConfig:
                 hint="omit one",
             )
         for name in ("length_penalty", "early_stopping"):
-            if self._given(name) and self.num_beams == 1:
+            if self._is_set(name) and self.num_beams == 1:
                 raise UserError(
                     "is for beam search",
                     option=name,
@@ -193,11 +193,11 @@ class GenerationConfig:
         if len(self.form) > 1:
             raise UserError("exclude each other", option=tuple(self.form), hint="choose one")
         for name in _EXCLUDED_BY_BEAMS if self.num_beams > 1 else ():
-            if self._given(name) and not (name == "temperature" and self.temperature == 0):
+            if self._is_set(name) and not (name == "temperature" and self.temperature == 0):
                 raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
 
-    def _given(self, name: str) -> bool:
-        """Whether an option has another value than its default."""
+    def _is_set(self, name: str) -> bool:
+        """Whether an option differs from its default."""
         return bool(getattr(self, name) != default_of(name))
 
     @cached_property
@@ -239,7 +239,7 @@ _INTEGERS = {
     "max_new_tokens": 1, "top_k": 1, "seed": 0, "top_logprobs": 0, "draft_tokens": 1, "n": 1,
     "best_of": 1, "num_beams": 1,
 }  # fmt: skip
-"""Options that are integers, and the least of each."""
+"""Options that are integers, with their least values."""
 _NUMBERS = {
     "temperature": (0, math.inf),
     "top_p": (1e-9, 1),
@@ -251,7 +251,7 @@ _NUMBERS = {
     "timeout": (0, math.inf),
     "length_penalty": (-50, 50),  # a power of the length, which must stay finite
 }
-"""Options that are finite numbers, and their bounds."""
+"""Options that are finite numbers, with their bounds."""
 _CHOICES: dict[str, tuple[object, ...]] = {
     "context_end": ("stop", "slide"),
     "speculate": (None, "ngram"),
@@ -261,7 +261,7 @@ _EXCLUDED_BY_BEAMS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
     *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
 )
-"""Beam search draws nothing."""
+"""Options of sampling and streaming, which beam search does not use."""
 _FIELDS = {each.name: each for each in fields(GenerationConfig)}
 
 
@@ -272,7 +272,7 @@ OTHER_NAMES = {
 """What transformers, vLLM and llama.cpp call options of generation and of the Engine."""
 
 
-def meant_by(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the option that another library's name, or a misspelt one, most likely means."""
     near = difflib.get_close_matches(name, known, n=1)
     return OTHER_NAMES.get(name) or next(iter(near), None)
@@ -287,7 +287,7 @@ def default_of(name: str) -> object:
 def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
     """Return the config with some options changed; an unknown one is a `TypeError`."""
     for name in options.keys() - _FIELDS.keys():
-        meant = meant_by(name, _FIELDS)
+        meant = nearest_name(name, _FIELDS)
         engine = "" if meant in _FIELDS else " It is an option of Engine."
         meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(_FIELDS)}"
         raise TypeError(f"{name} is no option of generation{meant}")
@@ -304,7 +304,7 @@ def require_positive(name: str, value: Any) -> int:
 
 
 def is_id(value: object) -> bool:
-    """Whether it is an integer of any library's, and no bool."""
+    """Whether a value is an integer, also one of NumPy or torch, and not a bool."""
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -27,14 +27,14 @@ from tiedgpt.infer.kernels.arguments import (
 from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.room import no_room
-from tiedgpt.infer.sampling import Choice, Chosen
+from tiedgpt.infer.sampling import Choice, NextToken
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.formats.packed import PackedModel
 from tiedgpt.weights.formats.packed.panels import PANEL, padded
 
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
-"""What activations and the KV cache are kept in."""
+"""By precision, the dtype of activations and of the KV cache."""
 
 forward = Kernel("forward", "forward")
 
@@ -49,7 +49,7 @@ class PackedRunner:
         self._weights = Record(_weights(model))
 
     def heed_caller(self) -> None:
-        """Nothing: kernels compute on threads of their own."""
+        """Do nothing: kernels compute on threads of their own."""
 
     def session(self, *, n_slots: int, capacity: int) -> PackedSession:
         """Allocate room for `n_slots` sequences of up to `capacity` positions; see `Runner`."""
@@ -100,20 +100,20 @@ class PackedSession:
             self.lengths[slot_id] += len(new)
         return [buffers.logits[first:end, : self.config.vocab_size] for first, end in rows]
 
-    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
         """Choose a token for each; see `Session.choose`."""
-        chosen = sampling.choose(self._pool, choices)
+        results = sampling.choose(self._pool, choices)
         tokens = {
-            at: one.token
-            for at, (choice, one) in enumerate(zip(choices, chosen, strict=True))
-            if choice.own is not None and isinstance(one, Chosen)
+            at: result.token
+            for at, (choice, result) in enumerate(zip(choices, results, strict=True))
+            if choice.own is not None and isinstance(result, NextToken)
         }
-        if tokens:  # processors made other logits of the model's own
+        if tokens:  # processors changed the logits: logprobs are of the model's own
             own = [cast("NDArray[np.float32]", choices[at].own) for at in tokens]
             logprobs, _ = sampling.score(self._pool, own, list(tokens.values()))
             for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
-                chosen[at] = Chosen(token, logprob)
-        return chosen
+                results[at] = NextToken(token, logprob)
+        return results
 
     def score(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
@@ -122,7 +122,7 @@ class PackedSession:
         return sampling.score(self._pool, logits, targets, n_tokens)
 
     def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
-        """Raise `UserError` for what is no row of W: kernels check nothing."""
+        """Raise `UserError` for ids outside the vocabulary: kernels check nothing."""
         for new in ids:
             for wrong in (min(new), max(new)):
                 if not 0 <= wrong < self.config.vocab_size:
@@ -131,7 +131,7 @@ class PackedSession:
     def _batch(
         self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
     ) -> tuple[Batch, list[tuple[int, int]]]:
-        """Lay ids side by side; return also which rows of logits each slot's will be."""
+        """Return the batch of all ids, and for each slot the span of its rows of logits."""
         tokens: list[int] = []
         positions: list[int] = []
         spans: list[tuple[int, int]] = []
@@ -149,7 +149,7 @@ class PackedSession:
         return Batch(*(np.array(values, np.int64) for values in arrays)), rows
 
     def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
-        """Return buffers for as many tokens, kept from batch to batch."""
+        """Return buffers for so many tokens and outputs; they are kept from batch to batch."""
         old = self._buffers
         if old is not None and len(old.h) >= tokens and len(old.logits) >= outputs:
             return old
@@ -181,10 +181,10 @@ class PackedSession:
         self.lengths[slot_id] = min(length, self.lengths[slot_id])
 
     def copy(self, source: int, target: int) -> None:
-        """Let `target` hold what `source` holds."""
+        """Copy what a slot holds to another."""
         check_length(self, source, 0)
         check_length(self, target, 0)
-        self._pool.finish_step()  # what was cut short must not write to the target afterwards
+        self._pool.finish_step()  # an interrupted step must not write to the target later
         n = padded(self.lengths[source])
         c = self._cache
         c.keys[:, target, :, : n // BLOCK] = c.keys[:, source, :, : n // BLOCK]

@@ -1,4 +1,4 @@
-"""Prompts of text or ids -> ids that the model can read."""
+"""From prompts of text or ids to ids that the model can read."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def start_id(config: GPTConfig) -> int:
 def split_context(
     text: Prompt, context: Prompt | None, config: GPTConfig, tokenizer: Tokenizer | None
 ) -> tuple[list[int], int]:
-    """Return the ids of a text after its context, and how many of them are given.
+    """Return the ids of a context and a text, and how many of them are the context's.
 
-    Without a context the first id is given. Two texts are divided as `split_choices` does.
+    Without a context, the first id is the context. Two texts are divided as in `split_choices`.
     """
     if context is None:
         ids = prompt_ids(text, config, tokenizer)
@@ -77,11 +77,10 @@ def split_choices(
 ) -> tuple[list[list[int]], int]:
     """Return the ids of the context with each choice, and how many ids are the context's.
 
-    Blanks at the end of the context belong to the choices. Context and choice are encoded as one
-    text, as they would be read; the given ids are those with which the context alone and each of
-    these texts begin. So a token that spans context and choice is scored, and all choices follow
-    the same ids. A context that is empty, or part of such a token, is the token that texts begin
-    with.
+    Spaces at the end of the context belong to the choices. Context and choice are encoded as one
+    text; the context's ids are the common prefix of the context alone and of all these texts. So a
+    token that spans context and choice is scored, and all choices follow the same ids. If no id is
+    left for the context, it is the token that texts begin with.
     """
     if not all(choices):
         raise UserError(NOTHING_TO_SCORE)
@@ -100,7 +99,7 @@ def split_choices(
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two sequences have in common from the start."""
+    """Return the length of the longest common prefix of two lists of ids."""
     differ = (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 

@@ -1,4 +1,4 @@
-"""Whether memory suffices, asked before it is taken."""
+"""Checks that there is enough memory before it is taken."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tiedgpt.errors import NoRoomError
 
 
 def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
-    """Raise `NoRoomError` where fewer bytes are free: `free`, or what the system says is."""
+    """Raise `NoRoomError` if fewer bytes are free: `free`, or else what the system reports."""
     free = free_memory() if free is None else free
     if free is not None and n_bytes > free:
         raise no_room(n_bytes, what, free)
@@ -23,7 +23,7 @@ def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that a program may still take, or None where the system does not say."""
+    """Return how many bytes are available, or None if the system does not say."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -1,6 +1,6 @@
-"""A model or a source -> a runner that computes it at a precision, and its tokenizer.
+"""Runners of models: from a `GPT` or a source to the runner of a backend, and its tokenizer.
 
-torch is imported here, when a runner is made that needs it, and nowhere else on the engine's way.
+The engine imports torch only here, and only for a runner that needs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.infer.options import is_id, meant_by
+from tiedgpt.infer.options import is_id, nearest_name
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
@@ -32,7 +32,7 @@ ENGINE_OPTIONS = (
 )  # fmt: skip
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
-"""Parameters from which a model is worth waiting for its kernels to be compiled, once a machine."""
+"""The parameters of a model from which kernels are worth the time to compile them once."""
 EXACT_PRECISION: dict[str, Precision] = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
@@ -40,12 +40,12 @@ EXACT_PRECISION: dict[str, Precision] = {
 }
 """The precision that holds weights of a dtype exactly."""
 MAX_PADDING = 1024
-"""Rows that a vocabulary is padded by, at the most, to a round number."""
+"""The most rows that padding adds to a vocabulary."""
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What computes, and at which precision; impossible choices raise `UserError`."""
+    """The precision, backend and threads of an engine; impossible choices raise `UserError`."""
 
     precision: str
     backend: str
@@ -70,14 +70,14 @@ class BackendOptions:
 
 
 class OpenModel(NamedTuple):
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     runner: Runner
     tokenizer: Tokenizer | None
     notes: tuple[str, ...]
-    """On how it was opened."""
+    """Notes for the user."""
     end_ids: tuple[int, ...]
-    """What ends a text, besides the config's end-of-text token."""
+    """Ids that end a text, beside the config's end-of-text token."""
 
 
 def open_model(
@@ -87,7 +87,7 @@ def open_model(
     resolve: str | None,
     config: Mapping[str, Any],
 ) -> OpenModel:
-    """Return what computes a model, its tokenizer, and how it was opened; see `Engine`."""
+    """Return the runner of a model or source, its tokenizer and notes; see `Engine`."""
     its_tokenizer = tokenizer_for(model_or_source, tokenizer)
     notes: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ def open_model(
 def require_engine_options(config: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a name that is neither an option of `Engine` nor a config's field."""
     for name in config.keys() - GPTConfig.__dataclass_fields__.keys():
-        near = meant_by(name, ENGINE_OPTIONS)
+        near = nearest_name(name, ENGINE_OPTIONS)
         meant = f": did you mean {near}?" if near else ""
         raise TypeError(
             f"{name} is no option of Engine; known are {', '.join(ENGINE_OPTIONS)}, and the "
@@ -115,7 +115,7 @@ def require_engine_options(config: Mapping[str, Any]) -> None:
 
 
 def make_runner(model: GPT, options: BackendOptions) -> Runner:
-    """Return a runner of a model, or of a copy where precision or backend ask for one."""
+    """Return a runner of a model, or of a copy in another precision."""
     import copy
 
     from tiedgpt.core.model import GPT
@@ -144,7 +144,7 @@ def _open_source(
     resolve: str | None,
     **config: Any,
 ) -> tuple[Runner, tuple[str, ...]]:
-    """Return a runner of what is loaded, on the GPU where there is one, and notes."""
+    """Return the runner of a source, on the GPU if there is one, and notes."""
     packed = find_packed(path)
     if packed is not None and options.backend != "torch":
         if resolve is not None or config:
@@ -170,7 +170,7 @@ def _open_source(
 
 
 def _pack(model: GPT, options: BackendOptions) -> Runner:
-    """Return a runner of a model that is packed for the kernels now."""
+    """Pack a model for the kernels; return its runner."""
     from tiedgpt.weights.formats.packed.writer import pack_gpt
 
     return _run_packed(pack_gpt(model, _packed_precision(model, options.precision)), options)
@@ -193,7 +193,7 @@ def _end_ids(path: Path) -> tuple[int, ...]:
 
 
 def _open_packed(directory: Path, precision: str) -> PackedModel:
-    """Open a packed directory, which is mapped, not read."""
+    """Open a packed directory by memory map."""
     model = open_packed(directory)
     if precision not in ("auto", model.precision):
         raise UserError(
@@ -212,7 +212,7 @@ def _require_cpu(gpu: bool, options: BackendOptions) -> None:
 
 
 def _is_for_kernels(model: GPT, precision: str) -> bool:
-    """Whether kernels compute a model on a CPU where nobody says what shall."""
+    """Whether backend="auto" means kernels for a model on a CPU."""
     from tiedgpt.weights.formats.packed.writer import can_pack
 
     if precision in QUANTIZED:
@@ -223,14 +223,14 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
 
 
 def _packed_precision(model: GPT, precision: str) -> Precision:
-    """Return the precision of packed weights; "auto" is the one that holds the model's own."""
+    """Return the precision to pack a model in; "auto" is the one that holds its dtype exactly."""
     if precision == "auto":
         return EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
     return cast(Precision, precision)
 
 
 def _compare_vocabularies(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
-    """Compare a tokenizer with the model's rows; return what is worth a note."""
+    """Compare a tokenizer with the model's rows; return notes."""
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model {vocab_size}"

@@ -1,8 +1,8 @@
 """From one position's logits to one token: penalties, filters, and a seeded draw.
 
-The order is that of transformers: bias, penalties, words that are ruled out, temperature, top-k,
-top-p, min-p, typical-p. A draw takes one uniform number. This is the numpy reference;
-`kernels/sampling.py` computes the same for a whole batch at once.
+The order is that of transformers: bias, penalties, bad words, temperature, top-k, top-p, min-p,
+typical-p. A draw takes one uniform number. This is the numpy reference; `kernels/sampling.py`
+computes the same for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from tiedgpt.text import Tokenizer
 
 @dataclass(slots=True)
 class Choice:
-    """A token to be chosen: all that the choice depends on."""
+    """Everything that the choice of one token depends on."""
 
     config: GenerationConfig
-    """With bad words as ids; see `for_vocabulary`."""
+    """Its bad words are ids; see `encode_bad_words`."""
     logits: Array
-    """(V,), after processors if there are any."""
+    """(V,), after the processors."""
     seen: Sequence[int]
     """The ids of prompt and text."""
     n_prompt: int
     """How many of these are the prompt's."""
     n_tokens: int
-    """Ids from here on stand for no token and are never chosen."""
+    """Ids from here on have no token and are never chosen."""
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
     own: Array | None = None
-    """(V,), the model's own, which the logprob is of, where processors made `logits` of them."""
+    """(V,), the model's own logits if processors changed them: logprobs are of these."""
 
 
-class Chosen(NamedTuple):
+class NextToken(NamedTuple):
     """A token, and its logprob under the model itself: softmax over all V logits."""
 
     token: int
     logprob: float
 
 
-def choose(choices: Sequence[Choice]) -> list[Chosen | UserError]:
-    """Choose a token for each; the error where none can be chosen."""
+def choose(choices: Sequence[Choice]) -> list[NextToken | UserError]:
+    """Choose a token for each; return an error in the place of one that cannot be chosen."""
     return [_choose(choice) for choice in choices]
 
 
-def _choose(choice: Choice) -> Chosen | UserError:
+def _choose(choice: Choice) -> NextToken | UserError:
     logits = choice.logits[: choice.n_tokens]
-    scores = adjusted(choice.config, logits, choice.seen, choice.n_prompt)
+    scores = adjust_logits(choice.config, logits, choice.seen, choice.n_prompt)
     if (error := no_choice(float(scores.max()))) is not None:
         return error
     if choice.config.greedy:
         token = int(scores.argmax())
     else:
-        kept, scores = filtered(choice.config, scores)
+        kept, scores = filter_logits(choice.config, scores)
         at = filters.draw(scores, choice.uniform)
         token = at if kept is None else int(kept[at])
     own = choice.logits if choice.own is None else choice.own
-    return Chosen(token, float(own[token]) - filters.log_normalizer(own))
+    return NextToken(token, float(own[token]) - filters.log_normalizer(own))
 
 
-def for_vocabulary(
+def encode_bad_words(
     config: GenerationConfig, size: int, tokenizer: Tokenizer | None
 ) -> GenerationConfig:
     """Return a config with bad words as ids; raise `UserError` for ids beyond `size`."""
@@ -91,12 +91,12 @@ def for_vocabulary(
     return replace(config, bad_words=tuple(dict.fromkeys(filter(None, words))))
 
 
-def adjusted(
+def adjust_logits(
     config: GenerationConfig, logits: Array, seen: Sequence[int], n_prompt: int = 0
 ) -> Array:
-    """Apply what changes single tokens' logits (V,); the same array where nothing does.
+    """Return logits (V,) with biases and penalties applied; the same array if there are none.
 
-    `seen` is the text so far, of which the first `n_prompt` ids were given.
+    `seen` are the ids of prompt and text, `n_prompt` of them the prompt's.
     """
     generated = seen[n_prompt:]
     repeats = config.repetition_penalty != 1 and len(seen) > 0
@@ -115,7 +115,7 @@ def adjusted(
 
 
 def biases(config: GenerationConfig, seen: Sequence[int]) -> dict[int, float]:
-    """Return what is added to the logits of single ids; -inf for what would complete a bad word."""
+    """Return what is added to the logits of single ids; -inf for the end of a bad word."""
     bias = dict(config.logit_bias)
     for word in cast("Sequence[tuple[int, ...]]", config.bad_words):
         *beginning, last = word
@@ -124,7 +124,7 @@ def biases(config: GenerationConfig, seen: Sequence[int]) -> dict[int, float]:
     return bias
 
 
-def filtered(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
+def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
     """Return the ids that may be drawn (None: all) and their logits over the temperature."""
     if config.greedy:
         return None, scores
@@ -150,7 +150,7 @@ _FILTERS: dict[str, Callable[..., Ids | None]] = {
 
 
 def no_choice(highest: float) -> UserError | None:
-    """Return the error where the highest logit is no number, or none is above -inf."""
+    """Return the error if the highest logit is not finite, so that no token can be chosen."""
     if math.isfinite(highest):
         return None
     if highest == -math.inf:

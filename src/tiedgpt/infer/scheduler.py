@@ -1,9 +1,9 @@
 """Continuous batching: requests that come and go in the slots of a session.
 
-In each step every running request reads (a chunk of its prompt, its newest token, a draft), and for
-those that have read all, the next tokens are chosen together. A request takes its slots
-as soon as they are free, in the order of arrival; ids that a slot already holds are not read again.
-The result of a request does not depend on the others. Nothing here knows threads: one owner calls.
+In each step every running request reads a chunk of its prompt, or its newest token with a draft;
+then the next tokens of those that have read everything are chosen together. Requests take free
+slots in the order of arrival; ids that a slot already holds are not read again. The result of a
+request does not depend on other requests. A scheduler belongs to one thread.
 
 Orca (Yu et al. 2022) is the paper on scheduling by steps, vLLM (Kwon et al. 2023) on prefix reuse.
 """
@@ -24,38 +24,38 @@ from tiedgpt.infer.session import Session
 from tiedgpt.infer.slots import Read, SlotPool, Steps, common_prefix
 
 PREFILL_TOKENS = 256
-"""Prompt tokens that are read in a step while nobody waits for a next token.
+"""Prompt tokens that are read in a step if no sequence decodes.
 
 A request can be cancelled between steps. Steps of 512 read 1.2 % faster, but take twice as long.
 """
 LEAST_CHUNK, FIRST_CHUNK = 8, 32
-"""Prompt tokens that are read in a step beside sequences that decode: at least, and at first."""
+"""Prompt tokens that are read in a step beside sequences that decode: the least, and at first."""
 SLOWDOWN = 2.0
-"""How much longer a step may take that also reads part of a prompt."""
+"""How many times longer a step may take if it also reads part of a prompt."""
 MIN_SHARED = 32
-"""A request waits for another to read a prefix that they share if it is longer by this."""
+"""A request waits until another has read their common prefix if that saves so many tokens."""
 
 
 class RequestStatus(Enum):
-    """Where a request is on its way."""
+    """The stages of a request."""
 
     WAITING = auto()
-    """It has no slots yet."""
+    """It has no slots."""
     PREFILL = auto()
     """Its prompt is being read."""
     READY = auto()
-    """Only newest tokens are left to be read, and none of them has been."""
+    """Its prompt was read, and none of its new tokens."""
     DECODE = auto()
-    """It reads the tokens that were chosen."""
+    """It reads its new tokens."""
     ENDED = auto()
     """It has a result or an error."""
 
 
 class Request:
-    """What a scheduler runs in `n_slots` slots, step by step, and how it ended.
+    """A generator of `Read`s that a scheduler runs in `n_slots` slots, and its result.
 
-    Each slot is filled up to at most `length` positions. `prompt` is what the first slot begins
-    with and may share with others; `sequence` is the text that is written, if one is.
+    Each slot is filled up to at most `length` positions. `prompt` are the first ids of the first
+    slot, which may be reused; `sequence` is the text that is generated, if any.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Request:
         self.result: Any = None
         self.error: Exception | None = None
         self.reads: list[Read] = []
-        """What is to be read before it goes on."""
+        """The reads that must be done before it goes on."""
         self.slot_ids: list[int] = []
         self.created = time.monotonic()
         self.ready = math.inf
-        """When it became READY."""
+        """The time at which it became READY."""
         self._begin = begin
         self._steps: Steps[Any] | None = None
 
@@ -89,12 +89,12 @@ class Request:
 
     @property
     def is_decode(self) -> bool:
-        """Whether only newest tokens are to be read."""
+        """Whether it reads new tokens only."""
         return all(read.is_decode for read in self.reads)
 
     @property
     def is_read(self) -> bool:
-        """Whether all that was to be read has been."""
+        """Whether all its reads are done."""
         return bool(self.reads) and not any(read.n_left for read in self.reads)
 
     def begin(self, pool: SlotPool, slot_ids: list[int]) -> None:
@@ -104,7 +104,7 @@ class Request:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next `reads`. Whatever is raised is this request's error alone."""
+        """Go on to the next `reads`. An exception becomes this request's error."""
         if self._steps is None or self.status is RequestStatus.ENDED:
             return
         try:
@@ -117,7 +117,7 @@ class Request:
             self.status, self.ready = RequestStatus.READY, time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it has ended; SystemExit would end the thread for all."""
+        """End with an error, unless it has ended; SystemExit is replaced by RuntimeError."""
         if self.status is not RequestStatus.ENDED:
             if not isinstance(error, Exception):
                 error = RuntimeError(f"a request raised {error!r}")
@@ -137,11 +137,11 @@ class Request:
 
 
 Part = tuple[Request, Read, int]
-"""A request, what it has to read, and how many ids of that are read in this step."""
+"""A request, one of its reads, and how many ids of that are read in this step."""
 
 
 class Scheduler:
-    """Runs requests in the slots of a session, whose owner it is."""
+    """Runs requests in the slots of a session."""
 
     def __init__(self, session: Session, counts: Counter[str] | None = None) -> None:
         self.session = session
@@ -149,22 +149,22 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counts = Counter() if counts is None else counts
-        """Tokens by what they were: see `Engine.stats`."""
+        """Counts of tokens, as in `Engine.stats`."""
         self._pace = _Pace()
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its slots."""
+        """Put a request in the queue."""
         self.waiting.append(request)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
-        """End a request now; its slots are free for the next."""
+        """End a request now and free its slots."""
         request.end(reason)
         if request in self.waiting:
             self.waiting.remove(request)
         self._release_ended()
 
     def step(self) -> None:
-        """Advance every running request: admit new ones, read, choose, and let all go on.
+        """Do one step: admit requests, schedule reads, read, choose tokens, advance requests.
 
         An exception of the computation ends the requests that took part in it.
         """
@@ -192,8 +192,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Give free slots to the requests that have waited longest.
 
-        No request takes a slot that one before it waits for. A request whose prefix another is
-        reading waits for that, with its slots left free for it, and those behind it may pass.
+        No request takes a slot that an earlier one waits for. If another request is reading the
+        prefix of one, that one waits, its slots stay free, and later requests may pass it.
         """
         n_free = len(self.pool.free)
         for request in list(self.waiting):
@@ -216,7 +216,7 @@ class Scheduler:
         self._release_ended()
 
     def _is_being_read(self, prompt: Sequence[int]) -> bool:
-        """Whether a running request is reading more of this prompt than any slot holds yet."""
+        """Whether a running request is reading more of this prompt than any slot holds."""
         n_shared = 0
         for request in self.running:
             if request.prompt and not request.is_decode:
@@ -225,10 +225,10 @@ class Scheduler:
         return n_shared >= MIN_SHARED and n_shared >= n_held + MIN_SHARED
 
     def _schedule(self) -> list[Part]:
-        """Return what is read in this step: newest tokens first, then parts of prompts.
+        """Return the parts that are read in this step: new tokens first, then chunks of prompts.
 
         Prompts that came together are all read before the first of their texts goes on. Texts that
-        are scored, which may be long, hold up nobody.
+        are scored, which may be long, delay no sequence.
         """
         decoding, prompts = list[Part](), list[Part]()
         for request in self.running:
@@ -251,14 +251,14 @@ class Scheduler:
         return decoding
 
     def _read(self, parts: list[Part]) -> None:
-        """Read what is due of each in one call; learn what it costs."""
+        """Read all parts in one call, and note the time."""
         began = time.perf_counter()
         slot_ids = [read.slot_id for _, read, _ in parts]
         ids = [read.ids[len(read.ids) - read.n_left :][:n] for _, read, n in parts]
         every = {read.slot_id for _, read, _ in parts if read.every}
         logits = self.session.read(slot_ids, ids, every=every)
         for (_, read, n), new, its in zip(parts, ids, logits, strict=True):
-            self.pool.held[read.slot_id] += new
+            self.pool.cached_ids[read.slot_id] += new
             read.add(n, its)
         for request, read, _ in parts:
             if read.logits is not None and any(other.n_left for other in request.reads):
@@ -266,7 +266,7 @@ class Scheduler:
         self._learn(parts, time.perf_counter() - began)
 
     def _learn(self, parts: list[Part], seconds: float) -> None:
-        """Note what a step took."""
+        """Record the time of a step."""
         n_decode = sum(read.is_decode for _, read, _ in parts)
         drafts = [read.n_drafted for _, read, _ in parts if read.n_drafted]
         if n_decode < len(parts):
@@ -279,7 +279,7 @@ class Scheduler:
             self._pace.note_plain(seconds)
 
     def _choose(self, requests: list[Request]) -> None:
-        """Choose the next token after each read that has a sequence to be continued."""
+        """Choose the next token of each read that has a sequence."""
         asked, choices = list[tuple[Request, Read]](), list[Choice]()
         for request in requests:
             for read in request.reads:
@@ -294,7 +294,7 @@ class Scheduler:
             return
         try:
             for (_, read), chosen in zip(asked, self.session.choose(choices), strict=True):
-                read.chosen = chosen
+                read.next_token = chosen
         except Exception as error:
             for request, _ in asked:
                 request.fail(error)
@@ -311,22 +311,22 @@ class Scheduler:
 
 
 class _Pace:
-    """How many tokens of prompts may be read beside sequences that decode, by the clock."""
+    """Decides by measured times how many prompt tokens are read beside sequences that decode."""
 
     def __init__(self) -> None:
         self.chunk = FIRST_CHUNK
         self._plain: float | None = None
 
     def note_plain(self, seconds: float) -> None:
-        """A step that only decoded took this long."""
+        """Record the time of a step that only decoded."""
         before = seconds if self._plain is None else self._plain
         self._plain = before + 0.2 * (min(seconds, 2 * before) - before)
 
     def note_mixed(self, seconds: float, n_tokens: int, n_decode: int) -> None:
-        """A step that also read `n_tokens` of prompts took this long."""
+        """Record the time of a step that also read `n_tokens` of prompts."""
         if self._plain is None or not n_decode:
             return
         a_token = max(seconds - self._plain, 1e-9) / n_tokens
         fits = (SLOWDOWN - 1) * self._plain / a_token
-        fits = min(fits, 2 * self.chunk)  # one quick step is no reason to read all
+        fits = min(fits, 2 * self.chunk)  # one fast step does not count too much
         self.chunk = max(LEAST_CHUNK, min(PREFILL_TOKENS, int(fits)))

@@ -1,4 +1,4 @@
-"""How likely a text is under a model, token by token, without generating."""
+"""The logprob and rank of each token of a text under a model."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's tokens and how likely each was."""
+    """The tokens of a text with their logprobs and ranks."""
 
     ids: list[int]
-    """All of them, the context's included."""
+    """All ids, with the context's."""
     n_context: int
-    """The first ids, which are given and not scored."""
+    """How many of the first ids are the context, which is not scored."""
     logprobs: list[float]
     """Logprob of each id after the context, in nats."""
     ranks: list[int]
-    """Rank of each of these ids; 1: it was the likeliest.
+    """Rank of each of these ids; 1 is the likeliest.
 
-    Rows of W that stand for no token are not counted; `logprobs` are over all rows.
+    Rows of W without a token are not counted; `logprobs` are over all rows.
     """
 
     @property
     def total(self) -> float:
-        """The sum: logprob of the text after its context."""
+        """The logprob of the text after its context: the sum."""
         return math.fsum(self.logprobs)
 
     @property
@@ -48,10 +48,10 @@ def score(
     n_context: int,
     n_tokens: int | None = None,
 ) -> Steps[Scored]:
-    """Score the ids from `n_context` on, each by all before it that its window holds.
+    """Score the ids from `n_context` on.
 
-    A text longer than the context is read in windows, each of which begins half a window after the
-    one before: past the first, every token is predicted from at least half a window.
+    A text longer than the model's context is read in windows, each half a window after the one
+    before: after the first window, every token is predicted from at least half a window.
     """
     logprobs, ranks = list[float](), list[int]()
     session, (slot_id,) = pool.session, slot_ids

@@ -1,4 +1,4 @@
-"""One prompt and its text: how it is read and chosen, what each token spells, when it ends."""
+"""One prompt and its text: how it is read, how tokens are chosen, when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import GenerationConfig, Processor
-from tiedgpt.infer.sampling import Choice, Chosen, adjusted, for_vocabulary
+from tiedgpt.infer.sampling import Choice, NextToken, adjust_logits, encode_bad_words
 from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
 from tiedgpt.infer.speculation import Drafter
 from tiedgpt.text import Tokenizer
@@ -26,23 +26,23 @@ Likeliest = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Token:
-    """A new token of a text, emitted once it is certain what it spells."""
+    """A new token, emitted when its text is certain."""
 
     id: int
     text: str
     """Its part of the completion's text: the parts add up to the whole."""
     logprob: float
-    """Under the model itself: before penalties, temperature and filters."""
+    """The model's own logprob, before penalties, temperature and filters."""
     top_logprobs: Likeliest
-    """The likeliest tokens in its place, if `top_logprobs` asked for them."""
+    """The likeliest tokens at this position, if `top_logprobs` asked for them."""
     offset: int
     """Where its text begins in the completion's text, in characters."""
     finish_reason: FinishReason | None = None
-    """Of the last token, why the text ends."""
+    """Why the text ends; None before the last token."""
     prompt_logprobs: Sequence[float] = ()
-    """With the first token, the logprob of each of the prompt's after its first, if asked for."""
+    """On the first token: the logprob of each token of the prompt after its first, if asked for."""
     prompt_top_logprobs: Sequence[Likeliest] = ()
-    """For each of these, the likeliest ones."""
+    """For each of these, the likeliest tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,33 +52,33 @@ class Completion:
     ids: list[int]
     """The new tokens."""
     text: str
-    """Their text, without a stop string; empty where there is no tokenizer."""
+    """Their text, without the stop string; empty without a tokenizer."""
     finish_reason: FinishReason
     """stop: the end-of-text token, a stop string or a stop id; length: `max_new_tokens`; context:
-    it is full; timeout, cancelled; error: see `error`."""
+    the context is full; timeout; cancelled; error: see `error`."""
     logprobs: list[float]
-    """Logprob of each new token under the model itself (before temperature and filters)."""
+    """The model's own logprob of each new token, before penalties, temperature and filters."""
     dropped: int = 0
-    """Tokens at the start that the model no longer saw at the end, its context having slid."""
+    """How many tokens at the start the model no longer saw at the end, as its context slid."""
     top_logprobs: list[Likeliest] = field(default_factory=list)
-    """For each new token, the likeliest ones, if they were asked for."""
+    """For each new token, the likeliest tokens, if they were asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Logprob of each token of the prompt after the first, if it was asked for."""
     prompt_top_logprobs: list[Likeliest] = field(default_factory=list)
-    """For each of these, the likeliest ones."""
+    """For each of these, the likeliest tokens."""
     error: Exception | None = None
     """Why the request failed, in a list of completions."""
 
     @property
     def mean_logprob(self) -> float:
-        """The mean of `logprobs`, by which `best_of` chooses."""
+        """The mean of `logprobs`; `best_of` takes the highest."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
 
 
 class SequenceState:
     """A prompt's ids and text as they grow.
 
-    `copies` tells apart the draws for prompts that are the same, under the same seed.
+    `copies` distinguishes equal prompts under the same seed: each draws its own text.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SequenceState:
     ) -> None:
         if config.stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer")
-        self.config = for_vocabulary(config, model.vocab_size, tokenizer)
+        self.config = encode_bad_words(config, model.vocab_size, tokenizer)
         self.ids = list(prompt)
         self.n_prompt = len(prompt)
         self.start = 0
@@ -102,7 +102,7 @@ class SequenceState:
         self.n_tokens = model.vocab_size if tokenizer is None else len(tokenizer)
         self.finish_reason: FinishReason | None = None
         self.emit: Callable[[Token], None] | None = None
-        """Is told each new token once its text is certain."""
+        """It is called with each new token when its text is certain."""
         self.n_drafted = self.n_accepted = 0
         self.logprobs: list[float] = []
         self.top_logprobs: list[Likeliest] = []
@@ -126,27 +126,27 @@ class SequenceState:
         return self.config.max_new_tokens - (len(self.ids) - self.n_prompt)
 
     def draft(self, price: Callable[[int], float], room: int) -> list[int]:
-        """Return what probably comes next, at most `room` tokens; [] where it would not pay."""
+        """Return a draft of at most `room` tokens; [] if none pays."""
         if self._drafter is None:
             return []
         draft = self._drafter.draft(self.ids, price=price, room=min(room, self.n_left - 1))
         self.n_drafted += len(draft)
         return draft
 
-    def adjusted(self, ids: Sequence[int], logits: Array) -> Array:
-        """Return logits (V,) after some ids with processors, biases and penalties applied."""
-        return adjusted(self.config, self._processed(ids, logits), ids, self.n_prompt)
+    def adjust(self, ids: Sequence[int], logits: Array) -> Array:
+        """Return the logits (V,) after `ids` with processors, biases and penalties applied."""
+        return adjust_logits(self.config, self._process(ids, logits), ids, self.n_prompt)
 
     def choice(self, logits: Array) -> Choice:
-        """Return how the next token is to be chosen by its logits (V,)."""
+        """Return the choice of the next token by its logits (V,)."""
         own = logits if self._processors else None
         if self._processors:
-            logits = self._processed(self.ids, logits)
+            logits = self._process(self.ids, logits)
         uniform = 0.0 if self.config.greedy else self._generator.random()
         return Choice(self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own)
 
-    def _processed(self, ids: Sequence[int], logits: Array) -> Array:
-        """Return logits (V,) after the processors, which may change what they are given."""
+    def _process(self, ids: Sequence[int], logits: Array) -> Array:
+        """Return logits (V,) after the processors, which may change their argument."""
         processed = logits.copy() if self.config.processors else logits
         for process in self._processors:
             processed = np.asarray(process(ids, self.n_prompt, processed), np.float32)
@@ -154,11 +154,11 @@ class SequenceState:
             raise UserError(f"a processor must return logits {logits.shape}, got {processed.shape}")
         return processed
 
-    def append(self, chosen: Chosen | UserError, logits: Array, *, is_full: bool = False) -> None:
-        """Append a token chosen by its logits (V,); `is_full`: it is the context's last."""
-        if isinstance(chosen, UserError):
-            raise chosen
-        token, logprob = chosen
+    def append(self, next: NextToken | UserError, logits: Array, *, is_full: bool = False) -> None:
+        """Append a token that was chosen by logits (V,), the context's last if `is_full`."""
+        if isinstance(next, UserError):
+            raise next
+        token, logprob = next
         if n := self.config.top_logprobs:
             self.top_logprobs.append(filters.likeliest(logits, n, self.n_tokens))
         self.ids.append(token)
@@ -180,7 +180,7 @@ class SequenceState:
             self._detokenizer.push(None if token in self.ends else token)
 
     def _emit(self) -> None:
-        """Tell of the tokens whose text is certain."""
+        """Emit the tokens whose text is certain."""
         if self.emit is None:
             return
         n_new = len(self.ids) - self.n_prompt
@@ -192,7 +192,7 @@ class SequenceState:
             self.emit(Token(token, text, logprob, top, offset, reason, *prompt))
 
     def add_prompt_logprobs(self, at: int, logits: Array) -> None:
-        """Score tokens of the prompt: logits (n, V) are those after its ids from `at` on."""
+        """Add the logprobs of the prompt's tokens by logits (n, V) after its ids from `at` on."""
         for token, row in zip(self.ids[at + 1 : self.n_prompt], logits, strict=False):
             self.prompt_logprobs.append(float(row[token]) - filters.log_normalizer(row))
             if not isinstance(self.config.prompt_logprobs, bool) and self.config.prompt_logprobs:
@@ -200,7 +200,7 @@ class SequenceState:
                 self.prompt_top_logprobs.append(top)
 
     def finish(self, reason: FinishReason) -> None:
-        """End the text; what was held back is part of it unless a stop string cut it off."""
+        """End the text; characters that were not certain are part of it, unless it has stopped."""
         if self.finish_reason is not None:
             return
         self._decode()
@@ -210,7 +210,7 @@ class SequenceState:
         self._emit()
 
     def completion(self, error: Exception | None = None) -> Completion:
-        """Return the text so far; all of it, once `finish_reason` is not None."""
+        """Return the text so far; it is complete when `finish_reason` is not None."""
         return Completion(
             self.new_ids, self._detokenizer.text, self.finish_reason or "length",
             self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
@@ -221,8 +221,8 @@ class SequenceState:
 def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> Steps[Completion]:
     """Read the prompt, then one chosen token after another, until the text ends.
 
-    Positions are learned: a window that slides is read anew from its first token on. A draft is
-    read with the newest token, and its tokens are appended while they are what is chosen.
+    Position embeddings are absolute: a window that slides is read again from its first token. A
+    draft is read with the newest token, and its tokens are appended while they are the ones chosen.
     """
     config, session, (slot_id,) = sequence.config, pool.session, slot_ids
     capacity = session.capacity
@@ -248,8 +248,8 @@ def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> 
         for drafted in [*draft, None] if is_last else ():
             is_full = len(sequence.ids) - sequence.start == capacity
             is_full = is_full and config.context_end == "stop"
-            assert read.chosen is not None
-            sequence.append(read.chosen, read.next_logits, is_full=is_full)
+            assert read.next_token is not None
+            sequence.append(read.next_token, read.next_logits, is_full=is_full)
             if sequence.finish_reason is not None or sequence.ids[-1] != drafted:
                 break
             sequence.n_accepted += 1

@@ -1,7 +1,7 @@
-"""What the engine asks of whatever computes: sequences in slots, read on from where they are.
+"""The interface of the engine's backends, torch and the CPU kernels.
 
-A `Runner` is a model ready to compute; a `Session` holds what some sequences have read. Ids go in,
-logits come out, and nothing here knows of text, sampling or torch.
+A `Runner` is a model that is ready to compute; a `Session` holds the KV cache of some sequences.
+Ids go in, logits come out. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.sampling import Choice, Chosen
+from tiedgpt.infer.sampling import Choice, NextToken
 
 Logits = NDArray[np.float32]
-"""(n, V): for every token, how likely it is next, after 1 or all of the ids that were read."""
+"""(n, V): the logits of the next token after the last id, or after each id, that was read."""
 
 
 class Session(Protocol):
-    """Sequences in slots, which go on from where they are."""
+    """Sequences in slots: each read appends to what a slot holds."""
 
     config: GPTConfig
     n_slots: int
@@ -29,7 +29,7 @@ class Session(Protocol):
     capacity: int
     """Positions that a slot has room for."""
     position_bytes: int
-    """Memory that a position takes once it is filled; 0 where it was taken from the start."""
+    """Bytes that a position takes when it is filled; 0 if all memory was taken at the start."""
 
     @property
     def lengths(self) -> list[int]:
@@ -39,18 +39,18 @@ class Session(Protocol):
         """Forget all but the first `length` positions of a slot."""
 
     def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
+        """Copy what a slot holds to another."""
 
     def read(
         self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
     ) -> list[Logits]:
         """Append ids[i] to slot slot_ids[i]; return the logits (1, V) after the last id of each.
 
-        Any number of ids each, at least one; each slot at most once. Of the slots in `every`, the
-        logits (n, V) after every id that was read. They hold until the next read.
+        Each slot may be named once, with at least one id. For the slots in `every` the logits are
+        (n, V), after each id. The arrays are overwritten by the next read.
         """
 
-    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
         """Choose a token for each, or return the error why none can be chosen."""
 
     def score(
@@ -68,15 +68,15 @@ class Runner(Protocol):
 
     @property
     def config(self) -> GPTConfig:
-        """The model's."""
+        """The model's config."""
 
     def heed_caller(self) -> None:
-        """Note what the thread that asks has set torch to; called in that thread."""
+        """Note torch's settings in the calling thread, which submits a request."""
 
     def session(self, *, n_slots: int, capacity: int) -> Session:
-        """Return room for that many sequences of that many positions, all of them empty.
+        """Return a session of empty slots.
 
-        On a CPU it takes memory as it is filled. Raises `NoRoomError` where it can never fit.
+        On a CPU it takes memory as it is filled. Raises `NoRoomError` if it can never fit.
         """
 
 
@@ -94,7 +94,7 @@ def check_read(session: Session, slot_ids: Sequence[int], ids: Sequence[Sequence
 
 
 def check_length(session: Session, slot_id: int, length: int, low: int = 0) -> None:
-    """Raise `UserError` where there is no such slot, or it cannot hold that many positions."""
+    """Raise `UserError` if the slot does not exist or cannot hold that many positions."""
     if not 0 <= slot_id < session.n_slots:
         raise UserError(f"there is no slot {slot_id}", hint=f"there are {session.n_slots}")
     if not low <= length <= session.capacity:

@@ -1,7 +1,7 @@
-"""The slots of a session: what each holds, which are free, and what requests ask to be read.
+"""The slots of a session: what each holds, which are free, and what requests read into them.
 
-A request is a generator that is given its slots. It yields a list of `Read`s, and goes on once all
-of them have been read together with those of other requests.
+A request is a generator that gets its slots. It yields a list of `Read`s, and goes on after all of
+them have been read, together with those of other requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from tiedgpt.infer.room import require_memory
-from tiedgpt.infer.sampling import Chosen
+from tiedgpt.infer.sampling import NextToken
 from tiedgpt.infer.session import Logits, Session
 from tiedgpt.infer.speculation import Price
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from tiedgpt.infer.sequence import SequenceState
 
 SCORED_AT_ONCE = 64
-"""Tokens that are read at once if each is scored: their (n, V) logits are held."""
+"""Tokens that are read at once if each is scored: this bounds the (n, V) logits."""
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Ids to be appended to a slot, how far that has come, and what is chosen after them."""
+    """Ids to append to a slot, how many of them were read, and the token that comes next."""
 
     slot_id: int
     ids: Sequence[int]
     every: bool = False
-    """Whether the logits after every id are needed, not only after the last."""
+    """Whether the logits after every id are needed, or only those after the last."""
     n_drafted: int = 0
-    """How many of the ids, the last ones, are a guess."""
+    """How many of the last ids are a draft."""
     sequence: SequenceState | None = None
-    """What the next token is chosen for; None where none is to be chosen."""
+    """The sequence that the next token is chosen for; None if no token is chosen."""
     n_left: int = 0
-    """Ids that have not been read."""
+    """How many ids have not been read."""
     n_accepted: int = 0
-    """How many of the draft have come true: the next token is chosen after these."""
+    """How many tokens of the draft were chosen: the next token is chosen after these."""
     logits: Logits | None = None
     """(1, V) after the last id, or (n, V) after every one; they hold until the next read."""
-    chosen: Chosen | UserError | None = None
-    """The token, once all ids were read, or why none can be chosen."""
+    next_token: NextToken | UserError | None = None
+    """The token that was chosen after all ids, or the error why none can be chosen."""
 
     def __post_init__(self) -> None:
         self.n_left = len(self.ids)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one newest token, with or without a draft."""
+        """Whether it reads one new token, with or without a draft."""
         return len(self.ids) - self.n_drafted == 1
 
     @property
@@ -79,24 +79,24 @@ class SlotPool:
     def __init__(self, session: Session) -> None:
         n = session.n_slots
         self.session, self.price = session, Price()
-        self.held: list[list[int]] = [[] for _ in range(n)]
-        """By slot, the ids whose keys and values it has; those of a free slot may be reused."""
+        self.cached_ids: list[list[int]] = [[] for _ in range(n)]
+        """By slot, the ids whose keys and values it holds; those of a free slot may be reused."""
         self.free = list(range(n))
         """Free slots, the longest unused first."""
         self._granted, self._filled = [0] * n, [0] * n
-        """By slot, positions that may be filled, and that were, now or before."""
+        """By slot, how many positions may be filled, and how many have been at any time."""
 
     def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[list[int], int]:
         """Take n free slots; return them, and how many ids of the prompt the first holds.
 
-        The last id of the prompt is always left to be read: its logits are needed. Raises
-        `NoRoomError` where there is no memory to fill each up to `length`.
+        The last id of the prompt is always read again: its logits are needed. Raises `NoRoomError`
+        if there is no memory to fill each slot up to `length`.
         """
         best, shared = self.longest_prefix(prompt)
         first = self.free[0]
-        lost = len(self.held[best]) - shared
-        if shared and best in self.free and lost <= len(self.held[first]):
-            first = best  # else a copy costs less of what is held
+        lost = len(self.cached_ids[best]) - shared
+        if shared and best in self.free and lost <= len(self.cached_ids[first]):
+            first = best  # otherwise a copy of the prefix overwrites less
         slot_ids = [first, *[slot_id for slot_id in self.free if slot_id != first][: n - 1]]
         self._grant(slot_ids, length)
         self.free = [slot_id for slot_id in self.free if slot_id not in slot_ids]
@@ -108,7 +108,7 @@ class SlotPool:
         return slot_ids, shared
 
     def _grant(self, slot_ids: list[int], length: int) -> None:
-        """Let slots be filled up to a length, with memory left for what others may still fill."""
+        """Reserve memory for slots up to a length, beside what other slots may still fill."""
         granted = list(self._granted)
         for slot_id in slot_ids:
             granted[slot_id] = max(length, granted[slot_id])
@@ -120,19 +120,21 @@ class SlotPool:
         self._granted = granted
 
     def _note_filled(self) -> None:
-        self._filled = [max(n, len(ids)) for n, ids in zip(self._filled, self.held, strict=True)]
+        self._filled = [
+            max(n, len(ids)) for n, ids in zip(self._filled, self.cached_ids, strict=True)
+        ]
 
     def longest_prefix(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Return the slot that holds most of the prompt, and how many of its ids."""
         best, shared = 0, 0
-        for slot_id, ids in enumerate(self.held):
+        for slot_id, ids in enumerate(self.cached_ids):
             n = common_prefix(ids, prompt[:-1])
             if n > shared:
                 best, shared = slot_id, n
         return best, shared
 
     def release(self, slot_ids: Sequence[int]) -> None:
-        """Give slots back; what they hold may be reused until they are taken."""
+        """Free slots; their ids may be reused until they are taken."""
         self.free.extend(slot_ids)
         self._note_filled()
         for slot_id in slot_ids:
@@ -141,16 +143,16 @@ class SlotPool:
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
         self.session.truncate(slot_id, length)
-        del self.held[slot_id][length:]
+        del self.cached_ids[slot_id][length:]
 
     def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
+        """Copy what a slot holds to another."""
         self.session.copy(source, target)
-        self.held[target] = list(self.held[source])
+        self.cached_ids[target] = list(self.cached_ids[source])
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two texts have in common from their beginning on."""
+    """Return the length of the longest common prefix of two lists of ids."""
     if list(a[: len(b)]) == list(b[: len(a)]):
         return min(len(a), len(b))
     return next(at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

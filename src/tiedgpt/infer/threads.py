@@ -1,4 +1,4 @@
-"""How many threads compute: ours by session, torch's by process."""
+"""How many threads compute: a session has its own number, torch one for the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import SupportsIndex
 from tiedgpt.errors import UserError
 
 USUAL = 16
-"""Threads beyond this only wait for memory, where one token is read at a time."""
+"""More threads do not help when one token is read at a time: memory is the limit."""
 MOST = 256
 
 
@@ -31,22 +31,22 @@ def check_threads(threads: object) -> int:
 
 
 _lock = threading.Lock()
-_using: list[int] = []
-"""What torch was set to before, once for each that uses another number now."""
+_before: list[int] = []
+"""For each block that runs now, the number of threads that torch was set to before."""
 
 
 @contextmanager
-def using(threads: int) -> Iterator[None]:
-    """Have torch compute on so many threads inside the block."""
+def torch_threads(threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads inside the block."""
     import torch
 
     with _lock:
-        before = _using[0] if _using else torch.get_num_threads()
-        _using.append(before)
+        before = _before[0] if _before else torch.get_num_threads()
+        _before.append(before)
         torch.set_num_threads(threads)
     try:
         yield
     finally:
         with _lock:
-            _using.pop()
+            _before.pop()
             torch.set_num_threads(before)

@@ -1,8 +1,8 @@
-"""A vocabulary as llguidance takes it: the bytes of every token.
+"""A vocabulary in the form that llguidance takes.
 
-llguidance asks its tokenizer for three things: `tokens`, the bytes by id (none: never allowed);
-the id that ends a text; and, called with a text, that text's ids, so that where only one text can
-follow it comes in the tokens that the model knows it by.
+llguidance asks its tokenizer for three things: `tokens`, the bytes of each id (an id without bytes
+is never allowed); the id that ends a text; and the ids of a text, which it uses where only one text
+can follow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiedgpt.text import Tokenizer
 
 @functools.lru_cache(maxsize=4)
 def token_trie(tokenizer: Tokenizer, end: int, vocab_size: int) -> llguidance.LLTokenizer:
-    """Return the trie over a model's V ids; rows that stand for no text are never allowed."""
+    """Return the trie over a model's V ids; ids without text are never allowed."""
     return llguidance.LLTokenizer(_Vocabulary(tokenizer, end, vocab_size))
 
 
@@ -36,7 +36,7 @@ class _Vocabulary(llguidance.TokenizerWrapper):
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """`text` -> ids; an exception would end the program."""
+        """Return the ids of a text. It must not raise: an exception would end the program."""
         raw = text.encode()
         try:
             ids = self._tokenizer.encode(text)
@@ -44,10 +44,10 @@ class _Vocabulary(llguidance.TokenizerWrapper):
             ids = []
         if b"".join(self.tokens[id] for id in ids) == raw:
             return ids
-        return self._greedy(raw)  # a blank was put before it, or it has an unknown character
+        return self._greedy(raw)  # the tokenizer added a space, or does not know a character
 
     def _greedy(self, raw: bytes) -> list[int]:
-        """The longest token each time, as far as there is one."""
+        """Return the longest matching token at each position, until none matches."""
         ids, at = [], 0
         while at < len(raw):
             ends = range(min(len(raw), at + self._longest), at, -1)

@@ -1,8 +1,8 @@
 """Sequences in slots, computed by a `GPT` in torch.
 
-A slot is a row of one key/value cache. The rows that are read together are made neighbours, so that
-they are a view of the cache, and shorter ones are padded at their ends: causality keeps what is
-padded from being seen, and it is not counted as read.
+A slot is a row of one KV cache. Rows that are read together are moved side by side, so that they
+are a view of the cache. Shorter ones are padded at their ends: with causal attention no token sees
+the padding, and it is not counted as read.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
 from tiedgpt.infer.room import no_room, require_memory
-from tiedgpt.infer.sampling import Choice, Chosen
+from tiedgpt.infer.sampling import Choice, NextToken
 from tiedgpt.infer.session import Logits, check_length, check_read
-from tiedgpt.infer.threads import using
+from tiedgpt.infer.threads import torch_threads
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
 FEW_IDS = 16
 """Ids up to which a shorter sequence is padded, rather than read alone."""
 MAX_PADDED = 1.25
-"""Longer ones are padded where all take at most this many times what they hold."""
+"""Longer ones are padded if that multiplies the ids by at most this."""
 
 
 class TorchRunner:
     """A `GPT` as it is: its device, its dtype, its modules' modes.
 
-    It computes on `threads`; on None, on what torch is set to in the thread that asked last.
+    It computes on `threads`; by default on torch's number in the thread that called it last.
     """
 
     def __init__(self, model: GPT, threads: int | None = None) -> None:
@@ -43,12 +43,12 @@ class TorchRunner:
         self.heed_caller()
 
     def heed_caller(self) -> None:
-        """Note how many threads torch is set to here: it has one number for each thread."""
+        """Note torch's number of threads: it is set for each thread."""
         self.threads_used = self.threads or torch.get_num_threads()
 
     @property
     def config(self) -> GPTConfig:
-        """The model's."""
+        """The model's config."""
         return self.model.config
 
     def session(self, *, n_slots: int, capacity: int) -> TorchSession:
@@ -66,7 +66,7 @@ class TorchRunner:
 
 
 def position_bytes(model: GPT) -> int:
-    """Return the memory that a position's keys and values take."""
+    """Return the bytes that the keys and values of a position take."""
     return 2 * model.config.n_layer * model.config.n_embd * model.wte.weight.itemsize
 
 
@@ -80,7 +80,7 @@ class TorchSession:
         self.position_bytes = position_bytes(self.model) if cache.keys.device.type == "cpu" else 0
         self._cache = cache
         self._cache_rows = list(range(n_slots))
-        """By slot, its row of the cache."""
+        """By slot, the row of the cache."""
 
     @property
     def lengths(self) -> list[int]:
@@ -97,7 +97,7 @@ class TorchSession:
         logits: dict[int, Logits] = {}
         if self.model is self._runner.model:
             self.model = _in_eval_mode(self.model)  # its owner may train it meanwhile
-        with using(self._runner.threads_used), torch.inference_mode():
+        with torch_threads(self._runner.threads_used), torch.inference_mode():
             for group in self._groups(slot_ids, ids):
                 its = [slot_ids[i] for i in group], [ids[i] for i in group]
                 logits |= zip(group, self._read(*its, every), strict=True)
@@ -110,18 +110,18 @@ class TorchSession:
         filled = self._cache.lengths[row]
         if length < filled:
             self._cache.lengths[row] = length
-            with torch.inference_mode():  # what is not seen has weight 0, and 0 times NaN is NaN
+            with torch.inference_mode():  # masked values have weight 0, and 0 times NaN is NaN
                 for tensor in (self._cache.keys, self._cache.values):
                     tensor[:, row, :, length:filled] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Let a slot hold what another holds."""
+        """Copy what a slot holds to another."""
         check_length(self, source, 0)
         check_length(self, target, 0)
         with torch.inference_mode():
             self._cache.copy_row(self._cache_rows[source], self._cache_rows[target])
 
-    def choose(self, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
         """Choose a token for each; see `Session.choose`."""
         return sampling.choose(choices)
 
@@ -132,7 +132,7 @@ class TorchSession:
         return filters.score(logits, targets, n_tokens)
 
     def _groups(self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Divide what is to be read into what is read at once, padded or of one length."""
+        """Divide the sequences into groups that are read at once, padded or of one length."""
         counts = [len(new) for new in ids]
         groups = []
         few = [i for i, count in enumerate(counts) if count <= FEW_IDS]
@@ -170,9 +170,9 @@ class TorchSession:
         return [read[i] for i in range(len(order))]
 
     def _make_neighbours(self, rows: list[int]) -> int:
-        """Let the rows of slots that are read lie side by side; return the first of them.
+        """Move rows that are read together side by side; return the first of them.
 
-        Nothing moves unless a sequence left or came between: then one row or two.
+        Rows move only if a sequence has come or gone since: then one or two of them.
         """
         if max(rows) - min(rows) + 1 == len(rows):
             return min(rows)
@@ -186,7 +186,7 @@ class TorchSession:
 
 
 def _free(device: torch.device) -> int | None:
-    """Return a GPU's bytes that can be had, those included that torch keeps for reuse."""
+    """Return the free bytes of a GPU, with those that torch keeps for reuse."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -194,7 +194,7 @@ def _free(device: torch.device) -> int | None:
 
 
 def _exchange(cache: KVCache, a: int, b: int) -> None:
-    """Exchange what two rows hold."""
+    """Exchange two rows of the cache."""
     filled = max(cache.lengths[a], cache.lengths[b])
     for tensor in (cache.keys, cache.values):
         held = tensor[:, a, :, :filled].clone()
@@ -204,9 +204,9 @@ def _exchange(cache: KVCache, a: int, b: int) -> None:
 
 
 def _in_eval_mode(model: GPT) -> GPT:
-    """Return the model, or, where a part of it trains, a copy without dropout on the same tensors.
+    """Return the model, or a copy in eval mode on the same tensors if a part of it is training.
 
-    So no module's mode is changed under its owner's hands.
+    The modes of the owner's modules do not change.
     """
     if not any(module.training for module in model.modules()):
         return model

@@ -1,4 +1,4 @@
-"""The thread in which an engine's scheduler runs, and the handles by which others wait for it."""
+"""The thread that runs an engine's scheduler, and the handles of its requests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ClosedError(UserError):
 
 
 class Generation:
-    """A request on its way: iterate over its tokens, or wait for its result.
+    """The handle of a request: iterate over its tokens, or wait for its result.
 
-    A generation that nobody holds any more is cancelled.
+    The request is cancelled when its handle is garbage collected.
     """
 
     def __init__(self, worker: Worker, request: Request) -> None:
-        self.engine: object = None  # held while its text is waited for
+        self.engine: object = None  # keeps the engine alive
         self.future: Future[Any] = Future()
         self.tokens: SimpleQueue[Token | None] = SimpleQueue()
         # Finalizers are held globally, and a failed request's traceback may hold this object.
@@ -47,11 +47,11 @@ class Generation:
         self._cancel.atexit = False
 
     def __iter__(self) -> Iterator[Token]:
-        """Yield each token once it is certain what it spells."""
+        """Yield each token when its text is certain."""
         return self
 
     def __next__(self) -> Token:
-        """Wait for the next token; raise what the request failed with."""
+        """Wait for the next token; raise the error of a request that failed."""
         token = self.tokens.get()
         if token is None:
             self.tokens.put(None)
@@ -60,14 +60,14 @@ class Generation:
         return token
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the `Completion` (of a scored text, `Scored`); raise what the request raised.
+        """Wait for the `Completion` (`Scored` for `score`); raise the error of a failed request.
 
         Raises `TimeoutError` if it takes longer than `timeout` seconds; the request goes on.
         """
         return self.future.result(timeout)
 
     def cancel(self) -> None:
-        """End the request; its result is what was generated so far."""
+        """End the request; its result is the text so far."""
         self._cancel()
 
     @property
@@ -91,10 +91,10 @@ class Generation:
 
 
 class Worker:
-    """The thread that runs the scheduler, and the commands that it is sent.
+    """The thread that runs the scheduler, and the queue of its commands.
 
-    It is started by the first request, and by the first after a fork. It does not know the engine,
-    so that an engine that nobody holds is closed.
+    The first request starts it, also after a fork. It holds no reference to the engine, so that an
+    engine is closed when it is garbage collected.
     """
 
     def __init__(self, runner: Runner, n_slots: int, queue_size: int, is_fixed: bool) -> None:
@@ -109,9 +109,9 @@ class Worker:
     def submit(
         self, request: Request, *, wait: bool, emit: bool | Callable[[Token], None] = False
     ) -> Generation:
-        """Send a request to the thread; where too many wait, wait as well or raise.
+        """Send a request to the thread; if the queue is full, wait or raise `QueueFullError`.
 
-        With `emit` the generation can be iterated over, or its tokens go to the function given.
+        If `emit` is a function, it is called with each token; if True, the generation yields them.
         """
         with self._lock:
             self._require_open()
@@ -187,7 +187,7 @@ class Worker:
                 began = time.perf_counter_ns()
                 try:
                     self._scheduler.step()
-                except Exception as error:  # of no one request: the scheduler itself failed
+                except Exception as error:  # not of a request: the scheduler itself failed
                     self._scheduler = None
                     for request in self._active:
                         request.fail(error)
@@ -201,7 +201,7 @@ class Worker:
         self._scheduler = None
 
     def _take_commands(self) -> bool:
-        """Run the commands that wait, sleeping while nothing is active; False: it was closed."""
+        """Run the queued commands; sleep while no request is active. False if it was closed."""
         with suppress(Empty):
             while (command := self._commands.get(block=not self._active)) is not None:
                 command()
@@ -230,7 +230,7 @@ class Worker:
             self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
-        """Hand over the result of a request that has ended."""
+        """Deliver the result or error of a request that has ended."""
         future, tokens = self._active.pop(request)
         self._room.release()
         if request.error is not None:

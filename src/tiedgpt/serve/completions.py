@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
 
 MAX_TOKENS = 16
-"""New tokens of a completion whose request does not say, as in OpenAI's API."""
+"""The default of max_tokens for completions, as in OpenAI's API."""
 FINISH = {"stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 error_log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes share."""
+    """The engine, and what all routes use beside it."""
 
     engine: Engine
     name: str
     metrics: Metrics
     max_choices: int
-    """Texts of one request; more could never be admitted."""
+    """The most texts of one request; the queue could never hold more."""
     fingerprint: str
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -103,7 +103,7 @@ class _ChatForm:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for texts, checked and encoded, with the form of its answer."""
+    """A valid request for texts, with its encoded prompts and the form of its answer."""
 
     service: Service
     request: Request
@@ -183,8 +183,10 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
     choices = await _encode(service, body, as_list(body.prompt), samples, max_tokens, body.echo)
     form = _CompletionForm(body)
-    asked = GenerationRequest(service, request, form, choices, names, config, has_logprobs, samples)
-    return await _answer(asked)
+    generation = GenerationRequest(
+        service, request, form, choices, names, config, has_logprobs, samples
+    )
+    return await _answer(generation)
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -209,10 +211,10 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     )  # fmt: skip
     choices, names = await _encode(service, body, [ids], body.n, max_tokens), TokenNames(tokenizer)
     form, samples = _ChatForm(body), body.n
-    asked = GenerationRequest(
+    generation = GenerationRequest(
         service, request, form, choices, names, config, body.logprobs, samples
     )
-    return await _answer(asked)
+    return await _answer(generation)
 
 
 async def _encode(
@@ -223,7 +225,7 @@ async def _encode(
     max_tokens: int,
     echo: bool = False,
 ) -> list[Choice]:
-    """Check what both APIs share; return the texts to be generated."""
+    """Check the fields of both APIs; return the texts to be generated."""
     service.require_model(body.model)
     if len(prompts) * samples > service.max_choices:
         raise APIError(
@@ -240,65 +242,67 @@ async def _encode(
     )  # fmt: skip
 
 
-async def _answer(asked: GenerationRequest) -> Response:
-    stream = RequestStream(asked.service.engine, asked.service.metrics, asked.choices)
-    await stream.submit(asked.config)
-    form = asked.form
+async def _answer(generation: GenerationRequest) -> Response:
+    stream = RequestStream(
+        generation.service.engine, generation.service.metrics, generation.choices
+    )
+    await stream.submit(generation.config)
+    form = generation.form
     head = {
         "id": f"{form.prefix}-{uuid.uuid4().hex}",
         "object": form.chunk_kind if form.body.stream else form.kind,
         "created": int(time.time()),
-        "model": asked.service.name,
-        "system_fingerprint": asked.service.fingerprint,
+        "model": generation.service.name,
+        "system_fingerprint": generation.service.fingerprint,
     }
     if form.body.stream:
-        return EventStream(_events(asked, stream, head), stream)
-    await stream.wait(asked.request)
-    usage = asked.usage(sum(len(choice.result.ids) for choice in asked.choices))
+        return EventStream(_events(generation, stream, head), stream)
+    await stream.wait(generation.request)
+    usage = generation.usage(sum(len(choice.result.ids) for choice in generation.choices))
     choices = await asyncio.to_thread(
-        lambda: [asked.whole_choice(*each) for each in enumerate(asked.best_choices())]
+        lambda: [generation.whole_choice(*each) for each in enumerate(generation.best_choices())]
     )
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
 async def _events(
-    asked: GenerationRequest, stream: RequestStream, head: dict[str, Any]
+    generation: GenerationRequest, stream: RequestStream, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
-    form, names, options = asked.form, asked.names, asked.form.body.stream_options
+    form, names, options = generation.form, generation.names, generation.form.body.stream_options
     has_usage = options is not None and options.include_usage
-    counts = [0] * len(asked.choices)
+    counts = [0] * len(generation.choices)
 
     def event(*choices: dict[str, Any], usage: Any = None) -> bytes:
         return _event({**head, "choices": choices, **({"usage": usage} if has_usage else {})})
 
     try:
-        first = [form.first_delta(choice.echo) for choice in asked.choices]
+        first = [form.first_delta(choice.echo) for choice in generation.choices]
         for index, delta in enumerate(first):
-            if delta and not asked.has_prompt_logprobs:
-                yield event(asked.choice(index, delta))
+            if delta and not generation.has_prompt_logprobs:
+                yield event(generation.choice(index, delta))
         async for index, token in stream:
-            choice = asked.choices[index]
+            choice = generation.choices[index]
             if token is None:
                 stream.require_finished(choice.result)
-                reason = asked.finish_reason(choice.result)
-                yield event(asked.choice(index, form.delta(""), None, reason))
+                reason = generation.finish_reason(choice.result)
+                yield event(generation.choice(index, form.delta(""), None, reason))
                 continue
-            if asked.has_prompt_logprobs and not counts[index]:
+            if generation.has_prompt_logprobs and not counts[index]:
                 entries = await asyncio.to_thread(prompt_entries, choice, token, names)
-                yield event(asked.choice(index, first[index], form.logprobs(entries, names)))
+                yield event(generation.choice(index, first[index], form.logprobs(entries, names)))
             entry = token_entry(choice, counts[index], token)
-            logprobs = form.logprobs([entry], names) if asked.has_logprobs else None
+            logprobs = form.logprobs([entry], names) if generation.has_logprobs else None
             text = names.piece(token, is_first=not counts[index])
             counts[index] += 1
-            if (text or logprobs) and asked.has_text:
-                yield event(asked.choice(index, form.delta(text), logprobs))
+            if (text or logprobs) and generation.has_text:
+                yield event(generation.choice(index, form.delta(text), logprobs))
     except Exception as error:
         if (refusal := api_error(error)).status == 500:
             error_log.exception("a stream failed")
         yield _event(refusal.content)
         return
-    usage = asked.usage(sum(counts))
+    usage = generation.usage(sum(counts))
     if has_usage:
         yield event(usage=usage)
     yield b"data: [DONE]\n\n"

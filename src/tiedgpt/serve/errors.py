@@ -15,18 +15,18 @@ from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
 
 RETRY_SECONDS = 1
-"""What a client is told to wait for when too many requests wait."""
+"""Seconds after which a client may try again when too many requests wait."""
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPTIONS = {
     "max_new_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "prompt_logprobs": "logprobs",
 }
-"""Options of the engine that the API calls otherwise."""
+"""By option of the engine, its name in the API, where they differ."""
 
 
 class APIError(Exception):
-    """A request that is refused, with what the client is told."""
+    """The refusal of a request: the status and the error that the client gets."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -53,7 +53,7 @@ class APIError(Exception):
 
 
 def api_error(error: Exception) -> APIError:
-    """Return what a client is told of an error; of a bug, only that there is one."""
+    """Return the error that a client gets; the details of a bug are in the log only."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -69,7 +69,7 @@ def api_error(error: Exception) -> APIError:
 
 
 def _field(option: str) -> str:
-    """Return what the API calls an option of the engine."""
+    """Return the API's name of an option of the engine."""
     return OPTIONS.get(option, option)
 
 

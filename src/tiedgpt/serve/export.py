@@ -59,7 +59,7 @@ def export(
 
 
 def _requests(subject: Body, ids: list[int], n_layer: int) -> Iterator[tuple[str, Body]]:
-    """Yield what the views ask for: a function, and its body with the keys in their order."""
+    """Yield the requests of the views: an inspection, and its body with the keys in their order."""
     most = INSPECTIONS["lens"].max_tokens or len(ids)
     short = subject if len(ids) <= most else {"ids": ids[:most]}
     last = len(ids) - 1

@@ -1,4 +1,4 @@
-"""What a request must pass before the application sees it: host, origin, key, size and time.
+"""The checks of a request before the application sees it: host, origin, key, size and time.
 
 The guard refuses other hosts than those allowed (a page on the web may point its own name at this
 machine), origins of other pages, requests without the key, headers and bodies that are too large,
@@ -34,7 +34,7 @@ access_log = logging.getLogger("tiedgpt.serve.access")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request, and all together, may take; the fields' own limits are in `schemas`."""
+    """The limits of a request, and of all together; the limits of fields are in `schemas`."""
 
     queue: int = 64
     """Texts that may wait for a slot; beyond that: 429 with Retry-After."""
@@ -94,7 +94,7 @@ class Hosts:
 
 
 class Guard:
-    """ASGI middleware that refuses what must not pass, and logs every request."""
+    """ASGI middleware that checks and logs every request."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Guard:
             raise headers_too_large(self.limits)
 
     def _check_type(self, method: str, headers: Headers) -> None:
-        """Raise `APIError` for a body that is no plain JSON."""
+        """Raise `APIError` for a body that is not plain JSON."""
         encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise APIError(415, f"the body is compressed ({encoding[:20]}): send plain JSON")
@@ -179,9 +179,9 @@ class Guard:
             )  # fmt: skip
 
     def _check_caller(self, path: str, headers: Headers) -> None:
-        """Raise `APIError` for a host, an origin or a key that must not pass."""
+        """Raise `APIError` for a host, an origin or a key that is not allowed."""
 
-        def only(name: str) -> str:  # what is given twice counts as none
+        def only(name: str) -> str:  # a header that is sent twice counts as missing
             values = headers.getlist(name)
             return values[0] if len(values) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: inspections, the model with its file and run, its tokens."""
+"""The data of the page as JSON: inspections, the model with its file and run, its tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def describe_model(
 
 
 def _stored_matrices(source: Source) -> dict[str, Any] | None:
-    """Return what `audit` says of the file, with the file's name for each matrix."""
+    """Return the audit of the file, with the file's name for each matrix."""
     from tiedgpt.tie.audits import examine, open_source
     from tiedgpt.weights.decision import decide_tie
 

@@ -115,7 +115,7 @@ class ResponseFormat(Body):
 
 
 class GenerationBody(NamedBody):
-    """What completions and chat completions share."""
+    """The fields of both completions and chat completions."""
 
     n: int = Field(1, ge=1, le=8)
     stream: bool = False
@@ -143,7 +143,7 @@ class GenerationBody(NamedBody):
     )
 
     def config(self, **options: Any) -> GenerationConfig:
-        """Return the engine's options; what contradicts itself is a `UserError`."""
+        """Return the engine's options; contradictions raise `UserError`."""
         schema: Any = self.response_format.schema_of() if self.response_format else None
         if schema is not None and self.json_schema is not None:
             raise UserError("response_format and json_schema exclude each other", hint="omit one")
@@ -226,7 +226,7 @@ class DetokenizeRequest(NamedBody):
 
 
 class TextBody(Body):
-    """What an inspection reads: a text, or ids."""
+    """The input of an inspection: a text, or ids."""
 
     text: str | None = None
     ids: Ids | None = None

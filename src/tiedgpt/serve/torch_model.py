@@ -1,7 +1,7 @@
 """/v1/embeddings and /inspect/NAME, which torch computes.
 
-The engine may compute packed weights, and `inspect` listens inside modules. So both use a model of
-their own, which is loaded by the first request. They run one at a time, in another thread.
+The engine may compute packed weights, and `inspect` adds hooks to modules. So both use a model of
+their own, which the first request loads. They run one at a time, in another thread.
 """
 
 from __future__ import annotations

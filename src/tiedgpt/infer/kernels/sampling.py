@@ -17,7 +17,7 @@ from tiedgpt.infer.kernels.arguments import LANES, TokenLists
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.options import GenerationConfig
-from tiedgpt.infer.sampling import Choice, Chosen, biases, no_choice
+from tiedgpt.infer.sampling import Choice, NextToken, biases, no_choice
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
@@ -63,7 +63,7 @@ ROW = np.dtype([*get_type_hints(Row).items()])
 fill_rows = Kernel("rows", "fill_rows")
 
 
-def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserError]:
+def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[NextToken | UserError]:
     """Choose a token for each; return an error in the place of one that cannot be chosen."""
     arrays = _contiguous(choice.logits for choice in choices)
     size = len(arrays[0]) if arrays else 0
@@ -89,7 +89,7 @@ def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[Chosen | UserErr
     )
     table = _run(pool, rows, arrays, lists)
     return [
-        no_choice(highest) or Chosen(token, logprob)
+        no_choice(highest) or NextToken(token, logprob)
         for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
     ]
 
