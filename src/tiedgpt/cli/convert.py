@@ -108,9 +108,9 @@ def _run(args: Arguments) -> None:
     if args.calibrate is not None:
         if "calibration" not in writer.options or args.precision != "int4":
             raise UserError("--calibrate needs --to packed --precision int4")
-    moved = DownloadColumn(), TransferSpeedColumn()
+    columns = DownloadColumn(), TransferSpeedColumn()
     precision = args.precision if args.precision != "auto" else writer.default or None
-    with bar("reading", *moved) as progress:
+    with bar("reading", *columns) as progress:
         loaded = load(
             source_or_newest(args.source),
             dtype=torch.float32 if precision in COARSER else None,
@@ -128,10 +128,10 @@ def _run(args: Arguments) -> None:
         _show_source(loaded, source)
     flags = ("duplicate_head", "approximate_gelu")
     options: dict[str, Any] = {name: True for name in flags if getattr(args, name)}
-    with bar("writing", *moved) as progress:
+    with bar("writing", *columns) as progress:
         if args.calibrate is not None:
             options["calibration"] = _calibration_ids(args.calibrate, loaded.model, tokenizer)
-        written = convert(
+        report = convert(
             loaded,
             path,
             to,
@@ -142,9 +142,9 @@ def _run(args: Arguments) -> None:
             **options,
         )
     if args.format == "human":
-        _show_result(written, to, tokenizer)
+        _show_result(report, to, tokenizer)
     else:
-        facts = source | {"to": to} | asdict(written) | {"path": str(written.path)}
+        facts = source | {"to": to} | asdict(report) | {"path": str(report.path)}
         print(json.dumps(facts, indent=2))
 
 
@@ -196,20 +196,20 @@ def _show_source(loaded: Any, source: dict[str, Any]) -> None:
     note(*source["notes"])
 
 
-def _show_result(written: Any, to: str, tokenizer: Any) -> None:
-    stored = "once" if written.copies == 1 else f"{written.copies} times"
+def _show_result(report: Any, to: str, tokenizer: Any) -> None:
+    stored = "once" if report.copies == 1 else f"{report.copies} times"
     checked = (
         "all weights are equal, bit for bit"
-        if written.exact
-        else f"relative RMS difference of the logits {written.difference:.1e} "
-        f"(tolerance {written.tolerance:g})"
+        if report.exact
+        else f"relative RMS difference of the logits {report.difference:.1e} "
+        f"(tolerance {report.tolerance:g})"
     )
     fact(
         "written",
-        f"{written.path}: {to}, {written.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
-        f"({written.matrix_bytes / 1e6:,.1f} MB)",
+        f"{report.path}: {to}, {report.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
+        f"({report.matrix_bytes / 1e6:,.1f} MB)",
     )
     fact("checked", f"opened again: {checked}")
-    note(*written.notes)
-    if tokenizer is not None and not written.with_tokenizer:
+    note(*report.notes)
+    if tokenizer is not None and not report.with_tokenizer:
         note(f"{to} cannot hold a tokenizer: keep it beside the file")

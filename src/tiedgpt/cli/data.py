@@ -72,35 +72,37 @@ def run(arguments: list[str]) -> None:
         too_long=args.too_long,
         skip_bad=args.skip_bad,
     )
-    shown: list[Example] = []
+    examples: list[Example] = []
     counts = {"examples": 0, "tokens": 0, "trained": 0, "longest": 0}
     for example in reader:
-        if len(shown) < args.examples:
-            shown.append(example)
+        if len(examples) < args.examples:
+            examples.append(example)
         counts["examples"] += 1
         counts["tokens"] += len(example.ids)
         counts["trained"] += sum(example.counted[1:])
         counts["longest"] = max(counts["longest"], len(example.ids))
     if args.format == "json":
-        print(json.dumps(_as_dict(reader, counts, shown), indent=2))
+        print(json.dumps(_as_dict(reader, counts, examples), indent=2))
     else:
-        _print(reader, counts, shown)
+        _print(reader, counts, examples)
 
 
-def _as_dict(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> dict[str, Any]:
-    listed = []
-    for example in shown:
+def _as_dict(
+    reader: ExampleReader, counts: dict[str, int], examples: list[Example]
+) -> dict[str, Any]:
+    rows = []
+    for example in examples:
         tokens, trained = zip(*_tokens(example, reader.tokenizer), strict=True)
         each = {"place": example.place, "ids": example.ids, "tokens": tokens, "trained": trained}
-        listed.append(each)
+        rows.append(each)
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
-    return {"kind": reader.kind, **counts, "remarks": remarks, "shown": listed}
+    return {"kind": reader.kind, **counts, "remarks": remarks, "shown": rows}
 
 
-def _print(reader: ExampleReader, counts: dict[str, int], shown: list[Example]) -> None:
+def _print(reader: ExampleReader, counts: dict[str, int], examples: list[Example]) -> None:
     to = console()
     colour = to.color_system is not None and not to.no_color
-    for example in shown:
+    for example in examples:
         to.print(Text(example.place, "bold"))
         to.print(_marked(example, reader.tokenizer, colour=colour))
     by = f", by the template {reader.template.name}" if reader.kind == "messages" else ""
@@ -133,5 +135,5 @@ def _tokens(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]
     """
     stream = tokenizer.stream()
     for id, trained in zip(example.ids, [False, *example.counted[1:]], strict=True):
-        shown = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in stream.push(id))
-        yield "".join(shown), trained
+        letters = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in stream.push(id))
+        yield "".join(letters), trained

@@ -128,5 +128,5 @@ def _describe_use(format: Format) -> str:
 
 def _describe_feature(packages: tuple[str, ...], install: str) -> str:
     """Say whether a feature's package is there, or how it is got."""
-    found = [package for package in packages if util.find_spec(package) is not None]
-    return f"yes, by {', '.join(found)}" if found else f"no: {install}"
+    present = [package for package in packages if util.find_spec(package) is not None]
+    return f"yes, by {', '.join(present)}" if present else f"no: {install}"

@@ -223,8 +223,8 @@ def _describe_examples(result: ExamplesScore) -> dict[str, str]:
         rows["by chance"] = f"{numbers['chance']:.2%}"
     rows["answers"] = f"{numbers['answer_nats']:.4f} nats each"
     cut = f"; {numbers['contexts_cut']} contexts cut on the left" * bool(numbers["contexts_cut"])
-    measured = f"{numbers['examples']:,} example" + "s" * (numbers["examples"] != 1)
-    return rows | {"measured on": measured + cut}
+    size = f"{numbers['examples']:,} example" + "s" * (numbers["examples"] != 1)
+    return rows | {"measured on": size + cut}
 
 
 def _harness(engine: Engine, args: Arguments) -> None:
@@ -234,10 +234,10 @@ def _harness(engine: Engine, args: Arguments) -> None:
     model = HarnessModel(engine)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
-            found = simple_evaluate(model, tasks=list(args.tasks), limit=args.limit)
+            outcome = simple_evaluate(model, tasks=list(args.tasks), limit=args.limit)
     except (KeyError, OSError) as failed:  # no such task, or its data cannot be had
         raise UserError(f"--tasks {' '.join(args.tasks)}: {failed.args[0]}") from failed
-    results: dict[str, dict[str, Any]] = found["results"]
+    results: dict[str, dict[str, Any]] = outcome["results"]
     if args.format == "json":
         print(json.dumps(results, default=str))
     else:

@@ -100,8 +100,8 @@ def run(arguments: list[str]) -> None:
     slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
     with args.engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
-            found = engine.generate(prompt, config)
-            completions = found if config.n > 1 else [found]
+            result = engine.generate(prompt, config)
+            completions = result if config.n > 1 else [result]
             if human:
                 print(f"\n{RULE}\n".join(prompt + completion.text for completion in completions))
         else:

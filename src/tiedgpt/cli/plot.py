@@ -57,12 +57,12 @@ def run(arguments: list[str]) -> None:
         show_samples(histories)
         return
     trainings = [to_training(history, args.x) for history in histories]
-    drawn = panels(trainings, label(histories, args.x))
+    curves = panels(trainings, label(histories, args.x))
     if args.out is None:
         show_summary(histories)
-        print_panels(drawn)
+        print_panels(curves)
     else:
-        save_figure(drawn, args.out, ", ".join(history.name for history in histories))
+        save_figure(curves, args.out, ", ".join(history.name for history in histories))
         fact("written", str(args.out))
 
 
@@ -142,8 +142,8 @@ def show_samples(histories: Sequence[History]) -> None:
         fact(history.name, f"{len(history.samples)} samples")
         for step, sample in sorted(history.samples.items()):
             loss = history.columns.get("val_loss", {}).get(step)
-            said = "" if loss is None else f"  validation loss {loss:.3f}"
-            print(f"\n--- step {step:,}{said}\n{sample.rstrip()}")
+            score = "" if loss is None else f"  validation loss {loss:.3f}"
+            print(f"\n--- step {step:,}{score}\n{sample.rstrip()}")
 
 
 def _to_dict(history: History, axis: Axis) -> dict[str, object]:

@@ -61,31 +61,31 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Show, audit or fix; return the exit code, which of an audit is its verdict."""
-    given = parse(Arguments, "tie", arguments, ABOUT)
+    args = parse(Arguments, "tie", arguments, ABOUT)
     from tiedgpt.tie import audit, fix, ledger
 
-    for name in NOT_FOR[given.verb]:
-        if getattr(given, name) is not None:
+    for name in NOT_FOR[args.verb]:
+        if getattr(args, name) is not None:
             typed = "DEST" if name == "dest" else f"--{name}"
-            raise UserError(f"{typed} is not for `tiedgpt tie {given.verb}`", hint="leave it out")
-    if given.verb == "fix" and (given.source is None or given.dest is None):
+            raise UserError(f"{typed} is not for `tiedgpt tie {args.verb}`", hint="leave it out")
+    if args.verb == "fix" and (args.source is None or args.dest is None):
         raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "give both")
-    source = source_or_newest(given.source)
-    names = {"input_name": given.input, "output_name": given.output}
+    source = source_or_newest(args.source)
+    names = {"input_name": args.input, "output_name": args.output}
     result: Any
     show: Callable[[Any], None]
-    if given.verb == "show":
+    if args.verb == "show":
         result, show = ledger(source), _print_ledger
-    elif given.verb == "audit":
+    elif args.verb == "audit":
         result, show = audit(source, **names), _print_audit
     else:
-        result = fix(source, str(given.dest), keep=given.keep, **names)
+        result = fix(source, str(args.dest), keep=args.keep, **names)
         show = _print_repair
-    if given.format == "json":
+    if args.format == "json":
         print(json.dumps(result.as_dict(), indent=2))
     else:
         show(result)
-    return result.exit_code if given.verb == "audit" else EXIT_OK
+    return result.exit_code if args.verb == "audit" else EXIT_OK
 
 
 def _print_repair(repair: Any) -> None:
@@ -95,15 +95,15 @@ def _print_repair(repair: Any) -> None:
 def _print_ledger(ledger: Ledger) -> None:
     rows: list[tuple[str, ...]] = []
     shared: list[int] = []
-    for name, alike in _group_layers(ledger.rows):
-        shared += [len(rows)] if alike[0].shared else []
+    for name, members in _group_layers(ledger.rows):
+        shared += [len(rows)] if members[0].shared else []
         rows.append(
             (
                 name,
-                f"{len(alike)} x " * (len(alike) > 1) + _format_shape(alike[0].shape),
-                f"{sum(row.parameters for row in alike):,}",
-                f"{sum(row.bytes for row in alike) / 1e6:,.2f}",
-                f"{sum(row.multiply_adds for row in alike):,}",
+                f"{len(members)} x " * (len(members) > 1) + _format_shape(members[0].shape),
+                f"{sum(row.parameters for row in members):,}",
+                f"{sum(row.bytes for row in members) / 1e6:,.2f}",
+                f"{sum(row.multiply_adds for row in members):,}",
             )
         )
     totals = f"{ledger.total:,}", f"{ledger.bytes / 1e6:,.2f}", f"{ledger.multiply_adds:,}"
@@ -130,8 +130,10 @@ def _group_layers(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     for row in rows:
         pattern = tuple(LAYER.sub("*", name) for name in row.names)
         groups.setdefault((pattern, row.shape), []).append(row)
-    alike = [(zip(*(row.names for row in group), strict=True), group) for group in groups.values()]
-    return [("\n= ".join(map(_join_names, names)), group) for names, group in alike]
+    members = [
+        (zip(*(row.names for row in group), strict=True), group) for group in groups.values()
+    ]
+    return [("\n= ".join(map(_join_names, names)), group) for names, group in members]
 
 
 def _join_names(names: Sequence[str]) -> str:

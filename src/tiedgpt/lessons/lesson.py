@@ -131,14 +131,14 @@ class Lesson:
 
     def __str__(self) -> str:
         title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)
-        measured = _align_labels(
+        facts = _align_labels(
             [("model", [self.model]), ("matrix", [self.matrices]), ("text", [self.text])]
         )
         left_out = [("left out", [why]) for why in self.partial]
         equation = [EQUATION, PAPER] if self.places else []
         more = [("equation", equation), ("code", self.places), ("more", self.commands)]
         return "\n\n".join(
-            filter(None, (title, measured, *self.blocks, _align_labels([*left_out, *more])))
+            filter(None, (title, facts, *self.blocks, _align_labels([*left_out, *more])))
         )
 
     __repr__ = __str__

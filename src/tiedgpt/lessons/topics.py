@@ -263,10 +263,10 @@ def positions(subject: Subject, lesson: Lesson) -> None:
     ids, word, n, matrix = subject.ids, subject.word, len(subject.ids), subject.weight.numel()
     with lesson.optional("the predictions"):
         at = n // 2
-        found = measure_positions(subject.gpt, None, ids, top=1, poke=at)
-        best, moved = found.top_ids[:, 0], found.max_abs_change
+        result = measure_positions(subject.gpt, None, ids, top=1, poke=at)
+        best, moved = result.top_ids[:, 0], result.max_abs_change
         assert moved is not None
-        probability, highest = np.exp(found.logprob), np.exp(found.top_logprob[:, 0])
+        probability, highest = np.exp(result.logprob), np.exp(result.top_logprob[:, 0])
         lesson.table(
             (">#", "token", "next token", ">probability", "likeliest", ">probability"),
             [
@@ -282,8 +282,8 @@ def positions(subject: Subject, lesson: Lesson) -> None:
             "Generation needs only this position; its likeliest token is {following}.",
             tokens=n,
             size=len(subject.weight),
-            targets=found.next,
-            loss=found.loss,
+            targets=result.next,
+            loss=result.loss,
             following=word(best[-1]),
         )
         lesson.say(
@@ -325,14 +325,16 @@ def norms(subject: Subject, lesson: Lesson) -> None:
 def _take_logits_apart(subject: Subject, lesson: Lesson) -> None:
     """Show the likeliest tokens' rows, and how often the angle alone would choose another token."""
     h, face = subject.state(), faces(subject.gpt)[-1]
-    found = dot(subject.gpt, None, subject.ids, top=5)
+    result = dot(subject.gpt, None, subject.ids, top=5)
     lesson.say(
         "The logit of token i is h . e_i = |h| |e_i| cos, where e_i is its row of {predicts}. "
         "After the last token, {last}, |h| is {h_norm:.3g}:",
         predicts=subject.predicts,
-        h_norm=found.h_norm,
+        h_norm=result.h_norm,
     )
-    columns = zip(found.ids, found.logit, found.row_norm, found.cos, found.rank_cos, strict=True)
+    columns = zip(
+        result.ids, result.logit, result.row_norm, result.cos, result.rank_cos, strict=True
+    )
     lesson.table(
         ("token", ">logit", ">|e_i|", ">cos", ">rank by cos"),
         [
@@ -559,12 +561,12 @@ def _count_ways_to_tune(subject: Subject, lesson: Lesson) -> None:
     for name, choose in ways.items():
         with torch.device("meta"):
             model = GPT(config)
-            chosen = choose(model)
-        counts[name] = chosen.moving
+            choice = choose(model)
+        counts[name] = choice.moving
         sides = (model.wte, model.head or model.wte)
         is_moved = (any(p.requires_grad for p in side.parameters()) for side in sides)
         moves = ["moves" if each else "stays" for each in is_moved]
-        rows.append((name, f"{chosen.moving:,}", f"{chosen.moving / chosen.total:.2%}", *moves))
+        rows.append((name, f"{choice.moving:,}", f"{choice.moving / choice.total:.2%}", *moves))
     lesson.table(("tiedgpt tune", ">trains", ">of all", "W as input", "output"), rows)
     lesson.say(
         "An adapter of W is one pair P Q, {size:,} x {rank} and {rank} x {width:,}: {pair:,} "

@@ -38,7 +38,7 @@ EVALUATIONS_SHOWN = 12
 def write_card(
     run: RunDirectory,
     model: Model,
-    described: Mapping[str, str],
+    description: Mapping[str, str],
     last: Mapping[str, Any] | None,
 ) -> None:
     """Write model/README.md, unless someone has written their own over it.
@@ -53,13 +53,13 @@ def write_card(
     text = run.metrics.read_text(encoding="utf-8", errors="replace") if run.metrics.exists() else ""
     if last is not None:
         text += json.dumps(last) + "\n"
-    found = parse_history(run.path.resolve().name, text)
+    metrics = parse_history(run.path.resolve().name, text)
     with replacing(path) as temporary:
-        model_card(found, tables, model, described).save(temporary)
+        model_card(metrics, tables, model, description).save(temporary)
 
 
 def model_card(
-    found: History, tables: Mapping[str, Any], model: Model, described: Mapping[str, str]
+    metrics: History, tables: Mapping[str, Any], model: Model, description: Mapping[str, str]
 ) -> ModelCard:
     """Return the card of a run with these metrics and this record, as `described`."""
     options, training = tables["options"], tables["training"]
@@ -75,23 +75,23 @@ def model_card(
 {front.to_yaml()}
 ---
 
-# {found.name}
+# {metrics.name}
 
 {OUR_CARD}
 
-{_describe_model(model, training.get("untie_at"), described.get("predicts", ""))}
+{_describe_model(model, training.get("untie_at"), description.get("predicts", ""))}
 
 ## Data
 
-{_format_facts(_describe_data(tables, described))}
+{_format_facts(_describe_data(tables, description))}
 
 ## Result
 
-{_describe_result(found, training["steps"])}
+{_describe_result(metrics, training["steps"])}
 
 ## Training
 
-{_format_facts(_describe_training(found, tables))}
+{_format_facts(_describe_training(metrics, tables))}
 
 The command:
 
@@ -121,9 +121,9 @@ def command(tables: Mapping[str, Any]) -> str:
 def exact_command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
     plan = tables["training"]
-    planned = {name: plan[name] for name in PLANNED if name in plan}
+    numbers = {name: plan[name] for name in PLANNED if name in plan}
     timeless = {"minutes": None, "epochs": None}
-    return _spell(tables, _list_choices(tables) | planned | _list_shares(tables) | timeless)
+    return _spell(tables, _list_choices(tables) | numbers | _list_shares(tables) | timeless)
 
 
 def _spell(tables: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
@@ -173,14 +173,14 @@ def _list_shares(tables: Mapping[str, Any]) -> dict[str, float]:
 
     So it is where the steps were planned again, or a run went on for more of them.
     """
-    options, plan, found = tables["options"], tables["training"], {}
+    options, plan, shares = tables["options"], tables["training"], {}
     steps = plan["steps"]
     for name in SHARES:
-        share, planned = options.get(name, getattr(TrainOptions, name)), plan.get(name)
-        if planned and share is not None and round(share * steps) != planned:
-            exact = (round(planned / steps, digits) for digits in range(2, 17))
-            found[name] = next(share for share in exact if round(share * steps) == planned)
-    return found
+        share, count = options.get(name, getattr(TrainOptions, name)), plan.get(name)
+        if count and share is not None and round(share * steps) != count:
+            exact = (round(count / steps, digits) for digits in range(2, 17))
+            shares[name] = next(share for share in exact if round(share * steps) == count)
+    return shares
 
 
 def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:
@@ -202,7 +202,7 @@ def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:
 
 
 def _describe_data(
-    tables: Mapping[str, Any], described: Mapping[str, str]
+    tables: Mapping[str, Any], description: Mapping[str, str]
 ) -> dict[str, str | None]:
     options, python = tables["options"], tables["versions"]["python"]
     names = ", ".join(f"`{Path(name).name}`" for name in options.get("data") or ())
@@ -210,43 +210,46 @@ def _describe_data(
     return {
         "data": names or f"the documentation inside Python {python}",
         "validated on": f"`{Path(options['val']).name}`" if options.get("val") else None,
-        **{name: text for name, text in described.items() if name != "predicts"},
+        **{name: text for name, text in description.items() if name != "predicts"},
         "labels": ", ".join(f"`{label}`" for label in labels),
         "sha256": tables.get("text", {}).get("sha256"),
         "started from": options.get("start"),
     }
 
 
-def _describe_result(found: History, steps: int) -> str:
+def _describe_result(metrics: History, steps: int) -> str:
     """Return the scores: of all that was held out, and of a part of it as training went on."""
-    keys = [key for key in found.columns if key.startswith("val_")]
+    keys = [key for key in metrics.columns if key.startswith("val_")]
     if not keys:
-        return f"Not validated yet: training was stopped at step {found.step:,} of {steps:,}."
+        return f"Not validated yet: training was stopped at step {metrics.step:,} of {steps:,}."
     names = [SCORES.get(key, key.removeprefix("val_").replace("_", " ")) for key in keys]
-    said = []
-    if found.finished:
+    sentences = []
+    if metrics.finished:
         scores = (
-            f"{name} **{found.last(key):.4f}**" for key, name in zip(keys, names, strict=True)
+            f"{name} **{metrics.last(key):.4f}**" for key, name in zip(keys, names, strict=True)
         )
-        said.append(f"On all that was held out: {', '.join(scores)}.")
+        sentences.append(f"On all that was held out: {', '.join(scores)}.")
     else:
-        said.append(f"Training was stopped at step {found.step:,} of {steps:,}.")
-    if (best := found.last("best_step")) is not None:
-        said.append(f"The weights are those of step {best:,.0f}, which validated best.")
-    shown = sorted(found.columns[keys[0]])
-    every = -(-len(shown) // EVALUATIONS_SHOWN)
-    rows = [(f"{n:,}", *(f"{found.columns[key][n]:.4f}" for key in keys)) for n in shown[::-every]]
+        sentences.append(f"Training was stopped at step {metrics.step:,} of {steps:,}.")
+    if (best := metrics.last("best_step")) is not None:
+        sentences.append(f"The weights are those of step {best:,.0f}, which validated best.")
+    evaluations = sorted(metrics.columns[keys[0]])
+    every = -(-len(evaluations) // EVALUATIONS_SHOWN)
+    rows = [
+        (f"{n:,}", *(f"{metrics.columns[key][n]:.4f}" for key in keys))
+        for n in evaluations[::-every]
+    ]
     table = _format_table(("step", *names), rows[::-1])
-    return f"{' '.join(said)}\n\nOn a part of it, as training went on:\n\n{table}"
+    return f"{' '.join(sentences)}\n\nOn a part of it, as training went on:\n\n{table}"
 
 
-def _describe_training(found: History, tables: Mapping[str, Any]) -> dict[str, str | None]:
-    plan, peak = tables["training"], found.last("machine_memory_bytes")
+def _describe_training(metrics: History, tables: Mapping[str, Any]) -> dict[str, str | None]:
+    plan, peak = tables["training"], metrics.last("machine_memory_bytes")
     numbers = {**plan, **tables.get("machine", {})}
     return {
-        found.unit: f"{found.units:,} in {found.step:,} steps of {plan['batch_size']} rows",
-        "time in steps": f"{found.seconds:,.1f} s",
-        "steps without a finite loss": f"{found.skipped:,}" if found.skipped else None,
+        metrics.unit: f"{metrics.units:,} in {metrics.step:,} steps of {plan['batch_size']} rows",
+        "time in steps": f"{metrics.seconds:,.1f} s",
+        "steps without a finite loss": f"{metrics.skipped:,}" if metrics.skipped else None,
         **{name.replace("_", " "): str(value) for name, value in numbers.items()},
         "peak memory": None if peak is None else f"{peak / 1e9:.2f} GB",
         "versions": ", ".join(f"{name} {each}" for name, each in tables["versions"].items()),

@@ -69,12 +69,12 @@ class Adapter:
 
     def extra_repr(self) -> str:
         """Say in `print(model)` what is added to the matrix."""
-        said = [super().extra_repr()]  # type: ignore[misc]
+        parts = [super().extra_repr()]  # type: ignore[misc]
         if self.lora_A is not None:
-            said.append(f"lora rank {len(self.lora_A)}, scale {self.scale:g}")
+            parts.append(f"lora rank {len(self.lora_A)}, scale {self.scale:g}")
         if self.lora_rows is not None:
-            said.append(f"{len(self.lora_rows)} rows trained whole")
-        return ", ".join(said)
+            parts.append(f"{len(self.lora_rows)} rows trained whole")
+        return ", ".join(parts)
 
 
 class LoRALinear(Adapter, nn.Linear):
@@ -221,7 +221,7 @@ def merge(model: Model) -> float:
     bound = BOUNDS.get(gpt.wte.weight.dtype, 1e-5)
     with inference(model):
         before = gpt(ids)
-        kept = {name: layer.weight.clone() for name, layer in layers.items()}
+        originals = {name: layer.weight.clone() for name, layer in layers.items()}
         classes = {name: type(layer) for name, layer in layers.items()}
         try:
             for layer in layers.values():
@@ -240,7 +240,7 @@ def merge(model: Model) -> float:
         except BaseException:
             for name, layer in layers.items():
                 layer.__class__ = classes[name]
-                layer.weight.copy_(kept[name])
+                layer.weight.copy_(originals[name])
             raise
     for layer in layers.values():
         for name in ("lora_A", "lora_B", "lora_rows", "lora_ids", "scale"):
@@ -255,7 +255,7 @@ def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
         raise UserError(f"must be a list of names, got the string {targets!r}", option="targets")
     known = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
     whole = ["wte"] + ["head"] * isinstance(gpt.head, nn.Linear)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for target in targets:
         fits = [n for n in known + whole if fnmatch(n, target) or n.endswith(f".{target}")]
         if not fits and target in ("head", "lm_head") and is_tied(gpt):
@@ -263,8 +263,8 @@ def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
         if not fits:
             there = ", ".join([*BLOCKS, *whole])
             raise UserError(f"target {target!r} is no linear layer of the model: {there}")
-        found |= dict.fromkeys(fits)
-    return list(found)
+        names |= dict.fromkeys(fits)
+    return list(names)
 
 
 def _put_on(layer: nn.Module, size: Size) -> None:

@@ -77,13 +77,13 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> Moving:
     named = dict(model.named_parameters())
     trained = {name: parameter.requires_grad for name, parameter in named.items()}
     for pattern in filter(None, (pattern.strip() for pattern in patterns)):
-        found = [name for name in named if _fits(name, pattern.removeprefix("+"))]
-        if not found:
+        matches = [name for name in named if _fits(name, pattern.removeprefix("+"))]
+        if not matches:
             if pattern.removeprefix("+") in ("head", "lm_head") and tied:
                 raise UserError(f"--freeze {pattern}: {TWO_CHOICES}")
             there = ", ".join(dict.fromkeys(_part(name).split(".")[0] for name in named))
             raise UserError(f"--freeze {pattern}: no parameter has such a name: body, {there}")
-        trained |= dict.fromkeys(found, pattern.startswith("+"))
+        trained |= dict.fromkeys(matches, pattern.startswith("+"))
     if not any(trained.values()):
         why = TWO_CHOICES if tied else "train some part of it again with +NAME"
         raise UserError(f"--freeze {','.join(patterns)} leaves nothing to train: {why}")

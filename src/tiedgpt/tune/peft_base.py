@@ -68,10 +68,12 @@ class PeftBase(_Fixed):
         Labels are shifted here; -100 is not counted. Padding is on the right, where causal
         attention does not see it, so that the mask changes no counted logit.
         """
-        given = [name for name, value in others.items() if value is not None and name not in PLAIN]
-        if input_ids is None or given:
+        unknown = [
+            name for name, value in others.items() if value is not None and name not in PLAIN
+        ]
+        if input_ids is None or unknown:
             raise UserError(
-                f"PeftBase computes input_ids and labels, got {', '.join(given) or 'no ids'}"
+                f"PeftBase computes input_ids and labels, got {', '.join(unknown) or 'no ids'}"
             )
         if attention_mask is not None and bool((attention_mask.diff(dim=-1) > 0).any()):
             raise UserError("the attention mask must be of padding on the right")
