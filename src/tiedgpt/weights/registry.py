@@ -198,6 +198,16 @@ def writer_named(name: str) -> Writer:
     return known[name]
 
 
+def defer(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module in `weights/formats/` that is imported when it is called."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        function = getattr(import_module(f"tiedgpt.weights.formats.{module}"), name)
+        return function(*arguments, **options)
+
+    return call
+
+
 def head_of(path: Path) -> bytes:
     """Return the first bytes of a file; `UserError` where it cannot be read."""
     try:

@@ -18,16 +18,13 @@ import re
 import struct
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer, require_package
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer, require_package
 from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
-
-if TYPE_CHECKING:
-    from tiedgpt.text.tokenizer import Tokenizer
 
 MAGIC = b"GGUF"
 SCALARS = {
@@ -104,12 +101,6 @@ def read_header(
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         return _parse(path, _Header(data), arrays)
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
-
-    return read_tokenizer(path)
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
@@ -273,14 +264,8 @@ def _tensor(
     return tensor
 
 
-def _write(*arguments: Any, **options: Any) -> None:
-    from tiedgpt.weights.formats.gguf.writer import write
-
-    write(*arguments, **options)
-
-
 WRITER = Writer(
-    write=_write,
+    write=defer("gguf.writer", "write"),
     program="llama.cpp's gpt2",
     precisions=("fp32", "fp16", "bf16", "q8_0"),
     suffix=".gguf",
@@ -301,7 +286,10 @@ FORMAT = Format(
     hub_patterns=(("*.gguf",),),
     is_whole_in_one_file=True,
     tokenizer=TokenizerFile(
-        read=_read_tokenizer, detect=detect, pattern="*.gguf", is_in_weights=True
+        read=defer("gguf.vocabulary", "read_tokenizer"),
+        detect=detect,
+        pattern="*.gguf",
+        is_in_weights=True,
     ),
     writer=WRITER,
     packages=("gguf",),

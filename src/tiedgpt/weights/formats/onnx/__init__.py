@@ -22,7 +22,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint, Usage
 from tiedgpt.weights.formats.transformers import CONV1D
-from tiedgpt.weights.registry import Format, Writer, require_package
+from tiedgpt.weights.registry import Format, Writer, defer, require_package
 from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, file_reader, printable
 
 METADATA_KEY = "tiedgpt"
@@ -196,13 +196,12 @@ class _Graph:
         return StoredTensor(name, shape, str(dtype), length, storage, reader)
 
 
-def _write(*arguments: Any, **options: Any) -> None:
-    from tiedgpt.weights.formats.onnx.writer import write
-
-    write(*arguments, **options)
-
-
-WRITER = Writer(write=_write, program="an ONNX graph", suffix=".onnx", bundled="model.onnx")
+WRITER = Writer(
+    write=defer("onnx.writer", "write"),
+    program="an ONNX graph",
+    suffix=".onnx",
+    bundled="model.onnx",
+)
 FORMAT = Format(
     name="onnx",
     title="ONNX",

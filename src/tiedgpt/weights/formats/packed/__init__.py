@@ -37,7 +37,7 @@ from tiedgpt.weights.formats.packed.panels import (
     unpack,
 )
 from tiedgpt.weights.formats.transformers import PACKED, config_fields, model_type_from
-from tiedgpt.weights.registry import Format, Writer
+from tiedgpt.weights.registry import Format, Writer, defer
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"
@@ -241,12 +241,6 @@ def detect(path: Path, head: bytes) -> bool:
         return f'"{FORMAT_NAME}"'.encode() in file.read(METADATA_BYTES)
 
 
-def _write(*arguments: Any, **options: Any) -> None:
-    from tiedgpt.weights.formats.packed.writer import write
-
-    write(*arguments, **options)
-
-
 FORMAT = Format(
     name="packed",
     title="packed",
@@ -257,7 +251,7 @@ FORMAT = Format(
     to_gpt=to_gpt,
     file_names=(FILE,),
     writer=Writer(
-        write=_write,
+        write=defer("packed.writer", "write"),
         program="a packed model",
         precisions=("int8", "int4", "bf16", "fp32"),
         default="int8",

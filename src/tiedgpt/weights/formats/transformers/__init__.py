@@ -24,15 +24,11 @@ from tiedgpt.weights.checkpoint import (
     without_wrappers,
 )
 from tiedgpt.weights.containers import SUFFIXES, detect, open_container
-from tiedgpt.weights.registry import Format, Writer
+from tiedgpt.weights.registry import Format, Writer, defer
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
-
-    from tiedgpt.core.model import GPT
 
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 BODY_PREFIX, LM_HEAD = "transformer.", "lm_head.weight"
@@ -247,15 +243,6 @@ def config_json(
     return described | kept
 
 
-def _write(model: GPT, path: Path, *, precision: str, **_: Any) -> tuple[str, ...]:
-    from tiedgpt.weights.formats.transformers.writer import write
-
-    write(model, path, precision=precision)
-    if model_type_of(model.config) is not TIEDGPT:
-        return ()
-    return ("transformers has no class for this model and refuses it; tiedgpt loads it",)
-
-
 FORMAT = Format(
     name="transformers",
     title="transformers",
@@ -278,5 +265,8 @@ FORMAT = Format(
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
         ("*.pt", "*.pth", "*.bin"),
     ),
-    writer=Writer(write=_write, program="a Hugging Face directory", holds_tokenizer=True),
+    writer=Writer(
+        write=defer("transformers.writer", "write"), program="a Hugging Face directory",
+        holds_tokenizer=True,
+    ),
 )  # fmt: skip

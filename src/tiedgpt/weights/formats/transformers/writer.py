@@ -84,9 +84,12 @@ def write_directory(
             temporary.write_text(card, encoding="utf-8")
 
 
-def write(model: GPT, path: Path, *, precision: str, **_: Any) -> None:
-    """Write the directory `path` in "fp32", "fp16" or "bf16"."""
+def write(model: GPT, path: Path, *, precision: str, **_: Any) -> tuple[str, ...]:
+    """Write the directory `path` in "fp32", "fp16" or "bf16"; return notes."""
     save_model(model, path, PRECISIONS[precision])
+    if model_type_of(model.config) is not TIEDGPT:
+        return ()
+    return ("transformers has no class for this model and refuses it; tiedgpt loads it",)
 
 
 def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> None:
