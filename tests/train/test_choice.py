@@ -44,7 +44,8 @@ def choose(monkeypatch, trial):
             "measure_speed",
             lambda options, *_, **__: speed * SPEEDS.get(options.size, 400),
         )
-        monkeypatch.setattr(sizing, "measure_steps", lambda *_: 1000)
+        monkeypatch.setattr(sizing, "step_seconds", lambda *_, **__: 0.01)
+        monkeypatch.setattr(sizing, "count_steps", lambda *_: 1000)
         asked = TrainOptions(minutes=minutes, **asked)
         config = run.objective.config
         chosen, *sized, reason = choose_size(asked, run.objective, data, World(CPU))

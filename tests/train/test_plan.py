@@ -6,7 +6,7 @@ import pytest
 from tiedgpt.errors import UserError
 from tiedgpt.train import train
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.pace import for_steps
+from tiedgpt.train.pace import count_final_rows, count_steps
 from tiedgpt.train.storage import format_toml, make_record, read_plan
 
 
@@ -23,9 +23,21 @@ def test_minutes_become_steps_by_a_measurement(trial):
     assert longer.steps > 3 * plan.steps
 
 
-def test_half_of_the_time_is_for_steps_however_long_the_last_evaluation_takes():
-    assert for_steps(2.0, 20.0) == 100.0
-    assert for_steps(2.0, 1000.0) == 60.0
+@pytest.mark.parametrize("seconds", [60, 600])
+@pytest.mark.parametrize("held_out_rows", [10.0, 1e6])
+@pytest.mark.parametrize("a_step", [0.01, 0.5])
+def test_steps_fill_the_time_and_scoring_takes_little_of_it(trial, seconds, held_out_rows, a_step):
+    run = trial(batch_size=16, micro_batch=16)
+    data = dataclasses.replace(run.data, held_out_rows=held_out_rows)
+    steps = count_steps(seconds, a_step, data, run.plan)
+    last = a_step / 3 * count_final_rows(seconds, a_step, data, run.plan) / 16
+    assert last <= max(0.02 * seconds, 4 * a_step / 3) + 1e-9
+    assert 0.93 * seconds < steps * a_step + last < seconds
+
+
+def test_the_time_that_preparing_took_is_not_trained(trial):
+    run, options = trial(), TrainOptions(size="tiny", minutes=0.5, batch_size=2)
+    assert run.make_plan(options, spent=20.0).steps < 0.7 * run.make_plan(options).steps
 
 
 def test_what_run_toml_says_is_read_back_as_it_was(options, trial):

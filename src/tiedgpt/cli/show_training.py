@@ -228,7 +228,11 @@ class Display:
             seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:
                 self.say(f"trained on only {seen:,} tokens: its texts may be poor")
-        score = f"validation {_format_scores(ended.metrics, 4)}, on all held-out data"
+        plan, part = self.planned.plan, "all held-out data"
+        if plan.final_batches is not None:
+            units = plan.final_batches * plan.micro_batch * data.row_units
+            part = f"{format_count(units, data.unit.removesuffix('s'))} of the held-out data"
+        score = f"validation {_format_scores(ended.metrics, 4)}, on {part}"
         if isinstance(data, ReplyData) and not data.holds_out:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
             score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "

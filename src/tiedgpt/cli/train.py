@@ -82,6 +82,7 @@ def run(arguments: list[str]) -> int:
 
 def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
+    from tiedgpt.cli.main import BEGAN
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned
     from tiedgpt.train.metrics import Tracking, open_tracker
@@ -104,6 +105,7 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             stop_requested=signals.have_come,
             track=track,
             progress=progress,
+            began=BEGAN,
         ):
             if isinstance(event, Planned):
                 stack.pop_all().close()

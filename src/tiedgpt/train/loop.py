@@ -41,9 +41,10 @@ from tiedgpt.train.events import (
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.objective import Data, Model, Objective, Score, body_of
 from tiedgpt.train.optim import Optimizers, make_optimizers, set_rate, untie_in_training
+from tiedgpt.train.pace import Checks
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.sizing import FIRST_PART, replan
+from tiedgpt.train.sizing import replan
 from tiedgpt.train.step import (
     WORSE,
     Health,
@@ -65,7 +66,8 @@ class Trainer:
 
     `fork` is the directory of another run's checkpoints, whose newest this one begins with. `track`
     is given each line of metrics.jsonl when it is written. In a `world` of several processes all
-    make a trainer and see the same events; the first one writes.
+    make a trainer and see the same events; the first one writes. A plan with a time follows the
+    clock to the `deadline`, in seconds of `time.perf_counter`; without one the time begins now.
     """
 
     def __init__(
@@ -80,13 +82,14 @@ class Trainer:
         stop_requested: Callable[[], bool] = lambda: False,
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
+        deadline: float | None = None,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
         self.fork, self.stop_requested, self.track = fork, stop_requested, track
         self.world = world or World(device)
         self.step = self.saved_at = 0
-        self.clock: float | None = None
-        """When the first step was begun, as long as the steps are to be planned again."""
+        self.deadline = deadline
+        self.checks: Checks | None = None
         self.notes: list[str] = []
         self.batch_units = plan.batch_size * data.row_units
 
@@ -137,8 +140,8 @@ class Trainer:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.data, plan, world)
-        if plan.minutes is not None and plan.before is None and self.step < FIRST_PART * plan.steps:
-            self.clock = time.perf_counter() - 60 * plan.minutes * self.step / plan.steps
+        if plan.minutes is not None:
+            self.checks = Checks(plan, self.step, self.deadline)
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
@@ -148,22 +151,24 @@ class Trainer:
         return self.optimizers
 
     def _replan(self) -> Iterator[Replanned]:
-        """Plan the steps that are left anew, once, by the pace of the first part of the time."""
-        began, before, minutes = self.clock, self.plan, self.plan.minutes
-        if began is None or minutes is None:
+        """Plan the steps that are left anew, where they would not end with the time."""
+        checks, before = self.checks, self.plan
+        if checks is None:
             return
-        seconds = self.world.on_main(lambda: time.perf_counter() - began)
-        if seconds < FIRST_PART * 60 * minutes and self.step < FIRST_PART * before.steps:
+        now = self.world.on_main(time.perf_counter)
+        pace = self.world.on_main(lambda: checks.measure(before, self.step, now))
+        if pace is None:
             return
-        self.clock = None
-        if (plan := replan(before, self.data, self.step, seconds)) is None:
+        left = self.world.on_main(lambda: checks.deadline - now)
+        plan = replan(before, self.data, self.step, left, pace, self.world.size)
+        if plan is None:
             return
         self.plan = plan
         if self.world.is_main and (tables := self.directory.read_record()):
             self.directory.write_record(tables | plan_tables(plan))
         note = (
-            f"planned again after {seconds:,.0f} s of {60 * minutes:,.0f}: {plan.steps:,} steps "
-            f"instead of {before.steps:,}, by the pace so far"
+            f"planned again with {max(left, 0):,.0f} s left: {plan.steps:,} steps instead of "
+            f"{before.steps:,}, by the pace so far"
         )
         yield Replanned(self.step, plan, [note])
 
@@ -277,7 +282,7 @@ class Trainer:
                     f"after the last, {self.step:,}): those weights are in {self.directory.model}"
                 )
             nats = best_loss
-        score = self._evaluate()
+        score = self._evaluate(self.plan.final_batches)
         metrics = self.objective.metrics(score)
         line |= metrics
         self._publish(line)

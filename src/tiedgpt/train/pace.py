@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -17,10 +18,19 @@ from tiedgpt.train.step import train_step
 
 MEASURED = 0.01
 """Of the time: so long a size is measured, if its steps are not longer."""
-FOR_STEPS = 0.5
-"""Of the time, at least, whatever the last evaluation takes."""
-SAMPLE_SHARE = 0.1
-"""Rows of the fixed sample that is scored between steps, of those trained on in the meantime."""
+SAMPLE_SHARE = 0.05
+"""Rows of the fixed sample that is scored between steps, of those trained on in the meantime. A
+forward is a third of a step, so this is 1.7 % of the time."""
+FINAL_SHARE = 0.02
+"""Of the time, that the last evaluation may take."""
+PAUSE_SHARE, PAUSE_SECONDS = 0.02, 0.2
+"""Of the time, that samples may take, and how long one takes with a small model."""
+CLOSING_SECONDS = 1.0
+"""For the model, its card and the end of the program."""
+CHECKS = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Shares of the steps, or of the time, at which the plan is held against the clock."""
+BUSY = 0.5
+"""More processes that want to run than there are cores make a busy machine."""
 
 
 def step_seconds(
@@ -47,18 +57,57 @@ def step_seconds(
     return statistics.quantiles(times[1:], n=4)[0]
 
 
-def measure_steps(
-    minutes: float, objective: Objective, data: Data, plan: Plan, world: World
-) -> int:
+def count_steps(seconds: float, a_step: float, data: Data, plan: Plan, n_processes: int = 1) -> int:
     """Return how many steps, with the evaluations between and after them, take so long."""
-    step = step_seconds(objective, data, plan, world, seconds=min(4.0, 2 * MEASURED * minutes * 60))
-    # A forward is a third of a step; evaluations, by one process, see a tenth of what is trained
-    # on, the last one all of the text.
-    forward = step / 3 * world.size
-    last = forward * data.held_out_rows / plan.batch_size
-    return max(1, int(for_steps(minutes, last) / (step + forward * SAMPLE_SHARE)))
+    forward = a_step / 3 * n_processes  # of as many rows as a step has: one process evaluates
+    last = forward * count_final_rows(seconds, a_step, data, plan) / plan.batch_size
+    closing = min(CLOSING_SECONDS, seconds / 10)
+    return max(1, int((seconds - last - closing) / (a_step + forward * SAMPLE_SHARE)))
 
 
-def for_steps(minutes: float, last: float) -> float:
-    """Return the seconds for steps, beside the `last` of the evaluation at the end."""
-    return max(60 * minutes - last, FOR_STEPS * 60 * minutes)
+def count_evaluations(minutes: float, at_most: int) -> int:
+    """Return how many times a run of so many minutes may stop to be scored and to write."""
+    return max(1, min(at_most, round(60 * minutes * PAUSE_SHARE / PAUSE_SECONDS)))
+
+
+def count_final_rows(seconds: float, a_step: float, data: Data, plan: Plan) -> float:
+    """Return how many rows the last evaluation of a run of so many seconds scores."""
+    rows = FINAL_SHARE * seconds / (a_step / 3) * plan.batch_size
+    return min(data.held_out_rows, max(rows, 4.0 * plan.micro_batch))
+
+
+def busy_note() -> str:
+    """Return what is to be said of a machine that others use at the same time, or ""."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load < cores + BUSY:
+        return ""
+    return (
+        f"this machine is busy: {load:.1f} processes want its {cores} cores; what is measured now "
+        "may not hold, and the plan follows the clock"
+    )
+
+
+class Checks:
+    """When the plan of a run with a time is held against the clock, and how fast it went since.
+
+    `deadline` is in seconds of `time.perf_counter`. A run that goes on has its share of the time.
+    """
+
+    def __init__(self, plan: Plan, step: int, deadline: float | None) -> None:
+        assert plan.minutes is not None
+        now, self._whole = time.perf_counter(), 60 * plan.minutes
+        share = step / plan.steps
+        self.deadline = now + self._whole * (1 - share) if deadline is None else deadline
+        self._since = step, now
+        self._left = [check for check in CHECKS if check > share]
+
+    def measure(self, plan: Plan, step: int, now: float) -> float | None:
+        """Return the seconds that a step took since the last check, where one is due."""
+        done = max(step / plan.steps, 1 - (self.deadline - now) / self._whole)
+        at, began = self._since
+        if not self._left or done < self._left[0] or step == at:
+            return None
+        self._left = [check for check in self._left if check > done]
+        self._since = step, now
+        return (now - began) / (step - at)

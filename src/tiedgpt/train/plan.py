@@ -83,7 +83,7 @@ class Plan:
     eval_every: int
     """Steps between evaluations on a part of the validation text."""
     eval_batches: int
-    """Batches of that part; the last evaluation takes all, up to two million tokens."""
+    """Batches of that part."""
     save_every: int
     patience: int | None = None
     """Evaluations without improvement that end the run; None: it ends when validation has risen."""
@@ -104,6 +104,8 @@ class Plan:
     """Whether blocks are compiled."""
     minutes: float | None = None
     """The time from which the steps were measured; None where it does not decide."""
+    final_batches: int | None = None
+    """Batches that the last evaluation takes; None: all, up to two million tokens."""
     size: str = ""
     """The name of the shape, of a fresh model."""
     reason: str = ""
@@ -121,7 +123,7 @@ class Plan:
 
     def at(self, step: int) -> Plan:
         """Return the plan that is in force for a step, from 0."""
-        return self if self.before is None or step >= self.since else self.before
+        return self if self.before is None or step >= self.since else self.before.at(step)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.objective import Progress
 from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.pace import busy_note
 from tiedgpt.train.parallel import Parallel, join_world
 from tiedgpt.train.prepare import fork_options, prepare
 from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
@@ -36,16 +38,19 @@ def train(
     stop_requested: Callable[[], bool] = lambda: False,
     track: Callable[[Mapping[str, Any]], None] | None = None,
     progress: Progress | None = None,
+    began: float | None = None,
 ) -> Iterator[Event]:
     """Train in the directory `out`, or go on there; yield what happens as it happens.
 
     Without `out` it is the newest run in runs/ that these options mean, or a new one. Where
     `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
-    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded.
+    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded. The
+    time of `minutes` runs from `began`, in seconds of `time.perf_counter`; without it, from now.
 
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
     does not fit in memory or on the disk, `DivergedError` where training leaves the finite numbers.
     """
+    began, deadline = time.perf_counter() if began is None else began, None
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(join_world(parallel, training_device(options.device)))
         if out is not None:
@@ -69,15 +74,22 @@ def train(
         del sources  # the text, which may be held in memory
         if plan is None:
             yield Note("measuring this machine")
+            if busy := busy_note():
+                yield Note(busy)
             own, objective, data, reason = choose_size(own, objective, data, world)
-            plan = make_plan(own, objective, data, world.device, world=world, reason=reason)
+            plan = make_plan(
+                own, objective, data, world.device,
+                world=world, reason=reason, spent=time.perf_counter() - began,
+            )  # fmt: skip
+            if plan.minutes is not None:
+                deadline = began + 60 * plan.minutes
             tables = make_record(options, objective.config, plan, data.counts, digest, world)
             world.on_main(lambda: directory.write_record(tables))
         yield Planned(directory, options, objective, data, plan, world)
         fork = None if options.fork is None else Path(options.fork) / "checkpoints"
         yield from Trainer(
             directory, objective, data, plan, world.device,
-            fork=fork, stop_requested=stop_requested, track=track, world=world,
+            fork=fork, stop_requested=stop_requested, track=track, world=world, deadline=deadline,
         ).run()  # fmt: skip
 
 

@@ -35,8 +35,9 @@ from tiedgpt.train.options import (
 from tiedgpt.train.pace import (
     MEASURED,
     SAMPLE_SHARE,
-    for_steps,
-    measure_steps,
+    count_evaluations,
+    count_final_rows,
+    count_steps,
     step_seconds,
 )
 from tiedgpt.train.parallel import World
@@ -46,10 +47,12 @@ from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 MICRO_BATCH_TOKENS = 8192
-FIRST_PART = 0.25
-"""Of the time: then the steps that are left are planned again, by the pace so far."""
 SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
+LEAST_TIME = 0.1
+"""Of --minutes, that is trained even where preparing took all of it."""
+LEAST_TOKENS = 32
+"""Of a text: no size suits one with fewer."""
 ENOUGH_HELD_OUT = 50
 """Examples; the score of fewer is too noisy to end a run by."""
 
@@ -80,6 +83,11 @@ def choose_size(
     """
     if isinstance(options, TuneOptions) or not options.chooses or data.text_tokens is None:
         return options, objective, data, ""
+    if data.text_tokens < LEAST_TOKENS:
+        raise UserError(
+            f"the training text has {data.text_tokens} tokens, too few to learn anything from",
+            hint="give more text",
+        )
     seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
     chosen, reason, warning = choose(
         options,
@@ -98,10 +106,12 @@ def make_plan(
     *,
     world: World | None = None,
     reason: str = "",
+    spent: float = 0.0,
 ) -> Plan:
     """Derive what was not set, measuring where the machine decides.
 
-    `reason` says why the model has its size. Raises `NoRoomError` for a model that cannot fit in
+    `reason` says why the model has its size, and `spent` are the seconds of its minutes that are
+    gone. Raises `NoRoomError` for a model that cannot fit in
     memory, before anything is built. In a `world` of several processes all must call this, and get
     the same.
     """
@@ -122,8 +132,16 @@ def make_plan(
             )
     elif unit == "minutes":
         minutes = amount
-        steps = measure_steps(minutes, objective, data, draft, world)
-    return replace(set_steps(draft, options, steps), minutes=minutes, reason=reason)
+        a_step = step_seconds(
+            objective, data, draft, world, seconds=min(4.0, 2 * MEASURED * 60 * minutes)
+        )
+        left = world.on_main(lambda: max(60 * minutes - spent, LEAST_TIME * 60 * minutes))
+        steps = count_steps(left, a_step, data, draft, world.size)
+        final_rows = count_final_rows(60 * minutes, a_step * world.size, data, draft)
+        if final_rows < data.held_out_rows:
+            draft = replace(draft, final_batches=math.ceil(final_rows / draft.micro_batch))
+    plan = set_steps(draft, options, steps, minutes)
+    return replace(plan, minutes=minutes, reason=reason)
 
 
 def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: World) -> Plan:
@@ -206,11 +224,14 @@ def fit_micro_batch(
     raise refused
 
 
-def set_steps(draft: Plan, options: AnyOptions, steps: int) -> Plan:
+def set_steps(draft: Plan, options: AnyOptions, steps: int, minutes: float | None = None) -> Plan:
     """Return a draft as a plan of so many steps, of which options give shares."""
+    evaluations = options.evaluations
+    if minutes is not None:
+        evaluations = count_evaluations(minutes, evaluations)
     warmup, untie_at = round(options.warmup * steps), options.untie_at
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
-    pauses = pause_intervals(steps, options.eval_every, options.evaluations)
+    pauses = pause_intervals(steps, options.eval_every, evaluations)
     rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
     return replace(
         draft,
@@ -233,28 +254,30 @@ def pause_intervals(
     }
 
 
-def replan(plan: Plan, data: Data, step: int, seconds: float) -> Plan | None:
-    """Return the plan by which a run goes on that did `step` steps of its time in `seconds`.
+def replan(
+    plan: Plan, data: Data, step: int, left: float, pace: float, n_processes: int = 1
+) -> Plan | None:
+    """Return the plan by which a run goes on that has `left` seconds and takes `pace` for a step.
 
-    A pause is part of the pace. The rate goes on where the new number of steps has it. The warm-up
-    is never cut. None where the steps would change by less than `SAME_PACE`.
+    The rate goes on where the new number of steps has it. The warm-up is never cut, and evaluations
+    do not come more often. None where the steps would change by less than `SAME_PACE`.
     """
-    assert plan.minutes is not None
-    pace = seconds / step
-    last = pace / 3 * data.held_out_rows / plan.batch_size
-    steps = max(step + 1, plan.warmup, int(for_steps(plan.minutes, last) / pace))
-    if abs(steps / plan.steps - 1) < SAME_PACE:
+    a_step = pace / (1 + SAMPLE_SHARE / 3)  # a pause is part of the pace
+    fitting = step + count_steps(max(left, 0.0), a_step, data, plan, n_processes)
+    steps = max(step + 1, plan.warmup, fitting)
+    if abs(steps - plan.steps) < SAME_PACE * plan.steps:
         return None
-    scale, usual = steps / plan.steps, pause_intervals(plan.steps)["eval_every"]
-    untie_at = plan.untie_at
+    scale, untie_at = steps / plan.steps, plan.untie_at
     if untie_at is not None and untie_at > step:
         untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
+    pauses = pause_intervals(steps)
     return replace(
         plan,
         steps=steps,
         cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
         untie_at=untie_at,
-        **pause_intervals(steps, None if plan.eval_every == usual else plan.eval_every),
+        eval_every=max(plan.eval_every, min(pauses["eval_every"], round(plan.eval_every * scale))),
+        save_every=pauses["save_every"],
         since=step,
         before=plan,
     )

@@ -241,17 +241,27 @@ def make_record(
 
 
 def plan_tables(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml that hold a plan and, if there was one, the plan before it."""
-    tables = {"training": plan, "training_before": plan.before}
-    return {name: asdict(replace(each, before=None)) for name, each in tables.items() if each}
+    """Return the tables of run.toml that hold a plan and the plans before it, the newest first."""
+    plans = [plan]
+    while (before := plans[-1].before) is not None:
+        plans.append(before)
+    return {_plan_table(n): asdict(replace(each, before=None)) for n, each in enumerate(plans)}
+
+
+def _plan_table(number: int) -> str:
+    """Return the name of the table of the plan that so many came after: 1, `training_before`."""
+    return "training" + "_before" * (number > 0) + f"_{number}" * (number > 1)
 
 
 def read_plan(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
     """Return the config and the plan that `make_record` made."""
     try:
-        before = tables.get("training_before")
-        plan = Plan(**tables["training"], before=None if before is None else Plan(**before))
-        return GPTConfig(**tables["model"]), plan
+        before, number = None, 1
+        while _plan_table(number) in tables:
+            number += 1
+        while number := number - 1:
+            before = Plan(**tables[_plan_table(number)], before=before)
+        return GPTConfig(**tables["model"]), Plan(**tables["training"], before=before)
     except (KeyError, TypeError, TiedGPTError) as error:
         wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
         raise CorruptInputError(
