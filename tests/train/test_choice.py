@@ -151,6 +151,14 @@ def test_texts_that_are_hardly_texts_are_trained_on(text, tmp_path, monkeypatch)
     assert tomllib.loads(Path("run/run.toml").read_text())["training"]["reason"]
 
 
+def test_a_text_of_a_few_bytes_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello")
+    assert main(["train", "text.txt", "--minutes", "0.005"]) == 1
+    assert "too few to learn anything" in capfd.readouterr().err
+    assert not Path("runs").exists() or not list(Path("runs").glob("*/model"))
+
+
 @pytest.mark.parametrize("n_bytes", [30_000, 300_000])
 def test_of_a_small_text_the_weights_that_validated_best_are_published(
     n_bytes, tmp_path, monkeypatch, capfd

@@ -2,11 +2,13 @@ import dataclasses
 import tomllib
 
 import pytest
+import torch
 
 from tiedgpt.errors import UserError
 from tiedgpt.train import train
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.pace import count_final_rows, count_steps
+from tiedgpt.train.sizing import make_plan
 from tiedgpt.train.storage import format_toml, make_record, read_plan
 
 
@@ -16,11 +18,12 @@ def test_every_size_is_a_possible_model():
         assert config.parameter_count() > 0
 
 
-def test_minutes_become_steps_by_a_measurement(trial):
+def test_minutes_become_steps_by_a_measurement(trial, monkeypatch):
+    assert trial("measured").make_plan(TrainOptions(size="tiny", minutes=0.5)).steps > 10
+    monkeypatch.setattr("tiedgpt.train.sizing.step_seconds", lambda *_, **__: 0.01)
     run, options = trial(), TrainOptions(size="tiny", minutes=0.5, batch_size=2)
     plan, longer = run.make_plan(options), run.make_plan(options, minutes=5.0)
-    assert plan.steps > 10
-    assert longer.steps > 3 * plan.steps
+    assert longer.steps == pytest.approx(10 * plan.steps, rel=0.1)
 
 
 @pytest.mark.parametrize("seconds", [60, 600])
@@ -35,9 +38,14 @@ def test_steps_fill_the_time_and_scoring_takes_little_of_it(trial, seconds, held
     assert 0.93 * seconds < steps * a_step + last < seconds
 
 
-def test_the_time_that_preparing_took_is_not_trained(trial):
+def test_the_time_that_preparing_took_is_not_trained(trial, monkeypatch):
+    monkeypatch.setattr("tiedgpt.train.sizing.step_seconds", lambda *_, **__: 0.01)
     run, options = trial(), TrainOptions(size="tiny", minutes=0.5, batch_size=2)
-    assert run.make_plan(options, spent=20.0).steps < 0.7 * run.make_plan(options).steps
+    late, early = (
+        make_plan(options, run.objective, run.data, torch.device("cpu"), spent=spent).steps
+        for spent in (20.0, 0.0)
+    )
+    assert late == pytest.approx(early / 3, rel=0.1)
 
 
 def test_what_run_toml_says_is_read_back_as_it_was(options, trial):

@@ -122,6 +122,8 @@ def exact_command(tables: Mapping[str, Any]) -> str:
     """Return the command that trains this run again, on whatever machine: steps for minutes."""
     plan = tables["training"]
     numbers = {name: plan[name] for name in PLANNED if name in plan}
+    if plan.get("minutes") is not None:  # the time decided it
+        numbers["eval_every"] = plan["eval_every"]
     timeless = {"minutes": None, "epochs": None}
     return _spell(tables, _list_choices(tables) | numbers | _list_shares(tables) | timeless)
 

@@ -51,8 +51,8 @@ SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
 LEAST_TIME = 0.1
 """Of --minutes, that is trained even where preparing took all of it."""
-LEAST_TOKENS = 32
-"""Of a text: no size suits one with fewer."""
+LEAST_BYTES = 16
+"""Of text to train on: no size suits less."""
 ENOUGH_HELD_OUT = 50
 """Examples; the score of fewer is too noisy to end a run by."""
 
@@ -83,9 +83,10 @@ def choose_size(
     """
     if isinstance(options, TuneOptions) or not options.chooses or data.text_tokens is None:
         return options, objective, data, ""
-    if data.text_tokens < LEAST_TOKENS:
+    n_bytes = data.counts.get("train_text", {}).get("utf8_bytes", LEAST_BYTES)
+    if n_bytes < LEAST_BYTES:
         raise UserError(
-            f"the training text has {data.text_tokens} tokens, too few to learn anything from",
+            f"the training text has {n_bytes} bytes, too few to learn anything from",
             hint="give more text",
         )
     seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
