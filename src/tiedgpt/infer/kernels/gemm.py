@@ -74,12 +74,14 @@ def gemm(control, phase, matrix, x, n, sums, write, out):
     for chunk in claim_chunks(control, phase, -(-panels // step)):
         for panel in range(chunk * step, min((chunk + 1) * step, panels)):
             at, first = panel * PANEL, 0
+            bias = matrix.bias[at : at + PANEL]
             while first < n:
                 done = multiply(matrix, panel, x, first, n, sums)
                 for m in range(done):
+                    its = sums[m]
                     for row in range(PANEL):
-                        sums[m, row] += matrix.bias[at + row]
-                    write(sums[m], at, first + m, out)
+                        its[row] += bias[row]
+                    write(its, at, first + m, out)
                 first += done
     return phase + 1
 
@@ -87,15 +89,17 @@ def gemm(control, phase, matrix, x, n, sums, write, out):
 @njit(error_model="numpy")
 def store(sums, at, token, out):
     """Write 64 sums to columns of `out` (n, rows) from `at`."""
+    target = out[token, at : at + PANEL]
     for row in range(PANEL):
-        out[token, at + row] = sums[row]
+        target[row] = sums[row]
 
 
 @njit(error_model="numpy")
 def accumulate(sums, at, token, out):
     """Add 64 sums to columns of `out` (n, rows) from `at`."""
+    target = out[token, at : at + PANEL]
     for row in range(PANEL):
-        out[token, at + row] += sums[row]
+        target[row] += sums[row]
 
 
 @njit(error_model="numpy")
