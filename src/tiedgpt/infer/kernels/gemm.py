@@ -42,7 +42,7 @@ def _scale_rows(out, n, scales, panel):
     return scale
 
 
-@njit(error_model="numpy")
+@njit(inline="always", error_model="numpy")
 def multiply(matrix, panel, x, first, n, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
     left, width = n - first, x.values.shape[1]
