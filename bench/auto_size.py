@@ -1,4 +1,4 @@
-"""What the choice of `--size auto` is worth: the size chosen and its n_local, trained as long.
+"""What the choice of `--size auto` is worth: the size chosen and those beside it, trained as long.
 
     python bench/auto_size.py [--texts docs licences] [--minutes 1 3] [--speeds tiny=25000 ...]
 
@@ -72,8 +72,8 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare(fresh, options, open_sources(options))
-        options, *pair, _ = choose_size(options, *pair, World(training_device()))
-        plan = make_plan(options, *pair, training_device())
+        sized, *pair, _ = choose_size(options, *pair, World(training_device()))
+        plan = make_plan(sized, *pair, training_device())
         *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
@@ -96,7 +96,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
         tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)
-        steps = max(1, round(tokens / (sized.rows * (sized.context or 1))))
+        steps = max(1, round(tokens / (sized.batch_size * sized.context)))
         asked[size] = replace(sized, steps=steps, minutes=None)
         if expected[size] > 1.5 * min(expected.values()):
             break  # larger ones take long to measure

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import tomllib
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.containers import SafetensorsFile
+from tiedgpt.weights.tensors import StoredTensor
 
 
 def chat(n, colours=("red", "blue", "green")):
@@ -104,6 +106,22 @@ def test_the_loss_is_the_cross_entropy_of_the_replies_alone(make, kind):
     assert len(replies) > 4 and {*replies} <= REPLIES[kind]
     torch.testing.assert_close(objective.loss(model, batch), torch.cat(losses).mean())
     assert objective.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
+
+
+def test_the_context_is_that_of_the_header_and_no_weights_are_read_for_it(
+    options, place, tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise AssertionError("a tensor was read")
+
+    for name in ("native", "rows", "tensor"):
+        monkeypatch.setattr(StoredTensor, name, refuse)
+    assert open_sources(options("completion")).context == 64
+    other = shutil.copytree(place / "base", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"n_positions": 400, "n_ctx": 400}
+    (other / "config.json").write_text(json.dumps(config))
+    wrong = replace(options("completion"), start=str(other))
+    assert open_sources(wrong).context == 64  # as the model is loaded: its rows decide
 
 
 def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
