@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,6 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.checkpoint import list_checkpoints
 from tiedgpt.train.events import Event, Skipped, Stepped
-from tiedgpt.train.measures import of_the_machine
 from tiedgpt.train.objective import Data, Objective
 from tiedgpt.train.objectives.language import LanguageModelling, open_text
 from tiedgpt.train.options import TrainOptions
@@ -99,10 +99,13 @@ def assert_same(one: Trial, other: Trial, files: Iterable[str] = ()) -> None:
         assert published[0].read_bytes() == published[1].read_bytes()
 
 
+OF_THE_MACHINE = re.compile("^machine_|_per_second$")
+
+
 def metrics(run: Path) -> list[dict]:
     """Return the lines of metrics.jsonl without what tells of the machine and the moment."""
     lines = RunDirectory(run).read_metrics()
-    return [{k: v for k, v in line.items() if not of_the_machine(k)} for line in lines]
+    return [{key: line[key] for key in line if not OF_THE_MACHINE.search(key)} for line in lines]
 
 
 def open_trial(path: Path, config: GPTConfig = CONFIG, plan: Plan = PLAN) -> Trial:

@@ -16,7 +16,6 @@ from tiedgpt.train.measures import (
     describe,
     due,
     model_flops,
-    of_the_machine,
     peak_flops,
     peak_memory,
 )
@@ -103,12 +102,6 @@ def test_flops_follow_the_convention():
 
 def test_every_tenth_step_is_measured_and_the_first():
     assert [step for step in range(1, 31) if due(step)] == [1, EVERY, 2 * EVERY, 3 * EVERY]
-
-
-def test_what_tells_of_the_machine_is_known_by_its_name():
-    known = ("tokens_per_second", "machine_flops_use", "machine_memory_bytes")
-    assert all(map(of_the_machine, known))
-    assert not any(map(of_the_machine, ("loss", "grad_norm_w_input", "lr", "tokens", "sample")))
 
 
 def test_this_machine_has_a_name_a_peak_and_a_memory():

@@ -4,18 +4,16 @@ import dataclasses
 
 import pytest
 
+from tests.train.conftest import PLAN
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import learning_rate, transferred_rate
+from tiedgpt.train.plan import transferred_rate
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
-    return [
-        learning_rate(
-            step, peak=1.0, warmup=warmup, steps=steps, schedule=schedule, cooldown=cooldown
-        )
-        for step in range(steps)
-    ]
+    shape = {"steps": steps, "warmup": warmup, "cooldown": cooldown}
+    plan = dataclasses.replace(PLAN, lr=1.0, schedule=schedule, **shape)
+    return [plan.rate(step) for step in range(steps)]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "wsd", "cosine"])

@@ -45,11 +45,6 @@ def due(step: int) -> bool:
     return step == 1 or step % EVERY == 0
 
 
-def of_the_machine(name: str) -> bool:
-    """Whether a key of metrics.jsonl tells of the machine, and differs when a run is repeated."""
-    return name.startswith("machine_") or name.endswith("_per_second")
-
-
 class Measures:
     """Watches one step in `EVERY`, and says what it saw as a part of the step's metrics."""
 

@@ -24,32 +24,6 @@ COSINE_FLOOR = 0.1
 WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    warmup: int,
-    steps: int,
-    schedule: Schedule = "linear",
-    cooldown: int = 0,
-) -> float:
-    """Return the rate of a step, from 0: it rises linearly to `peak` in `warmup` steps.
-
-    Then it goes by `schedule`:
-    - linear: falls to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
-    - wsd: stays, and falls linearly to 0 over the last `cooldown` steps (Hägele et al. 2024, arXiv
-      2405.18392);
-    - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule == "cosine":
-        wave = (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
-        return peak * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
-    falling = steps - warmup if schedule == "linear" else cooldown
-    return peak * min(1.0, (steps - step) / max(1, falling))
-
-
 def transferred_rate(rate: float, *, width: int, to: int, rule: Rule) -> float:
     """Return the peak rate at the width `to` that does what `rate` does at `width`.
 
@@ -126,16 +100,24 @@ class Plan:
         return self if self.before is None or step >= self.since else self.before.at(step)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of a step, from 0: it rises linearly to `lr` in `warmup` steps.
+
+        Then it goes by `schedule`:
+        - linear: falls to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
+        - wsd: stays, and falls linearly to 0 over the last `cooldown` steps (Hägele et al. 2024,
+          arXiv 2405.18392);
+        - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
+        """
         plan = self.at(step)
-        return learning_rate(
-            step,
-            peak=plan.lr,
-            warmup=plan.warmup,
-            steps=plan.steps,
-            schedule=plan.schedule,
-            cooldown=plan.cooldown,
-        )
+        if step < plan.warmup:
+            return plan.lr * (step + 1) / plan.warmup
+        falling = plan.steps - plan.warmup
+        if plan.schedule == "cosine":
+            wave = (1 + math.cos(math.pi * (step - plan.warmup) / max(1, falling))) / 2
+            return plan.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
+        if plan.schedule == "wsd":
+            falling = plan.cooldown
+        return plan.lr * min(1.0, (plan.steps - step) / max(1, falling))
 
     def is_untied(self, step: int) -> bool:
         """Whether the state after `step` steps has the head that the run makes on its way."""

@@ -284,36 +284,29 @@ def replan(
     )
 
 
-def longer_plan(plan: Plan, options: AnyOptions, step: int, times: float) -> Plan:
-    """Return the plan by which a run that ended after `step` steps goes on for so many times.
+def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[str, Any]:
+    """Let a run that has ended go on for so many times as long; return its new record.
 
-    Why its size was chosen is said of the first plan, whose time it was chosen for.
+    The rate goes on where the longer plan has it. Why the size was chosen is said of the first
+    plan, whose time it was chosen for. Raises `CorruptInputError` for a damaged record.
     """
-    steps = max(step + 1, options.steps or round(plan.steps * times))
-    cooldown = set_steps(plan, options, steps).cooldown
-    return replace(
-        plan,
+    tables = run.read_record()
+    before = read_plan(tables)[1]
+    step = run.reopen()
+    steps = max(step + 1, options.steps or round(before.steps * times))
+    cooldown = set_steps(before, options, steps).cooldown
+    plan = replace(
+        before,
         steps=steps,
-        cooldown=min(cooldown, steps - plan.warmup),
-        minutes=None if plan.minutes is None else plan.minutes * times,
+        cooldown=min(cooldown, steps - before.warmup),
+        minutes=None if before.minutes is None else before.minutes * times,
         reason="",
         **pause_intervals(steps, options.eval_every),
         since=step,
-        before=replace(plan, before=None),
+        before=replace(before, before=None),
     )
-
-
-def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[str, Any]:
-    """Let a run that has ended go on by a plan of more steps; return its new record.
-
-    The rate goes on where the longer plan has it. Raises `CorruptInputError` for a damaged record.
-    """
-    tables = run.read_record()
-    step = run.reopen()
-    plan = longer_plan(read_plan(tables)[1], options, step, times)
-    given = {name: getattr(options, name) for name in DURATIONS}
-    options_now = {"options": tables["options"] | given}
-    run.write_record({**tables, **options_now, **plan_tables(plan)})
+    durations = {name: getattr(options, name) for name in DURATIONS}
+    run.write_record({**tables, "options": tables["options"] | durations, **plan_tables(plan)})
     return run.read_record()
 
 
