@@ -175,3 +175,35 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="need the package pyarrow") as caught:
         texts(path)
     assert "tiedgpt[data]" in caught.value.hint
+
+
+@pytest.mark.parametrize("encoding", ["klingon", "hex", "a\0b"])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.tsv.gz", "a.jsonl"])
+def test_an_encoding_that_python_has_not_is_refused_for_every_kind_of_file(write, name, encoding):
+    path = write(name, table(","))
+    with pytest.raises(UserError, match=r"--encoding .*no such encoding"):
+        documents([path], encoding=encoding)
+
+
+def test_a_table_in_another_encoding_than_the_named_one_is_refused_by_name(write):
+    path = write("a.csv", table(","))
+    with pytest.raises(CorruptInputError, match=r"a\.csv is not in UTF-16: .*--encoding"):
+        texts(path, encoding="utf-16")  # Python's decoder misses the byte order mark
+
+
+def test_two_columns_of_one_name_are_refused_and_columns_without_a_name_are_not(write, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text"] * 2), path)
+    for twice in (str(path), write("a.csv", "text,text\na,b\n"), write("a.tsv", "n\tn\ttext\n")):
+        with pytest.raises(CorruptInputError, match=r"columns with the name '(text|n)': rename"):
+            texts(twice)
+    assert texts(write("b.csv", "text,,\na,,\n")) == ["a"]
+
+
+def test_parquet_values_that_python_cannot_hold_are_refused_by_name(tmp_path):
+    offsets, data = (pa.py_buffer(part) for part in (b"\0\0\0\0\3\0\0\0", b"\xff\xfe\xfd"))
+    not_utf8 = pa.Array.from_buffers(pa.string(), 1, [None, offsets, data])
+    nowhere = pa.array([1], pa.timestamp("s", tz="Nowhere/There"))
+    for columns in ({"text": not_utf8}, {"text": ["a"], "at": nowhere}):
+        with pytest.raises(CorruptInputError, match=r"a\.parquet is no whole Parquet file"):
+            texts(parquet(tmp_path, **columns))

@@ -203,10 +203,8 @@ class FileCorpus:
         for encoding in encodings:
             try:
                 text = data.decode(encoding)
-            except UnicodeDecodeError:
+            except UnicodeError:
                 continue
-            except LookupError:
-                raise UserError(f"--encoding {encoding}: Python knows no such encoding") from None
             if encoding not in ("utf-8-sig", self.encoding):
                 self.guessed[name] = encoding
             return text
@@ -242,8 +240,11 @@ def documents(
     A text file is UTF-8, or else in `encoding`; "auto" guesses that of a file that was named.
 
     Raises:
-        UserError: a source is missing, a glob matches nothing, or a folder has no files.
+        UserError: a source is missing, a glob matches nothing, or a folder has no files; or Python
+            knows no such encoding.
     """
+    if encoding != "auto":
+        _require_encoding(encoding)
     corpus = FileCorpus(text_field, encoding=encoding, keep_end_of_text=keep_end_of_text)
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
@@ -287,6 +288,19 @@ def _search(source: str) -> list[str]:
 
 def _fail(error: OSError) -> None:
     raise _unreadable(error.filename, error) from error
+
+
+def _require_encoding(encoding: str) -> None:
+    """Raise `UserError` unless Python decodes text in it."""
+    try:
+        b"a".decode(encoding)
+    except UnicodeError:  # it does, though not this byte: UTF-16 has two for a character
+        return
+    except (LookupError, ValueError):
+        raise UserError(
+            f"--encoding {encoding}: Python knows no such encoding",
+            hint="give one such as utf-8, utf-16 or cp1252",
+        ) from None
 
 
 def _require_no_surrogate(data: bytes, name: str) -> None:

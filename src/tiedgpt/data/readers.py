@@ -17,7 +17,8 @@ import io
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import count
 from pathlib import PurePath
@@ -151,6 +152,7 @@ def _read_table(
     csv.field_size_limit(LARGEST_FIELD)
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
+        _require_distinct(reader.fieldnames or (), name)
         for record in reader:
             place = f"{name}:{reader.line_num}"
             if None in record or None in record.values():
@@ -162,10 +164,10 @@ def _read_table(
             yield place, record
     except csv.Error as error:
         raise CorruptInputError(f"{name}:{reader.line_num}: {error}") from None
-    except UnicodeDecodeError:
+    except UnicodeError:  # also where a file that is to be UTF-16 has no byte order mark
         raise CorruptInputError(
             f"{name} is not in {encoding.removesuffix('-sig').upper()}",
-            hint="give its --encoding (often cp1252)",
+            hint="give its --encoding (often cp1252 or utf-16)",
         ) from None
     finally:
         text.detach()
@@ -178,15 +180,28 @@ def _read_parquet(file: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, An
         file = io.BytesIO(file.read())
     number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(PARQUET_ROWS):
+        table = parquet.ParquetFile(file)
+        _require_distinct(table.schema_arrow.names, name)
+        for batch in table.iter_batches(PARQUET_ROWS):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{name}:{number}", record
-    except (arrow_error, OSError) as error:
+    except (arrow_error, OSError, ValueError, LookupError, OverflowError) as error:
+        # the last three are of values that Python cannot hold: damaged text, an unknown time zone
+        first_line = str(error).partition("\n")[0]
         raise CorruptInputError(
-            f"{name} is no whole Parquet file: {str(error).splitlines()[0]}",
+            f"{name} is no whole Parquet file: {first_line}",
             hint="fetch or make it again",
         ) from None
+
+
+def _require_distinct(columns: Iterable[str], name: str) -> None:
+    """Raise `CorruptInputError` where two columns have one name, which could be either's."""
+    twice = [column for column, times in Counter(columns).items() if column and times > 1]
+    if twice:
+        raise CorruptInputError(
+            f"{name} has several columns with the name {twice[0]!r}", hint="rename them"
+        )
 
 
 def _import(module: str, suffix: str) -> Any:
