@@ -102,6 +102,13 @@ def remove_leftovers(directory: Path) -> None:
         remove(path)
 
 
+def format_bytes(n_bytes: float) -> str:
+    """Return a number of bytes as people write it: 512 bytes, 12.3 MB, 250 MB, 2.5 GB."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:,.1f} GB"
+    return f"{round(n_bytes / 1e6, 1):g} MB" if n_bytes >= 50_000 else f"{n_bytes:,.0f} bytes"
+
+
 def require_room(directory: Path, n_bytes: int) -> None:
     """Raise `NoRoomError` where less than `n_bytes` are free, before anything is written."""
     place = directory.absolute()
@@ -110,7 +117,7 @@ def require_room(directory: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < n_bytes:
         raise NoRoomError(
-            f"{directory} needs {n_bytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free",
+            f"{directory} needs {format_bytes(n_bytes)}, {format_bytes(free)} are free",
             hint="free some",
         )
 

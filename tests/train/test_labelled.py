@@ -87,7 +87,7 @@ def test_a_small_problem_is_learned_to_more_than_95_percent(learned, task):
     run, events = learned(task)
     score = events[-1].score
     assert isinstance(events[-1], Ended) and isinstance(score, LabelScore)
-    assert score.examples == 24 and score.share > 0.95 and score.nats < 1.0
+    assert score.share > 0.95 and score.nats < 1.0
     assert all(len(event.sample) > 10 for event in events if isinstance(event, Evaluated))
     lines = run.metrics()
     assert lines[-1]["final"] and lines[0]["examples"] == 16
@@ -163,7 +163,8 @@ def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, task):
     whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
     model.train()
     score = run.objective.score(model, run.data.held_out(2, None), None)
-    assert score.nats == pytest.approx(whole, rel=1e-5) and score.examples == 7
+    assert score.nats == pytest.approx(whole, rel=1e-5)
+    assert len(run.data.validation) == len(arrays[0]) == 7
     assert model.training
 
 
@@ -256,8 +257,8 @@ def test_start_from_a_trained_gpt_takes_its_weights_tokenizer_and_shape(files, c
         (["tag.jsonl", "--task", "classify"], 3, r"tag\.jsonl:1: no string in the field 'text'"),
         (["classify.jsonl", "--task", "classify", "--text-field", "t"], 1, "--text-field"),
         (["text.txt", "--start", "no/such/model"], 1, "no/such/model"),
-        (["text.txt", "--start", "x", "--size", "small"], 1, "--size small is for a fresh"),
-        (["text.txt", "--start", "x", "--vocab-size", "300"], 1, "--vocab-size 300 is for a fresh"),
+        (["text.txt", "--start", "x", "--size", "small"], 1, "--size is for a fresh"),
+        (["text.txt", "--start", "x", "--vocab-size", "300"], 1, "--vocab-size is for a fresh"),
         (["answer.jsonl", "--task", "answer", "--context", "2"], 1, "fits a context of 2"),
         (["text.txt", "--task", "swim"], 2, "swim"),
     ],

@@ -4,12 +4,14 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from tests.train.conftest import CPU, PLAN, open_trial
+from tests.train.conftest import CHARACTERS, CPU, PLAN, open_trial
 from tests.train.trials import SERVER
 from tiedgpt import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.train import sizing
 from tiedgpt.train.measures import held_memory, peak_memory
+from tiedgpt.train.objective import Data
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.parallel import World
@@ -23,6 +25,7 @@ from tiedgpt.train.sizing import (
 from tiedgpt.train.step import train_step
 
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
+GPT2 = GPTConfig.preset("gpt2")
 ONE = World(CPU)
 MB = 1_000_000
 
@@ -31,6 +34,12 @@ def rows(batch_size, micro_batch=None, **more):
     """Return a plan of batches that are computed at once, or in parts."""
     sizes = {"batch_size": batch_size, "micro_batch": micro_batch or batch_size}
     return dataclasses.replace(PLAN, **({"optimizer": "adamw"} | sizes | more))
+
+
+def run_of(config, n_trained=None):
+    """Return the objective and the data of a run whose rows fill the context."""
+    objective = LanguageModelling(config, CHARACTERS, n_trained=n_trained)
+    return objective, Data(batches=None, held_out=None, row_tokens=config.n_positions)
 
 
 @pytest.fixture
@@ -100,34 +109,34 @@ def test_a_peak_does_not_depend_on_what_the_process_did_before(trial):
 def test_a_batch_that_cannot_fit_is_refused_with_the_arithmetic(free, known):
     free(1_500 * MB)
     peak = Peak(before=250 * MB, fixed=500 * MB, a_row=50 * MB)
-    require_memory(SMALL, rows(16), 256, peak, ONE)
+    require_memory(*run_of(SMALL), rows(16), ONE, peak)
     says = (
-        r"a batch of 512 x 256 tokens, 512 sequences at a time, needs about 25\.[89] GB, \d+ MB of "
-        r"them for weights.* cpu has 1\.5 GB free: use a smaller --batch-size or --micro-batch, or "
-        "--recompute blocks"
+        r"a batch of 512 x 256 tokens, 512 sequences at a time, needs about 25\.[89] GB, [\d.]+ MB "
+        r"of them for weights.* cpu has 1\.5 GB free: use a smaller --batch-size or "
+        "--micro-batch, or --recompute blocks"
     )
     with pytest.raises(NoRoomError, match=says) as error:
-        require_memory(SMALL, rows(512), 256, peak, ONE)
+        require_memory(*run_of(SMALL), rows(512), ONE, peak)
     assert error.value.exit_code == 4
-    require_memory(SMALL, rows(512, 16), 256, peak, ONE)
+    require_memory(*run_of(SMALL), rows(512, 16), ONE, peak)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built():
     with pytest.raises(NoRoomError, match=r"174,604,259,328 parameters need 2,793\.7 GB"):
-        require_lasting(GPTConfig.preset("gpt3-175b"), rows(1), 2048, ONE)
+        require_lasting(*run_of(GPTConfig.preset("gpt3-175b")), rows(1), ONE)
 
 
 def test_frozen_parameters_take_no_gradients_and_moments(free, known):
     free(1_000 * MB)
     with pytest.raises(NoRoomError, match=r"124,439,808 parameters need 2\.0 GB"):
-        require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE)
-    require_lasting(GPTConfig.preset("gpt2"), rows(1), 1024, ONE, 1_000_000)
+        require_lasting(*run_of(GPT2), rows(1), ONE)
+    require_lasting(*run_of(GPT2, n_trained=1_000_000), rows(1), ONE)
 
 
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_read():
     with pytest.raises(NoRoomError, match="use a smaller --batch-size"):
-        require_lasting(GPTConfig.preset("gpt2"), rows(10**12, 1), 1024, ONE)
-    require_lasting(GPTConfig.preset("gpt2"), rows(512, 1), 1024, ONE)
+        require_lasting(*run_of(GPT2), rows(10**12, 1), ONE)
+    require_lasting(*run_of(GPT2), rows(512, 1), ONE)
 
 
 def test_a_micro_batch_that_was_not_asked_for_is_halved_until_it_fits(trial, options, free, known):
@@ -173,7 +182,7 @@ def test_what_is_no_size_is_refused(text):
 
 def test_a_budget_below_the_program_itself_says_so(known):
     with pytest.raises(NoRoomError, match="--memory 100 MB: the program alone takes 250 MB"):
-        require_lasting(SMALL, rows(1, memory=100 * MB), 256, ONE)
+        require_lasting(*run_of(SMALL), rows(1, memory=100 * MB), ONE)
 
 
 def test_each_of_several_processes_needs_its_share_and_has_its_share(free, known):
@@ -183,10 +192,10 @@ def test_each_of_several_processes_needs_its_share_and_has_its_share(free, known
     for world, more in ((ONE, 0), (ddp, lasting // 4), (fsdp, -lasting // 2)):
         need = (200 + 8 * 10) * MB + more
         free((need + MB) * world.n_local)
-        require_memory(SMALL, rows(8 * world.size, 8), 256, peak, world)
+        require_memory(*run_of(SMALL), rows(8 * world.size, 8), world, peak)
         free((need - MB) * world.n_local)
         with pytest.raises(NoRoomError):
-            require_memory(SMALL, rows(8 * world.size, 8), 256, peak, world)
+            require_memory(*run_of(SMALL), rows(8 * world.size, 8), world, peak)
     free(2_000 * MB)
     with pytest.raises(NoRoomError, match=r"cpu has 1\.0 GB free for each process"):
-        require_lasting(GPTConfig.preset("gpt2"), rows(2, 1), 1024, ddp)
+        require_lasting(*run_of(GPT2), rows(2, 1), ddp)

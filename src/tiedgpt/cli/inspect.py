@@ -16,11 +16,10 @@ from tiedgpt.cli.console import bar, fact, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import ModelOptions, SourceOrNewest, read_text, source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.files import replacing
+from tiedgpt.files import format_bytes, replacing
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
-from tiedgpt.tie.findings import format_bytes
 
 if TYPE_CHECKING:
     from tiedgpt.inspect.results import Result

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tiedgpt.files import format_bytes
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, recognize_initialization
 from tiedgpt.weights.decision import TieDecision
@@ -53,11 +54,6 @@ def to_json_data(value: Any) -> Any:
 def format_shape(shape: tuple[int, ...]) -> str:
     """Return a shape as people write it: 50,257 x 768."""
     return " x ".join(f"{n:,}" for n in shape) if shape else "one number"
-
-
-def format_bytes(n_bytes: int) -> str:
-    """Return a number of bytes as people write it."""
-    return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 50_000 else f"{n_bytes:,} bytes"
 
 
 def _with_shape(matrix: StoredTensor) -> str:

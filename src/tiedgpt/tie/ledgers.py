@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError
+from tiedgpt.files import format_bytes
 from tiedgpt.tie.audits import open_source
-from tiedgpt.tie.findings import format_bytes, format_shape, to_json_data
+from tiedgpt.tie.findings import format_shape, to_json_data
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.roles import POSITIONS, Roles, rank_name

@@ -21,6 +21,7 @@ from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.parallel import World, distribute_like
+from tiedgpt.train.storage import checkpoint_path
 from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -222,11 +223,6 @@ def _point_to(path: Path) -> None:
 def read_step(path: Path) -> int:
     """Return the number of steps after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return directory / f"step-{step:06d}"
 
 
 def _identity(file: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from tiedgpt.train.blocks import compile_now, prepare_blocks
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
     begin_fork,
-    checkpoint_path,
     list_checkpoints,
     load_newest,
     load_weights,
@@ -53,7 +52,7 @@ from tiedgpt.train.step import (
     require_finite,
     train_step,
 )
-from tiedgpt.train.storage import RunDirectory, plan_tables
+from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
 
 T = TypeVar("T")
 

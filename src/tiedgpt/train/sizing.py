@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError, NoRoomError, UserError
+from tiedgpt.files import format_bytes
 from tiedgpt.infer.room import free_memory
 from tiedgpt.train.blocks import decide_compile, prepare_blocks
 from tiedgpt.train.choice import choose
@@ -169,7 +169,7 @@ def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: Wor
         compile="on" if compiles else "off",
         **options.plan_fields(config, data.row_tokens, data.epoch_rows),
     )
-    require_lasting(config, draft, data.row_tokens, world, objective.n_trained)
+    require_lasting(objective, data, draft, world)
     return fit_micro_batch(draft, options, objective, data, world)
 
 
@@ -204,7 +204,6 @@ def fit_micro_batch(
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
     """
-    config, n_trained = objective.config, objective.n_trained
     at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // data.row_tokens)
     micro = min(world.share(draft.batch_size), at_most)
     sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
@@ -218,7 +217,7 @@ def fit_micro_batch(
         for size in sizes:
             plan = replace(draft, micro_batch=size, recompute=recompute)
             try:
-                require_memory(config, plan, data.row_tokens, peak, world, n_trained)
+                require_memory(objective, data, plan, world, peak)
                 return plan
             except NoRoomError as error:
                 refused = error
@@ -310,11 +309,6 @@ def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[st
     return run.read_record()
 
 
-def format_bytes(size: float) -> str:
-    """Return bytes as they are read: 340 MB, 2.5 GB."""
-    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
-
-
 def measure_free(device: torch.device) -> float:
     """Return the free bytes of a device; infinitely many where the system does not tell."""
     found = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
@@ -376,8 +370,9 @@ def measure_peak(
     return Peak(before, before + int(peak - most * a_row), scale * a_row)
 
 
-def count_lasting(config: GPTConfig, plan: Plan, n_trained: int | None) -> int:
+def count_lasting(objective: Objective, plan: Plan) -> int:
     """Return the bytes of weights, and of gradients and moments of those that are trained."""
+    config, n_trained = objective.config, objective.n_trained
     if plan.untie_at is not None:
         config = replace(config, tie_word_embeddings=False)  # as it will be
     count = config.parameter_count()
@@ -386,47 +381,39 @@ def count_lasting(config: GPTConfig, plan: Plan, n_trained: int | None) -> int:
     return 8 * count + moments if n_trained is None else 4 * count + 12 * n_trained
 
 
-def require_lasting(
-    config: GPTConfig, plan: Plan, row_tokens: int, world: World, n_trained: int | None = None
-) -> None:
+def require_lasting(objective: Objective, data: Data, plan: Plan, world: World) -> None:
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
     room, has = _measure_room(plan, world, held_memory(world.device))
-    lasting = count_lasting(config, plan, n_trained) // world.n_shards
+    lasting = count_lasting(objective, plan) // world.n_shards
     if lasting > room:
         raise NoRoomError(
-            f"{config.parameter_count():,} parameters need {format_bytes(lasting)} to train "
-            f"(weights, gradients and the optimizer's moments) and {world.device} has "
+            f"{objective.config.parameter_count():,} parameters need {format_bytes(lasting)} to "
+            f"train (weights, gradients and the optimizer's moments) and {world.device} has "
             f"{format_bytes(room)} {has}",
             hint="use a smaller model",
         )
-    batch = 4 * 8 * plan.batch_size * row_tokens
+    batch = 4 * 8 * plan.batch_size * data.row_tokens
     if lasting + batch > room:
         raise NoRoomError(
-            f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens takes {format_bytes(batch)} "
-            f"beside {format_bytes(lasting)} of weights, gradients and moments, and {world.device} "
-            f"has {format_bytes(room)} {has}",
+            f"a batch of {plan.batch_size:,} x {data.row_tokens:,} tokens takes "
+            f"{format_bytes(batch)} beside {format_bytes(lasting)} of weights, gradients and "
+            f"moments, and {world.device} has {format_bytes(room)} {has}",
             hint="use a smaller --batch-size",
         )
 
 
-def require_memory(
-    config: GPTConfig,
-    plan: Plan,
-    row_tokens: int,
-    peak: Peak,
-    world: World,
-    n_trained: int | None = None,
-) -> None:
+def require_memory(objective: Objective, data: Data, plan: Plan, world: World, peak: Peak) -> None:
     """Raise `NoRoomError`, with the arithmetic, where a step cannot fit in memory.
 
     The peak is that of one process. Of several each has one part in `world.n_shards` of what lasts,
     or, as DDP, all of it and the gradients twice.
     """
     room, has = _measure_room(plan, world, peak.before)
-    lasting, need = count_lasting(config, plan, n_trained), peak.at(plan.micro_batch) - peak.before
-    need -= lasting - lasting // world.n_shards
+    config, lasting = objective.config, count_lasting(objective, plan)
+    need = peak.at(plan.micro_batch) - peak.before - (lasting - lasting // world.n_shards)
     if world.size > world.n_shards:
-        need += 4 * (config.parameter_count() if n_trained is None else n_trained)
+        trained = objective.n_trained
+        need += 4 * (config.parameter_count() if trained is None else trained)
     if plan.micro_batch < world.share(plan.batch_size):
         need += 4 * config.vocab_size * config.n_embd  # W's gradient of a part, beside the sum
     if need <= room:
@@ -435,8 +422,8 @@ def require_memory(
     ways += ["--recompute blocks"] if plan.recompute == "off" else []
     ways += ["more --memory"] if plan.memory is not None else []
     raise NoRoomError(
-        f"a batch of {plan.batch_size:,} x {row_tokens:,} tokens, {plan.micro_batch:,} sequences "
-        f"at a time, needs about {format_bytes(need)}, "
+        f"a batch of {plan.batch_size:,} x {data.row_tokens:,} tokens, {plan.micro_batch:,} "
+        f"sequences at a time, needs about {format_bytes(need)}, "
         f"{format_bytes(lasting // world.n_shards)} of them for weights, gradients and moments, "
         f"and {world.device} has {format_bytes(room)} {has}",
         hint=f"use {', or '.join(ways)}",

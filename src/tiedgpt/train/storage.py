@@ -126,8 +126,8 @@ class RunDirectory:
         latest, lines = self.checkpoints / "latest", self.read_metrics()
         if not (latest.exists() and (self.model / "config.json").exists() and lines):
             return False
-        name = f"step-{lines[-1]['step']:06d}"
-        return "final" in lines[-1] and latest.read_text(errors="replace").strip() == name
+        last = checkpoint_path(self.checkpoints, lines[-1]["step"]).name
+        return "final" in lines[-1] and latest.read_text(errors="replace").strip() == last
 
     def reopen(self) -> int:
         """Let a run that is finished go on; return its last step.
@@ -187,6 +187,11 @@ class RunDirectory:
     def _replace_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with replacing(self.metrics) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return directory / f"step-{step:06d}"
 
 
 def _flock(file: IO[str]) -> bool:

@@ -11,12 +11,8 @@ from tiedgpt.train.objectives.replies import ReplySources, has_examples
 from tiedgpt.train.objectives.tag import Tag
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
-LABELLED: dict[str, type[Labelled]] = {
-    "classify": Classify,
-    "tag": Tag,
-    "choose": Choose,
-    "answer": Answer,
-}
+KINDS: tuple[type[Labelled], ...] = (Classify, Tag, Choose, Answer)
+LABELLED = {kind.__name__.lower(): kind for kind in KINDS}
 """The kinds of labelled examples, by the name of their --task."""
 
 

@@ -87,7 +87,6 @@ class LabelScore:
     """The mean loss."""
     share: float
     """Of what was asked, how much was answered rightly."""
-    examples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +157,15 @@ class Labelled(Objective):
 
         def measure(batch: tuple[Tensor, ...]) -> list[float]:
             terms, right = model.losses(*batch), self.is_right(model, batch)
-            sums = [float(right.sum()), float(len(right)), float(len(batch[0]))]
+            sums = [float(right.sum()), float(len(right))]
             counts = self.n_targets(tuple(tensor.cpu().numpy() for tensor in batch))
             for mean, n in zip(terms, counts, strict=True):
                 sums += [float(mean) * n, float(n)]
             return sums
 
-        right, asked, rows, *sums = totals(model, batches, measure, autocast=autocast)
+        right, asked, *sums = totals(model, batches, measure, autocast=autocast)
         nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
-        return LabelScore(nats, right / asked, int(rows))
+        return LabelScore(nats, right / asked)
 
     def metrics(self, score: LabelScore) -> dict[str, float]:
         """Return the loss and the share of right answers."""
