@@ -1,10 +1,13 @@
 """Training steps: ours, transformers' GPT-2 and plain PyTorch GPTs, in turn in one process.
 
-    python bench/train.py [--size gpt2] [--batch 4] [--context 512] [--rounds 5] [--compile]
+    python bench/train.py [--size tiny little mini] [--dtype fp32] [--rounds 15] [--compile]
+    python bench/train.py --size gpt2 --batch 4 --context 512 --dtype bf16 --compile
                           [--ways "ours" "nanogpt compiled" ...]
 
-bf16 products over fp32 weights, AdamW (fused) for all, no dropout, gradients clipped at 1; a step
-is forward, backward and update. Speed: the median of the ratios over rounds in which everyone takes
+"recipe" is the step of `tiedgpt train` as it is by default: Muon, and the dtype that suits the CPU.
+"ours" and everyone else go by AdamW (fused) in `--dtype`. No dropout, gradients clipped at 1; a
+step is forward, backward and update. Sizes are those of `tiedgpt train`, with their batch and
+context, or published shapes. Speed: the median of the ratios over rounds in which everyone takes
 one step after another. Memory: each alone in a fresh process, the peak of three steps, model and
 all. `--compile` adds everyone under torch.compile, with the seconds that the first step took.
 """
@@ -29,16 +32,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.train.options import SIZES
 
 Step = Callable[[Tensor, Tensor], None]
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-SMALL = {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": 1024}
 
 
-def shape(size: str, context: int) -> GPTConfig:
-    if size == "5m":
-        return GPTConfig(n_positions=context, **SMALL, **NO_DROPOUT)
-    return GPTConfig.preset(size, n_positions=context, **NO_DROPOUT)
+def shape(given: argparse.Namespace, name: str) -> tuple[GPTConfig, int]:
+    """Return the config of a size, and the rows of its batch."""
+    size = SIZES[name]
+    n_positions = given.context or size.n_positions
+    config = GPTConfig(
+        n_layer=size.n_layer, n_embd=size.n_embd, n_head=size.n_head, n_positions=n_positions,
+        vocab_size=size.vocab_size, **NO_DROPOUT,
+    )  # fmt: skip
+    return config, given.batch or size.batch_size
 
 
 class PlainBlock(nn.Module):
@@ -83,12 +91,14 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def stepper(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str) -> Step:
+def stepper(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str, dtype: str
+) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(ids: Tensor, targets: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bf16"):
             value = loss(ids, targets)
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,7 +107,16 @@ def stepper(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: 
     return step
 
 
-def ours(config: GPTConfig, device: str, compiled: bool) -> Step:
+def recipe(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:
+    """Our own training step, as `tiedgpt train` runs it."""
+    from tiedgpt.train.sizing import choose_dtype
+
+    return ours(config, device, compiled, choose_dtype(torch.device(device)), "muon")
+
+
+def ours(
+    config: GPTConfig, device: str, compiled: bool, dtype: str, optimizer: str = "adamw"
+) -> Step:
     """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
     from tiedgpt.train.optim import optimizers, parameter_groups
     from tiedgpt.train.plan import Plan
@@ -107,10 +126,10 @@ def ours(config: GPTConfig, device: str, compiled: bool) -> Step:
     if compiled:
         for block in model.h:
             block.compile()
-    rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-4)
+    rules = optimizers(parameter_groups(model, matrices=optimizer, weight_decay=0.1), lr=1e-4)
     plan = Plan(
-        steps=1, batch_size=1 << 20, micro_batch=1 << 20, optimizer="adamw", lr=1e-4, warmup=0,
-        weight_decay=0.1, grad_clip=1.0, dtype="bf16", seed=0, eval_every=1, eval_batches=1,
+        steps=1, batch_size=1 << 20, micro_batch=1 << 20, optimizer=optimizer, lr=1e-4, warmup=0,
+        weight_decay=0.1, grad_clip=1.0, dtype=dtype, seed=0, eval_every=1, eval_batches=1,
         save_every=1,
     )  # fmt: skip
     return lambda ids, targets: void(train_step(model, rules, (ids.numpy(), targets.numpy()), plan))
@@ -120,7 +139,7 @@ def void(_: Any) -> None:
     return None
 
 
-def transformers(config: GPTConfig, device: str, compiled: bool) -> Step:
+def transformers(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", *NO_DROPOUT)
@@ -131,22 +150,28 @@ def transformers(config: GPTConfig, device: str, compiled: bool) -> Step:
     def loss(ids: Tensor, targets: Tensor) -> Tensor:
         return call(input_ids=ids, labels=ids, shift_labels=targets, use_cache=False).loss
 
-    return stepper(model, loss, device)
+    return stepper(model, loss, device, dtype)
 
 
-def plain(config: GPTConfig, device: str, compiled: bool) -> Step:
+def plain(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:
     model = PlainGPT(config).to(device).train()
-    return stepper(model, torch.compile(model) if compiled else model, device)
+    return stepper(model, torch.compile(model) if compiled else model, device, dtype)
 
 
-def nanogpt(config: GPTConfig, device: str, compiled: bool) -> Step:
+def nanogpt(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:
     """Train a plain GPT as nanoGPT builds it: no biases, GELU by erf, V rounded up to 64s."""
     padded = replace(config, vocab_size=config.vocab_size + -config.vocab_size % 64)
     model = PlainGPT(padded, bias=False, gelu="none").to(device).train()
-    return stepper(model, torch.compile(model) if compiled else model, device)
+    return stepper(model, torch.compile(model) if compiled else model, device, dtype)
 
 
-WAYS = {"ours": ours, "transformers": transformers, "plain": plain, "nanogpt": nanogpt}
+WAYS = {
+    "recipe": recipe,
+    "ours": ours,
+    "transformers": transformers,
+    "plain": plain,
+    "nanogpt": nanogpt,
+}
 
 
 def batch(config: GPTConfig, size: int, device: str) -> tuple[Tensor, Tensor]:
@@ -169,12 +194,12 @@ def peak_megabytes(way: str, arguments: list[str]) -> float:
 
 
 def alone(way: str, given: argparse.Namespace, device: str) -> None:
-    config = shape(given.size, given.context)
+    config, rows = shape(given, given.size[0])
     name, _, compiled = way.partition(" ")
     lines = Path("/proc/self/status").read_text().splitlines()
     before = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    step = WAYS[name](config, device, bool(compiled))
-    data = batch(config, given.batch, device)
+    step = WAYS[name](config, device, bool(compiled), given.dtype)
+    data = batch(config, rows, device)
     for _ in range(3):
         step(*data)
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -183,10 +208,11 @@ def alone(way: str, given: argparse.Namespace, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="gpt2")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["tiny", "little", "mini"])
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="the compiled forms, too")
     parser.add_argument("--ways", nargs="+", help="these alone, for example 'nanogpt compiled'")
     parser.add_argument("--no-memory", action="store_true")
@@ -196,14 +222,19 @@ def main() -> None:
     if given.alone:
         alone(given.alone, given, device)
         return
-    config = shape(given.size, given.context)
+    for size in given.size:
+        measure(given, size, device)
+
+
+def measure(given: argparse.Namespace, size: str, device: str) -> None:
+    config, rows = shape(given, size)
     names = given.ways or [*WAYS, *(f"{way} compiled" for way in WAYS if given.compile)]
-    data = batch(config, given.batch, device)
+    data = batch(config, rows, device)
     steps, first = {}, {}
     for name in names:
         torch.manual_seed(0)
         way, _, compiled = name.partition(" ")
-        steps[name] = WAYS[way](config, device, bool(compiled))
+        steps[name] = WAYS[way](config, device, bool(compiled), given.dtype)
         first[name] = round(once(steps[name], data), 1)
         once(steps[name], data)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -217,14 +248,15 @@ def main() -> None:
         for name in names
     }  # fmt: skip
     steps.clear()
-    size = ["--size", given.size, "--batch", str(given.batch), "--context", str(given.context)]
-    memory = {} if given.no_memory else {n: round(peak_megabytes(n, size)) for n in names}
+    asked = ["--size", size, "--batch", str(rows), "--context", str(config.n_positions)]
+    asked += ["--dtype", given.dtype]
+    memory = {} if given.no_memory else {n: round(peak_megabytes(n, asked)) for n in names}
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
         "torch": torch.__version__,
-        "model": f"{given.size}, {config.parameter_count():,} parameters, "
-        f"{given.batch} x {given.context} tokens",
+        "model": f"{size}, {config.parameter_count():,} parameters, "
+        f"{rows} x {config.n_positions} tokens, {given.dtype}",
         "tokens/s": {n: round(tokens / statistics.median(t)) for n, t in seconds.items()},
         "ours is faster by (median of ratios)": ratios,
         "first step, s": first,
