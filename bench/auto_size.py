@@ -72,7 +72,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare(fresh, options, open_sources(options))
-        sized, *pair, _ = choose_size(options, *pair, World(training_device()))
+        sized, *pair, _, _ = choose_size(options, *pair, World(training_device()))
         plan = make_plan(sized, *pair, training_device())
         *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
     assert isinstance(ended, Ended)

@@ -48,7 +48,7 @@ def choose(monkeypatch, trial):
         monkeypatch.setattr(sizing, "count_steps", lambda *_: 1000)
         asked = TrainOptions(minutes=minutes, **asked)
         config = run.objective.config
-        chosen, *sized, reason = choose_size(asked, run.objective, data, World(CPU))
+        chosen, *sized, reason, _ = choose_size(asked, run.objective, data, World(CPU))
         plan = make_plan(chosen, *sized, CPU, reason=reason)
         assert run.objective.config is config, "what was given stays as it was"
         return plan, sized[0].config, sized[1]

@@ -51,6 +51,7 @@ def free(monkeypatch):
 @pytest.fixture
 def known(monkeypatch):
     """Have a row take 10 MB, and 2 MB where blocks are computed again."""
+    monkeypatch.setattr(sizing, "ABUNDANT", 0.0)
 
     def peak(objective, data, plan, at_most, device):
         return Peak(250 * MB, 300 * MB, 2 * MB if plan.recompute == "blocks" else 10 * MB)
@@ -199,3 +200,17 @@ def test_each_of_several_processes_needs_its_share_and_has_its_share(free, known
     free(2_000 * MB)
     with pytest.raises(NoRoomError, match=r"cpu has 1\.0 GB free for each process"):
         require_lasting(*run_of(GPT2), rows(2, 1), ddp)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 2), (3, 128, 8)])
+def test_a_step_that_is_said_to_fit_by_far_takes_less_than_the_bound(trial, monkeypatch, shape):
+    n_layer, n_embd, n_head = shape
+    run = trial(config={"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head})
+    config, world = run.objective.config, World(torch.device("cpu"))
+    peak = sizing.measure_peak(run.objective, run.data, run.plan, 8, world.device)
+    taken = (peak.at(8) - peak.before) / sizing.ABUNDANT
+    n_tokens = 8 * run.data.row_tokens
+    monkeypatch.setattr(sizing, "measure_free", lambda device: taken)
+    assert not sizing._has_abundant_room(config, n_tokens, world)
+    monkeypatch.setattr(sizing, "measure_free", lambda device: 1e12)
+    assert sizing._has_abundant_room(config, n_tokens, world)

@@ -104,8 +104,8 @@ def with_choices(options: TrainOptions, size: str, tokens: float, text_tokens: i
 
 def choose(
     options: TrainOptions, text_tokens: int, speed: Callable[[TrainOptions], float]
-) -> tuple[TrainOptions, str, str]:
-    """Return the options with what suits the text and the time, why, and a warning or "".
+) -> tuple[TrainOptions, str, str, float]:
+    """Return the options with what suits the text and the time, why, a warning or "", the speed.
 
     `speed` measures the tokens a second of a size. One size after the other is measured, from
     `FIRST` on, larger and larger, then smaller, until the expected loss rises. A text is seen
@@ -138,10 +138,10 @@ def choose(
     )
     passes = 60 * minutes * fast / text_tokens
     if options.epochs or passes <= MOST_PASSES:
-        return made, reason, ""
+        return made, reason, "", fast
     warning = (
         f"{text_tokens:,} tokens are too little text for {time}: "
         f"{passes:,.0f} epochs would memorize it, so this run ends after {MOST_PASSES}, in about "
         f"{most / fast:,.0f} s; more text helps more than more time"
     )
-    return replace(made, epochs=float(MOST_PASSES), minutes=None), reason, warning
+    return replace(made, epochs=float(MOST_PASSES), minutes=None), reason, warning, fast

@@ -16,7 +16,7 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 
-MEASURED = 0.01
+MEASURED = 0.005
 """Of the time: so long a size is measured, if its steps are not longer."""
 SAMPLE_SHARE = 0.05
 """Rows of the fixed sample that is scored between steps, of those trained on in the meantime. A

@@ -76,10 +76,10 @@ def train(
             yield Note("measuring this machine")
             if busy := busy_note():
                 yield Note(busy)
-            own, objective, data, reason = choose_size(own, objective, data, world)
+            own, objective, data, reason, speed = choose_size(own, objective, data, world)
             plan = make_plan(
                 own, objective, data, world.device,
-                world=world, reason=reason, spent=time.perf_counter() - began,
+                world=world, reason=reason, speed=speed, spent=time.perf_counter() - began,
             )  # fmt: skip
             if plan.minutes is not None:
                 deadline = began + 60 * plan.minutes

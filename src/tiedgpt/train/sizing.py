@@ -51,6 +51,8 @@ SAME_PACE = 0.05
 """A plan stays as it is where its steps would change by less."""
 LEAST_TIME = 0.1
 """Of --minutes, that is trained even where preparing took all of it."""
+ABUNDANT = 0.1
+"""Of the free memory: a step that surely takes less is not measured."""
 LEAST_BYTES = 16
 """Of text to train on: no size suits less."""
 ENOUGH_HELD_OUT = 50
@@ -76,13 +78,14 @@ def training_device(name: str = "auto") -> torch.device:
 
 def choose_size(
     options: AnyOptions, objective: Objective, data: Data, world: World
-) -> tuple[AnyOptions, Objective, Data, str]:
+) -> tuple[AnyOptions, Objective, Data, str, float | None]:
     """Return all three for the size that suits the text, where none is given, and why.
 
-    All processes of a `world` must call this, and get the same.
+    The last value is the measured speed of that size, in tokens a second. All processes of a
+    `world` must call this, and get the same.
     """
     if isinstance(options, TuneOptions) or not options.chooses or data.text_tokens is None:
-        return options, objective, data, ""
+        return options, objective, data, "", None
     n_bytes = data.counts.get("train_text", {}).get("utf8_bytes", LEAST_BYTES)
     if n_bytes < LEAST_BYTES:
         raise UserError(
@@ -90,13 +93,13 @@ def choose_size(
             hint="give more text",
         )
     seconds = 60 * MEASURED * (options.minutes or DEFAULT_MINUTES)
-    chosen, reason, warning = choose(
+    chosen, reason, warning, speed = choose(
         options,
         data.text_tokens,
         lambda sized: measure_speed(sized, objective, data, world, seconds=seconds),
     )
     reason = f"{reason}; {warning}" if warning else reason
-    return chosen, *resize(objective, data, chosen), reason
+    return chosen, *resize(objective, data, chosen), reason, speed
 
 
 def make_plan(
@@ -107,14 +110,15 @@ def make_plan(
     *,
     world: World | None = None,
     reason: str = "",
+    speed: float | None = None,
     spent: float = 0.0,
 ) -> Plan:
     """Derive what was not set, measuring where the machine decides.
 
-    `reason` says why the model has its size, and `spent` are the seconds of its minutes that are
-    gone. Raises `NoRoomError` for a model that cannot fit in
-    memory, before anything is built. In a `world` of several processes all must call this, and get
-    the same.
+    `reason` says why the model has its size, `speed` is its tokens a second where they are known,
+    and `spent` are the seconds of its minutes that are gone. Raises `NoRoomError` for a model that
+    cannot fit in memory, before anything is built. In a `world` of several processes all must call
+    this, and get the same.
     """
     world = world or World(device)
     draft = world.on_main(lambda: draft_plan(options, objective, data, world))
@@ -133,9 +137,11 @@ def make_plan(
             )
     elif unit == "minutes":
         minutes = amount
-        a_step = step_seconds(
-            objective, data, draft, world, seconds=min(4.0, 2 * MEASURED * 60 * minutes)
-        )
+        if speed is None:
+            seconds = min(4.0, 2 * MEASURED * 60 * minutes)
+            a_step = step_seconds(objective, data, draft, world, seconds=seconds)
+        else:
+            a_step = draft.batch_size * data.row_units / speed
         left = world.on_main(lambda: max(60 * minutes - spent, LEAST_TIME * 60 * minutes))
         steps = count_steps(left, a_step, data, draft, world.size)
         final_rows = count_final_rows(60 * minutes, a_step * world.size, data, draft)
@@ -210,6 +216,8 @@ def fit_micro_batch(
     ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":
         ways = [options.recompute]
+    if options.memory is None and _has_abundant_room(config, micro * data.row_tokens, world):
+        return replace(draft, micro_batch=micro, recompute=ways[0])
     shared_out = world.n_shards > 1  # no device has room for all of it
     place = torch.device("cpu") if shared_out else world.device
     for recompute in ways:
@@ -222,6 +230,21 @@ def fit_micro_batch(
             except NoRoomError as error:
                 refused = error
     raise refused
+
+
+def _has_abundant_room(config: GPTConfig, n_tokens: int, world: World) -> bool:
+    """Whether a step of so many tokens at a time fits by far, by a bound that is never passed.
+
+    A layer keeps some 30 rows of D numbers, and its attention one for each head and position; the
+    bound is twice that, with all logits, their gradient and a copy.
+    """
+    if world.device.type != "cpu" or world.size > 1:
+        return False
+    in_a_layer = 60 * config.inner_dim / 4 + 60 * config.n_embd / 4 + 20 * config.n_embd
+    in_a_layer += 6 * config.n_head * config.n_positions
+    numbers = n_tokens * (config.n_layer * in_a_layer + 4 * config.vocab_size)
+    lasting = 24 * config.parameter_count()
+    return 4 * numbers + lasting < ABUNDANT * measure_free(world.device)
 
 
 def set_steps(draft: Plan, options: AnyOptions, steps: int, minutes: float | None = None) -> Plan:
