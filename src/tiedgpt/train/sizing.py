@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError, NoRoomError, UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.infer.room import free_memory
@@ -216,7 +217,9 @@ def fit_micro_batch(
     ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":
         ways = [options.recompute]
-    if options.memory is None and _has_abundant_room(config, micro * data.row_tokens, world):
+    if options.memory is None and _has_abundant_room(
+        objective.config, micro * data.row_tokens, world
+    ):
         return replace(draft, micro_batch=micro, recompute=ways[0])
     shared_out = world.n_shards > 1  # no device has room for all of it
     place = torch.device("cpu") if shared_out else world.device
