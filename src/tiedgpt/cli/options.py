@@ -176,12 +176,12 @@ def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def _make_reader(choices: Sequence[str]) -> Any:
-    """Return what makes a choice from its text, in which functions' names have underscores."""
+    """Return what reads a choice; names of functions may be typed with their underscores."""
 
     def read(text: str) -> str:
-        dashed = text.replace("_", "-")
-        if dashed in choices:
-            return dashed
+        for spelling in (text, text.replace("_", "-")):
+            if spelling in choices:
+                return spelling
         near = _suggest(text, choices).rstrip()
         problem = f"must be {_format_choices(choices)}, got {text!r}"
         raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
