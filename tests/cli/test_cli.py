@@ -119,6 +119,14 @@ def test_a_stop_counts_by_the_plan_in_force(text, capfd, monkeypatch):
     assert "stopped and saved after step 3 of 7" in capfd.readouterr().err
 
 
+def test_a_busy_machine_matters_where_the_time_decides(text, capfd, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
+    assert main(["train", "cats.txt", *QUICK, "--out", "steps"]) == 0
+    assert "busy" not in capfd.readouterr().err
+    assert main(["train", "cats.txt", "--size", "nano", "--minutes", "0.02", "--out", "time"]) == 0
+    assert "this machine is busy: 99.0 processes" in capfd.readouterr().err
+
+
 def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
     plan = Plan(
         steps=26, batch_size=4, micro_batch=4, optimizer="muon", lr=1e-2, warmup=1,

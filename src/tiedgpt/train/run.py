@@ -74,7 +74,7 @@ def train(
         del sources  # the text, which may be held in memory
         if plan is None:
             yield Note("measuring this machine")
-            if busy := busy_note():
+            if options.duration.unit == "minutes" and (busy := busy_note()):
                 yield Note(busy)
             own, objective, data, reason, speed = choose_size(own, objective, data, world)
             plan = make_plan(
