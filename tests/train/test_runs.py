@@ -140,7 +140,7 @@ def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, 
     more = ("--epochs", "0.02", "--eval-every", "3", "--sample-prompt", "line 7", "--device", "cpu")
     assert train(*more, "--freeze", "wte,h.0.attn", "--out", "run") == 0
     said = capfd.readouterr().err
-    assert "line 7" in said and "21,760 of 26,816 parameters move" in said
+    assert "line 7" in said and "21,760 of 26,816 parameters are trained" in said
     record = tomllib.loads(Path("run/run.toml").read_text())
     windows = -(-(record["train_text"]["tokens"] - 1) // 16)
     assert record["training"]["steps"] == -(-windows * 2 // 200)

@@ -59,7 +59,7 @@ def test_four_matrices_of_each_block_are_adapted_and_nothing_else_moves(tiny):
     assert report.moving == 3 * a_block
     assert report.total == tiny.config.parameter_count() + 3 * a_block
     assert [group.name for group in report.groups] == ["wte", "wpe", "h.0 to h.2", "ln_f"]
-    assert "W (wte) reads and predicts: it stays on both faces" in str(report)
+    assert "W (wte) reads and predicts: it is frozen as input and as output" in str(report)
     assert adapted_layers(tiny)["h.1.mlp.c_fc"].scale == 2.0  # alpha is 2 rank
     assert not isinstance(tiny.wte, LoRAEmbedding)
 

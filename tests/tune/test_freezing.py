@@ -33,8 +33,8 @@ def test_the_report_counts_each_group_and_says_that_w_reads_and_predicts(tiny):
     }  # fmt: skip
     assert report.total == tiny.config.parameter_count()
     counted, *_, embedding = str(report).splitlines()
-    assert counted == f"{report.moving:,} of {report.total:,} parameters move (82.57 %)"
-    assert embedding == "W (wte) reads and predicts: it stays on both faces"
+    assert counted == f"{report.moving:,} of {report.total:,} parameters are trained (82.57 %)"
+    assert embedding == "W (wte) reads and predicts: it is frozen as input and as output"
     assert "change as inputs and as outputs" in str(freeze(tiny, "*,+wte"))
 
 
@@ -49,7 +49,7 @@ def test_an_untied_head_is_trained_alone(tiny, ids):
     untie(tiny)
     report = freeze(tiny, "body")
     assert moving(tiny) == {"head.weight"} and report.moving == 97 * 32
-    assert "W (wte) only reads, and stays" in str(report)
+    assert "W (wte) only reads, and is frozen" in str(report)
     with pytest.raises(UserError, match=r"leaves nothing to train: train some part of it again"):
         freeze(tiny, "head")
     before = tiny.wte.weight.clone()

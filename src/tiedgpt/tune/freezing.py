@@ -30,12 +30,12 @@ class Group:
     moving: int
     """Parameters that are trained."""
     frozen: int
-    """Parameters that stay as they are."""
+    """Parameters that are frozen."""
 
 
 @dataclass(frozen=True)
 class Moving:
-    """What moves and what stays; `print` it."""
+    """What is trained and what is frozen; `print` it."""
 
     groups: tuple[Group, ...]
     embedding: str
@@ -53,21 +53,21 @@ class Moving:
 
     def __str__(self) -> str:
         rows = [
-            f"  {group.name:<20}{group.moving:>14,} move{group.frozen:>16,} stay"
+            f"  {group.name:<20}{group.moving:>14,} trained{group.frozen:>16,} frozen"
             for group in self.groups
         ]
         share = 100 * self.moving / max(1, self.total)
-        first = f"{self.moving:,} of {self.total:,} parameters move ({share:.2f} %)"
+        first = f"{self.moving:,} of {self.total:,} parameters are trained ({share:.2f} %)"
         return "\n".join([first, *rows, self.embedding])
 
 
 def freeze(model: Model, patterns: str | Sequence[str]) -> Moving:
-    """Let parameters stay as they are, in place; return what moves.
+    """Freeze parameters, in place; return what is trained and what is frozen.
 
     A pattern is a parameter's name or the beginning of one, up to a dot; `*` stands for anything,
     `body` for all but the head: "wte", "h.0", "h.*.attn". With a "+" before it, its parameters are
     trained: "body,+h.11". Patterns come in one string with commas, or in a list; where several fit
-    a parameter, the last decides. Parameters that none fits stay as they were.
+    a parameter, the last decides. A parameter that no pattern matches is left as it was.
 
     Raises `UserError`, with nothing changed, for a pattern that fits no parameter, for a choice
     that leaves nothing to train, and for a head to train alone in a tied model, which has none.
@@ -144,8 +144,9 @@ def _part(name: str) -> str:
 
 def _what_w_does(model: Model) -> str:
     wte = gpt_of(model).wte
-    moves = any(parameter.requires_grad for parameter in wte.parameters())
+    is_trained = any(parameter.requires_grad for parameter in wte.parameters())
     if not predicts_with_w(model):
-        return f"W (wte) only reads, and {'moves' if moves else 'stays'}"
-    both = "its rows change as inputs and as outputs" if moves else "it stays on both faces"
-    return f"W (wte) reads and predicts: {both}"
+        return f"W (wte) only reads, and is {'trained' if is_trained else 'frozen'}"
+    if is_trained:
+        return "W (wte) reads and predicts: its rows change as inputs and as outputs"
+    return "W (wte) reads and predicts: it is frozen as input and as output"
