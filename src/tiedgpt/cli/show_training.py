@@ -227,7 +227,7 @@ class Display:
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:
-                self.say(f"trained on only {seen:,} tokens: its texts may be poor")
+                self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
         plan, part = self.planned.plan, "all held-out data"
         if plan.final_batches is not None:
             units = plan.final_batches * plan.micro_batch * data.row_units

@@ -207,8 +207,8 @@ def _tell_difference(
     yield Finding(
         "drifted",
         f"{head.name} differs from {reads.name} in {differing}",
-        f"{_with_shape(reads)} reads; {_with_shape(head)} predicts. They differ first at token "
-        f"{first}. {gap}Their cosine is {angle}. {_guess_cause(comparison)}",
+        f"{_with_shape(reads)} reads; {_with_shape(head)} predicts. The first tokens where they "
+        f"differ: {first}. {gap}Their cosine is {angle}. {_guess_cause(comparison)}",
     )
     n_items = comparison.rows_compared * reads.shape[1]
     if comparison.cosine is None or abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:

@@ -62,7 +62,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     fields |= {name: beside[name] for name in CONFIG_FIELDS if name in beside}
     assumed, guess = _gelu(args, masked=len(tensors) < len(checkpoint.tensors))
     trained = fields.get("activation_function", "gelu")
-    notes = (f"it was trained with {trained}; nanoGPT since June 2023 computes gelu on it",)
+    notes = (f"the model was trained with {trained}; nanoGPT since June 2023 computes gelu",)
     return GPTCheckpoint(
         "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
         notes=notes if trained != "gelu" else (), guesses={"activation_function": guess},
