@@ -21,6 +21,8 @@ NEEDED = (
     "plotext",
 )  # fmt: skip
 FEATURES = {
+    "Parquet files": (("pyarrow",), "pip install 'tiedgpt[data]'"),
+    "zstd compression": (("zstandard",), "pip install 'tiedgpt[data]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
     "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),
     "serve": (("fastapi",), "pip install 'tiedgpt[serve]'"),
