@@ -144,6 +144,25 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
     assert "planned again after step 9" in card
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"steps": 6, "warmup": 6, "cooldown": 0},  # a slow run that is cut to its warm-up
+        {"steps": 3, "warmup": 0, "cooldown": 3},
+        {"steps": 7, "warmup": 2, "cooldown": 5, "untie_at": 6},
+    ],
+)
+def test_the_command_of_a_run_cut_short_is_one_that_can_be_given(trained, counts):
+    record = RunDirectory(trained).read_record()
+    record["options"] |= {"schedule": "wsd", "untie_at": 0.5 if "untie_at" in counts else None}
+    record["training"] |= counts
+    again = parse(Arguments, "train", shlex.split(exact_command(record))[2:], "").options
+    shares = {
+        name: round(getattr(again, name) * counts["steps"]) for name in counts.keys() - {"steps"}
+    }
+    assert {"steps": again.steps, **shares} == counts
+
+
 def test_the_command_starts_as_many_processes(trained):
     tables = {**RunDirectory(trained).read_record(), "processes": {"number": 2, "parallel": "fsdp"}}
     words = shlex.split(exact_command(tables))

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import loop as trainer_module
 from tiedgpt.train.checkpoint import list_checkpoints, verify
-from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
+from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped, Untied
 from tiedgpt.train.sizing import make_longer
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, read_plan
@@ -349,6 +350,29 @@ def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial, clock):
     (event,) = find(events, Replanned)
     assert event.plan.steps == event.plan.warmup == events[-1].step == 6
     assert event.plan.cooldown == 0
+
+
+def test_a_run_without_time_for_it_is_untied_before_its_last_step(trial, clock):
+    clock(30.0)
+    run = trial(steps=40, minutes=1.0, eval_every=40, untie_at=38)
+    events = run.train()
+    (event,), (untied,) = find(events, Replanned), find(events, Untied)
+    assert untied.step == event.plan.untie_at == events[-1].step - 1 < 38
+    assert not run.model().config.tie_word_embeddings
+
+
+def test_a_run_made_longer_keeps_all_plans_that_it_went_by(trial, options):
+    run = trial(steps=9)
+    now = dataclasses.replace(run.plan, steps=6, lr=2e-3, since=3, before=run.plan)
+    run = dataclasses.replace(run, plan=now)
+    run.train()
+    rates = [run.plan.rate(step) for step in range(6)]
+    assert rates[:3] == [run.plan.before.rate(step) for step in range(3)]
+    longer = lengthen(run, options)  # which writes the record
+    assert [longer.plan.rate(step) for step in range(6)] == rates
+    shutil.rmtree(run.run.checkpoints / "step-000006")  # an older one is resumed
+    steps = find(longer.train(), Stepped)
+    assert [step.lr for step in steps if step.step <= 6] == rates[steps[0].step - 1 :]
 
 
 def test_the_end_survives_the_loss_of_the_best_weights(trial, scores, monkeypatch):

@@ -173,16 +173,24 @@ def _list_choices(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _list_shares(tables: Mapping[str, Any]) -> dict[str, float]:
     """Return the options that are shares of the steps, where the plan has other numbers.
 
-    So it is where the steps were planned again, or a run went on for more of them.
+    So it is where the steps were planned again, or a run went on for more of them. All are given
+    then: together they must not be more than the steps.
     """
-    options, plan, shares = tables["options"], tables["training"], {}
+    options, plan = tables["options"], tables["training"]
     steps = plan["steps"]
-    for name in SHARES:
-        share, count = options.get(name, getattr(TrainOptions, name)), plan.get(name)
-        if count and share is not None and round(share * steps) != count:
-            exact = (round(count / steps, digits) for digits in range(2, 17))
-            shares[name] = next(share for share in exact if round(share * steps) == count)
-    return shares
+    counts = {name: plan[name] for name in SHARES if name in plan}
+    if options.get("schedule") != "wsd":
+        counts.pop("cooldown", None)
+    asked = {name: options.get(name, getattr(TrainOptions, name)) for name in counts}
+    if all(round(asked[name] * steps) == count for name, count in counts.items()):
+        return {}
+    return {name: _exact_share(count, steps) for name, count in counts.items()}
+
+
+def _exact_share(count: int, steps: int) -> float:
+    """Return the shortest number that is this count as a share of the steps."""
+    shares = (round(count / steps, digits) for digits in range(2, 17))
+    return next(share for share in shares if round(share * steps) == count)
 
 
 def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:

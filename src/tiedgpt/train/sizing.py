@@ -295,7 +295,7 @@ def replan(
         return None
     scale, untie_at = steps / plan.steps, plan.untie_at
     if untie_at is not None and untie_at > step:
-        untie_at = max(step + 1, min(round(untie_at * scale), steps - 1))
+        untie_at = max(step, min(round(untie_at * scale), steps - 1))
     pauses = pause_intervals(steps)
     return replace(
         plan,
@@ -328,7 +328,7 @@ def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[st
         reason="",
         **pause_intervals(steps, options.eval_every),
         since=step,
-        before=replace(before, before=None),
+        before=before,
     )
     durations = {name: getattr(options, name) for name in DURATIONS}
     run.write_record({**tables, "options": tables["options"] | durations, **plan_tables(plan)})
