@@ -86,7 +86,7 @@ def test_what_is_asked_for_is_planned(trial, options):
 def test_without_a_compiler_blocks_run_as_they_are_and_a_line_says_so(monkeypatch, trial, options):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    compiles, line = decide_compile("on", CPU)
+    compiles, line = decide_compile("on", CPU, one_shape=True)
     assert not compiles
     assert line.startswith("--compile on: no C++ compiler is here (g++, clang++")
     assert "install one or set CXX; the blocks run as they are" in line and "\n" not in line
@@ -96,12 +96,14 @@ def test_without_a_compiler_blocks_run_as_they_are_and_a_line_says_so(monkeypatc
 def test_blocks_are_compiled_by_themselves_on_a_gpu_and_for_rows_of_one_length(monkeypatch):
     monkeypatch.setattr(blocks, "find_missing", lambda device: None)
     gpu = torch.device("cuda")
-    assert decide_compile("auto", gpu) == (True, None)
+    assert decide_compile("auto", gpu, one_shape=True) == (True, None)
     assert (
-        decide_compile("auto", gpu, one_shape=False) == decide_compile("auto", CPU) == (False, None)
+        decide_compile("auto", gpu, one_shape=False)
+        == decide_compile("auto", CPU, one_shape=True)
+        == (False, None)
     )
-    assert decide_compile("on", CPU) == (True, None)
-    assert decide_compile("off", gpu) == (False, None)
+    assert decide_compile("on", CPU, one_shape=True) == (True, None)
+    assert decide_compile("off", gpu, one_shape=True) == (False, None)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tiedgpt.train.measures import (
     EVERY,
     GradientsOfW,
     describe,
-    due,
+    is_due,
     model_flops,
     peak_flops,
     peak_memory,
@@ -101,7 +101,7 @@ def test_flops_follow_the_convention():
 
 
 def test_every_tenth_step_is_measured_and_the_first():
-    assert [step for step in range(1, 31) if due(step)] == [1, EVERY, 2 * EVERY, 3 * EVERY]
+    assert [step for step in range(1, 31) if is_due(step)] == [1, EVERY, 2 * EVERY, 3 * EVERY]
 
 
 def test_this_machine_has_a_name_a_peak_and_a_memory():

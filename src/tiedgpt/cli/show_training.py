@@ -104,7 +104,9 @@ class Display:
         for label, text in facts.items():
             if text:
                 fact(label, text, to=self.err)
-        if (lacks := decide_compile(options.compile, world.device)[1]) is not None:
+        one_shape = data.unit == "tokens"
+        _, lacks = decide_compile(options.compile, world.device, one_shape=one_shape)
+        if lacks is not None:
             self.say(lacks)
 
     def _describe_training(self, plan: Plan, data: Data, world: World) -> str:

@@ -100,9 +100,7 @@ def compile_for_shape(function: types.FunctionType, shape: torch.Size) -> Callab
     return torch.compile(own, dynamic=False)
 
 
-def decide_compile(
-    asked: str, device: torch.device, *, one_shape: bool = True
-) -> tuple[bool, str | None]:
+def decide_compile(asked: str, device: torch.device, *, one_shape: bool) -> tuple[bool, str | None]:
     """Return whether to compile here, and where that cannot be, why not.
 
     "auto" compiles on a GPU, where all batches are of one shape. On CPUs the blocks' own products

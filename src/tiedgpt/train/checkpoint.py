@@ -215,7 +215,7 @@ def _set_random_state(path: Path) -> None:
 
 
 def _point_to(path: Path) -> None:
-    """Have `latest` name a checkpoint."""
+    """Write the name of a checkpoint to `latest`."""
     with replacing(path.with_name("latest")) as temporary:
         temporary.write_text(path.name + "\n")
 

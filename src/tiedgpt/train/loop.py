@@ -38,6 +38,7 @@ from tiedgpt.train.events import (
     Untied,
 )
 from tiedgpt.train.measures import Measures
+from tiedgpt.train.metrics import PART
 from tiedgpt.train.objective import Data, Model, Objective, Score, body_of
 from tiedgpt.train.optim import Optimizers, make_optimizers, set_rate, untie_in_training
 from tiedgpt.train.pace import Checks
@@ -144,7 +145,7 @@ class Trainer:
         return Started(self.model, self.groups, self.step, notes)
 
     def _arrange(self, step: int) -> Optimizers:
-        """Have the model, tied or not, and fresh optimizers as they are after `step` steps."""
+        """Tie or untie the model, and make optimizers, for the state after `step` steps."""
         self.groups, rules = make_optimizers(self.objective, self.model, self.plan, step)
         self.optimizers = self.world.optimizers(rules)
         return self.optimizers
@@ -209,7 +210,7 @@ class Trainer:
             lr=self.plan.rate(self.step - 1),
             units=units,
             units_per_second=speed,
-            measured=self.measures.found(self.step, speed),
+            measured=self.measures.metrics(self.step, speed),
         )
         self._write(stepped.metrics(self.data.unit))
         return stepped
@@ -261,7 +262,7 @@ class Trainer:
         line: dict[str, Any] = {"step": self.step, "final": True}
         best, best_loss = self.health.best_step, self.health.best_loss
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
-        line |= {f"part_{name}": value for name, value in self.objective.metrics(part).items()}
+        line |= {f"{PART}{name}": value for name, value in self.objective.metrics(part).items()}
         nats = part.nats
         if self.step < self.plan.steps:
             self.notes.append(

@@ -40,7 +40,7 @@ EVERY = 10
 """Steps between measurements; the first step is measured, too."""
 
 
-def due(step: int) -> bool:
+def is_due(step: int) -> bool:
     """Whether a step, counted from 1, is measured."""
     return step == 1 or step % EVERY == 0
 
@@ -55,20 +55,20 @@ class Measures:
 
     def watching(self, step: int) -> AbstractContextManager[None]:
         """Watch a step, counted from 1, if it is due; several processes have no whole gradient."""
-        if due(step) and self._world.size == 1:
+        if is_due(step) and self._world.size == 1:
             return self._gradients.watching()
         return contextlib.nullcontext()
 
-    def found(self, step: int, units_per_second: float) -> dict[str, float]:
+    def metrics(self, step: int, units_per_second: float) -> dict[str, float]:
         """Return what was measured in a step; {} where it was not due."""
-        if not due(step):
+        if not is_due(step):
             return {}
-        found = self._gradients.norms()
+        measured = self._gradients.norms()
         if self._flops is not None:
-            found["machine_flops_use"] = units_per_second / self._world.size * self._flops
+            measured["machine_flops_use"] = units_per_second / self._world.size * self._flops
         if (peak := peak_memory(self._world.device)) is not None:
-            found["machine_memory_bytes"] = peak
-        return found
+            measured["machine_memory_bytes"] = peak
+        return measured
 
 
 class GradientsOfW:

@@ -77,9 +77,7 @@ class Loss:
 
     def loss(self, model: Any, batch: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the mean loss (), or several means that add up to it; see `n_targets`."""
-        terms: Tensor | tuple[Tensor, ...]
-        terms = model.losses(*batch) if isinstance(model, Head) else model.loss(*batch)
-        return terms
+        return model.losses(*batch) if isinstance(model, Head) else model.loss(*batch)
 
     def n_targets(self, batch: Arrays) -> tuple[int, ...]:
         """Return how many targets of some rows each term of the loss is the mean of.

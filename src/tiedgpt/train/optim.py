@@ -107,7 +107,7 @@ def optimizers(groups: list[Group], *, lr: float) -> Optimizers:
 
 
 def set_rate(optimizers: Optimizers, rate: float) -> None:
-    """Have the next step go by a learning rate."""
+    """Set the learning rate of every parameter group."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = rate
 

@@ -208,7 +208,7 @@ class World:
         return tensors
 
     def barrier(self) -> None:
-        """Let the first process have the last word: torchrun ends all when one has ended."""
+        """Wait for the first process: torchrun ends all processes when one has ended."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             dist.broadcast(self._word, 0)
 

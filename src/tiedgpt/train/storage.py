@@ -174,7 +174,7 @@ class RunDirectory:
             file.write(json.dumps(line) + "\n")
 
     def sync_metrics(self) -> None:
-        """Have the disk hold the lines so far: no checkpoint is to be newer than they are."""
+        """Write the lines through to the disk: no checkpoint may be newer than they are."""
         if self.metrics.exists():
             with writing(self.metrics):
                 sync(self.metrics)

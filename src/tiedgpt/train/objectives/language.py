@@ -135,12 +135,11 @@ class TextSources(Sources):
         corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
         notes = [note for part in corpora if isinstance(part, FileCorpus) for note in part.notes()]
         context = options.context or basis.config.n_positions
-        adapters = Adapters.from_options(options)
-        notes += list_adapter_notes(adapters)
         data = open_text(run.data, basis.tokenizer, context, notes)
         if not options.chooses:  # which looks for a context that is short enough
             data.require_enough()
         prompt = options.sample_prompt or ""
+        adapters = Adapters.from_options(options)
         objective = LanguageModelling(*basis, adapters=adapters, sample_prompt=prompt)
         return objective, data
 
@@ -268,16 +267,6 @@ class Adapters:
     def has_peft_format(self) -> bool:
         """Whether PEFT's file format can hold them: not W's together with whole rows."""
         return not (self.new_ids and {"wte", "head"} & {*self.targets})
-
-
-def list_adapter_notes(adapters: Adapters | None) -> list[str]:
-    """Return what is worth telling of adapters."""
-    if adapters is None or adapters.has_peft_format:
-        return []
-    return [
-        "PEFT's format has no place for adapters of W beside whole new rows: the merged model is "
-        "written, and no adapter"
-    ]
 
 
 @dataclass(eq=False)

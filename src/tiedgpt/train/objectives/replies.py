@@ -39,12 +39,7 @@ from tiedgpt.train.objective import (
     Sources,
     describe_tokens,
 )
-from tiedgpt.train.objectives.language import (
-    SAMPLE_TOKENS,
-    Adapters,
-    LanguageModelling,
-    list_adapter_notes,
-)
+from tiedgpt.train.objectives.language import SAMPLE_TOKENS, Adapters, LanguageModelling
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.weights.sources import local_directory
@@ -142,7 +137,11 @@ class ReplySources(Sources):
         """Return the model that learns the replies, and packed batches of the examples."""
         assert isinstance(options, TuneOptions)
         adapters = Adapters.from_options(options, self.new_ids)
-        self.notes += list_adapter_notes(adapters)
+        if adapters is not None and not adapters.has_peft_format:
+            self.notes.append(
+                "PEFT's format has no place for adapters of W beside whole new rows: the merged "
+                "model is written, and no adapter"
+            )
         objective = Replies(*basis, adapters=adapters, template=self.template)
         return objective, self._pack(options.packing != "off")
 
@@ -153,8 +152,7 @@ class ReplySources(Sources):
             sizes = {"batch_size": batch_size, "n_positions": self.context}
             return PackedBatches(side, **sizes, seed=seed, packing=packing)
 
-        examples, validation, holds_out = self.train, self.held_out, self.holds_out
-        held = pack(validation)
+        held = pack(self.held_out)
 
         def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
             rows = held.n_rows()
@@ -162,7 +160,7 @@ class ReplySources(Sources):
             for at in range(0, rows, batch_size):
                 yield held.rows(at, min(batch_size, rows - at))
 
-        sides = {"train_examples": examples, "val_examples": validation}
+        sides = {"train_examples": self.train, "val_examples": self.held_out}
         counts = {
             name: {
                 "examples": len(side),
@@ -171,22 +169,18 @@ class ReplySources(Sources):
             }
             for name, side in sides.items()
         }
-        train = counts["train_examples"]
-        more = (
-            f"{len(validation):,} more to validate on"
-            if holds_out
-            else "validated on the same ones"
-        )
+        train, n_held_out = counts["train_examples"], len(self.held_out) if self.holds_out else 0
+        more = f"{n_held_out:,} more to validate on" if n_held_out else "validated on the same ones"
         return ReplyData(
-            batches=lambda batch_size, seed: pack(examples, batch_size, seed).batch,
+            batches=lambda batch_size, seed: pack(self.train, batch_size, seed).batch,
             held_out=held_out,
             unit="tokens",
             row_units=self.context,
             row_tokens=self.context,
-            epoch_rows=pack(examples).n_rows(),
+            epoch_rows=pack(self.train).n_rows(),
             held_out_rows=float(held.n_rows()),
-            n_examples=len(examples),
-            n_held_out=len(validation) if holds_out else 0,
+            n_examples=len(self.train),
+            n_held_out=n_held_out,
             counts=counts,
             description={
                 "examples": f"{train['examples']:,}, {train['tokens']:,} tokens, of which "
@@ -194,8 +188,8 @@ class ReplySources(Sources):
                 "tokens": describe_tokens(self.tokenizer),
             },
             notes=self.notes,
-            examples=examples,
-            validation=validation,
+            examples=self.train,
+            validation=self.held_out,
         )
 
 
