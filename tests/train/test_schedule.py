@@ -1,6 +1,7 @@
 """What changes from step to step: the learning rate, and by which options."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.train.conftest import PLAN
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import transferred_rate
+from tiedgpt.train.storage import read_plan
 
 
 def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
@@ -53,6 +55,21 @@ def test_shares_of_the_steps_become_steps_in_the_plan(options, trial):
     assert plan.rate(119) == plan.rate(120) == plan.lr > plan.rate(121)
     with pytest.raises(CorruptInputError, match="no training goes by"):
         dataclasses.replace(plan, schedule="steps")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"minutes": 0.0}, {"minutes": math.nan}, {"lr": math.nan}, {"warmup": -5}, {"since": -1}],
+)
+def test_a_record_with_numbers_that_no_plan_has_is_refused(trial, options, damage):
+    run = trial()
+    run.write_record(options)
+    tables = run.run.read_record()
+    before = tables["training"] | damage
+    for damaged in ({"training": before}, {"training_before": before}):
+        run.run.write_record(tables | damaged)
+        with pytest.raises(CorruptInputError, match=r"run\.toml is damaged"):
+            read_plan(run.run.read_record())
 
 
 @pytest.mark.parametrize(

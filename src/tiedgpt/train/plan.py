@@ -92,6 +92,8 @@ class Plan:
     def __post_init__(self) -> None:
         kinds = get_type_hints(Plan)
         sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
+        numbers = [value for value in vars(self).values() if isinstance(value, (int, float))]
+        sound = sound and all(0 <= number < math.inf for number in numbers) and self.minutes != 0
         if not sound or any(getattr(self, name) < 1 for name in COUNTS):
             raise CorruptInputError(f"no training goes by this plan: {self}")
 
