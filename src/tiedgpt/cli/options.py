@@ -39,9 +39,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
-        raise UsageError(
-            message.removeprefix("argument "), f"`{self.prog} --help` lists all options"
-        )
+        message = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
+        raise UsageError(message, f"`{self.prog} --help` lists all options")
 
 
 def parse(options: type[Options], verb: str, arguments: Sequence[str], description: str) -> Options:
@@ -154,7 +153,7 @@ def _make_keywords(
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}
-    keywords |= {"type": _make_reader(choices) if choices else kind}
+    keywords |= {"type": _make_reader(choices) if choices else _read_as(kind)}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
@@ -185,6 +184,19 @@ def _make_reader(choices: Sequence[str]) -> Any:
         near = _suggest(text, choices).rstrip()
         problem = f"must be {_format_choices(choices)}, got {text!r}"
         raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
+
+    return read
+
+
+def _read_as(kind: type) -> Any:
+    """Return what reads a value of a type."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
 
     return read
 
