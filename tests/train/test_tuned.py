@@ -139,7 +139,7 @@ def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
 def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = ["tune", str(place / "messages.jsonl"), "--from", str(place / "base"), "--steps", "1"]
-    assert main([*command, "--lora", "2", "--format", "json"]) == 0
+    assert main([*command, "--lora", "2", "--memory", "8", "--format", "json"]) == 0
     out, err = capfd.readouterr()
     assert "profil" not in err
     n = 2 * (2 * 16 * 32) + 2 * 32  # of two blocks, and two new rows
