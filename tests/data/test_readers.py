@@ -129,7 +129,9 @@ def test_the_field_of_the_text_can_be_named_and_is_asked_for(write, tmp_path, na
         delimiter = "," if name == "a.csv" else "\t"
         path = write(name, table(delimiter).replace("text", "body", 1))
     assert texts(path, text_field="body") == TEXTS
-    with pytest.raises(CorruptInputError, match=r"'text' is missing; there are .*'body'"):
+    with pytest.raises(
+        CorruptInputError, match=r"'text' is missing; there are .*'body'.*--text-field"
+    ):
         texts(path)
 
 

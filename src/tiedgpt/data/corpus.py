@@ -90,10 +90,11 @@ class FileCorpus:
                 problem = f"must be a string, got {text!r:.40}"
                 if self.text_field not in record:
                     problem = f"is missing; there are {', '.join(map(repr, record)) or 'none'}"
-                tuned = {"prompt", "messages", "conversations"} & record.keys()
+                hint = "`tiedgpt train` and `tune` read another field with --text-field"
+                if {"prompt", "messages", "conversations"} & record.keys():
+                    hint = "train on prompts and replies with `tiedgpt tune`"
                 raise CorruptInputError(
-                    f"{place}: the field {self.text_field!r} {problem}",
-                    hint="train on prompts and replies with `tiedgpt tune`" if tuned else None,
+                    f"{place}: the field {self.text_field!r} {problem}", hint=hint
                 )
             if text.strip():
                 blank = False
