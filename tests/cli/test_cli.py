@@ -171,7 +171,7 @@ def test_doctor_says_what_the_cpu_lacks_and_what_that_costs(monkeypatch):
         (["fly"], 2, "no verb 'fly'"),
         (["train", "--fly"], 2, "fly"),
         (["inspect", "vocab"], 2, "'vocab'\nhint: the name is first: positions, .*ablate"),
-        (["generate", "--speculate", "yes"], 2, "--speculate: must be ngram, got 'yes'"),
+        (["generate", "--speculate", "yes"], 2, "--speculate must be ngram, got 'yes'"),
         (["eval", "letters"], 2, "needs DATA or --tasks"),
         (["train", "missing.txt"], 1, "missing.txt"),
         (["train", "empty.txt"], 1, "empty.txt"),
