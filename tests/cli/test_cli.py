@@ -18,6 +18,7 @@ import torch
 from tiedgpt.cli.doctor import examine
 from tiedgpt.cli.main import main
 from tiedgpt.cli.show_training import Display, Show
+from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended, Replanned
 from tiedgpt.train.plan import Plan
 
@@ -226,3 +227,16 @@ def test_a_reader_that_goes_away_is_no_error(text):
     command = f"{sys.executable} -m tiedgpt generate run --max-new-tokens 200 | head -c 1"
     piped = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
     assert "Traceback" not in piped.stderr
+
+
+def test_the_time_of_a_run_begins_with_its_command_not_with_the_process(text, monkeypatch):
+    arguments = {}
+
+    def begin(options, out, **more):
+        arguments.update(more)
+        raise UserError("enough")
+
+    monkeypatch.setattr("tiedgpt.train.run.train", begin)
+    before = time.perf_counter()
+    assert main(["train", "cats.txt", "--minutes", "1"]) == 1
+    assert before <= arguments["began"] <= time.perf_counter()

@@ -10,15 +10,12 @@ import errno
 import io
 import os
 import sys
-import time
 import warnings
 from importlib import import_module
 
 from tiedgpt import __version__
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, CorruptInputError, NoRoomError, TiedGPTError
 
-BEGAN = time.perf_counter()
-"""When the command was given; Python itself takes some hundredths of a second before."""
 VERBS = {
     "train": "train a GPT on your text, or on Python's own documentation",
     "tune": "fine-tune any GPT on your text, or on examples with replies",

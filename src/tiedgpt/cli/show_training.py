@@ -197,12 +197,12 @@ class Display:
         status = f"loss {self._loss:.3f}  {self._skipped}{self._speed:,.0f} {self._unit}/s  "
         self._progress.update(self._task, completed=event.step, description=status)
 
-    def stopped(self, event: events.Ended, command: str) -> None:
+    def show_stop(self, event: events.Ended, command: str) -> None:
         """Show that the run was saved, and the command that resumes it."""
         self.say(f"stopped and saved after step {event.step:,} of {self.steps:,}; to resume:")
         self.err.print(f"  {command}")
 
-    def finished(self, ended: events.Ended | events.AlreadyFinished) -> None:
+    def show_end(self, ended: events.Ended | events.AlreadyFinished) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
         if isinstance(ended, events.AlreadyFinished) or not self.planned.world.is_main:
             return

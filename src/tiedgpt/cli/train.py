@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -82,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
 def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
-    from tiedgpt.cli.main import BEGAN
+    began = time.perf_counter()  # importing torch is part of --minutes
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned
     from tiedgpt.train.metrics import Tracking, open_tracker
@@ -105,7 +106,7 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             stop_requested=signals.have_come,
             track=track,
             progress=progress,
-            began=BEGAN,
+            began=began,
         ):
             if isinstance(event, Planned):
                 stack.pop_all().close()
@@ -120,9 +121,9 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             display.event(event)
     assert isinstance(event, Ended | AlreadyFinished)
     if isinstance(event, Ended) and not event.finished:
-        display.stopped(event, f"{program()} {shlex.join([verb, *arguments])}")
+        display.show_stop(event, f"{program()} {shlex.join([verb, *arguments])}")
         return EXIT_INTERRUPTED
-    display.finished(event)
+    display.show_end(event)
     return EXIT_OK
 
 

@@ -61,7 +61,7 @@ class History:
         return int(max(self.columns.get(self.unit, {}).values(), default=0))
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a key, of all that is held out where there is such a one."""
+        """Return the newest value of a key, of all that is held out where there is one."""
         if key in self.final:
             return self.final[key]
         column = self.columns.get(key)

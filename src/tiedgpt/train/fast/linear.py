@@ -1,4 +1,4 @@
-"""Linear layers that keep no copy of their weights, and in fp32 go by oneDNN (`matmul.py`).
+"""Linear layers that keep no copy of their weights, computed by oneDNN in fp32 (`matmul.py`).
 
 nn.Linear under autocast keeps its weights in the narrow dtype until backward has used them: 170 MB
 of GPT-2's blocks in bf16. Here the weights themselves are kept and cast again.

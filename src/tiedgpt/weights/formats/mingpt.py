@@ -111,10 +111,10 @@ def _join_qkv(source: object, tensors: dict[str, StoredTensor]) -> None:
                 f"{source}: {printable(c_attn)} needs attn.query, attn.key, attn.value, of one "
                 "shape and type"
             )
-        tensors[c_attn] = _joined(c_attn, parts)
+        tensors[c_attn] = _join(c_attn, parts)
 
 
-def _joined(name: str, parts: list[StoredTensor]) -> StoredTensor:
+def _join(name: str, parts: list[StoredTensor]) -> StoredTensor:
     first = parts[0]
     axis = 1 if len(first.shape) == 1 else 0  # a vector is read as a matrix of one row
 
