@@ -96,11 +96,26 @@ def test_dot_is_their_logit_and_splits_it(case):
     np.testing.assert_array_equal(by_cos[found.rank_cos - 1], found.ids)
 
 
+def test_dot_holds_the_numbers_that_are_multiplied(case):
+    model, logits, states, _ = case
+    found, body = dot(model, None, IDS, position=40, top=5), model.transformer
+    np.testing.assert_allclose(found.h, states[-1][40], **NEAR)
+    np.testing.assert_allclose(found.rows @ found.h, logits[40][found.ids], **NEAR)
+    places = body.positions_embed if hasattr(body, "positions_embed") else body.wpe
+    tokens = body.tokens_embed if hasattr(body, "tokens_embed") else body.wte
+    np.testing.assert_array_equal(found.row_read, tokens.weight.detach()[IDS[40]])
+    np.testing.assert_array_equal(found.row_place, places.weight.detach()[40])
+
+
 def test_attention_is_theirs_and_so_are_the_states(case):
     model, _, states, attentions = case
     for layer in range(2):
         found = attention(model, None, IDS, layer=layer)
         np.testing.assert_allclose(found.patterns, attentions[layer], **NEAR)
+        logits = found.queries @ found.keys.swapaxes(1, 2) / np.sqrt(found.keys.shape[-1])
+        weights = np.exp(logits) * np.tri(len(IDS))
+        weights /= weights.sum(-1, keepdims=True)
+        np.testing.assert_allclose(weights, found.patterns, **NEAR)
     entropy = torch.distributions.Categorical(probs=attentions[:, :, 1:]).entropy() / np.log(2)
     np.testing.assert_allclose(found.entropy, entropy.mean(-1), **NEAR)
     np.testing.assert_allclose(found.first_share, attentions[:, :, 1:, 0].mean(-1), **NEAR)

@@ -59,6 +59,9 @@ class Arguments(SourceOrNewest, EngineOptions):
     name: str | None = option(
         None, "The model's name for clients; default: the name of its directory."
     )
+    beside: str | None = option(
+        None, "Another model, which the page compares with this one: untied, or before tuning."
+    )
     slots: int = option(8, "Maximum number of texts that are generated at the same time.")
     queue: int = option(64, "Maximum number of texts that wait; further requests get status 429.")
     drain: float = option(30.0, "Seconds that running texts have to finish after SIGTERM.")
@@ -115,6 +118,7 @@ def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listen
         load=lambda: GPT.from_pretrained(source, **args.loading),
         source=source,
         template=_template(args.tokenizer or source),
+        beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
     )
     handler = logging.StreamHandler(sys.stderr)
     for logger in (access_log, logging.getLogger("uvicorn.error")):

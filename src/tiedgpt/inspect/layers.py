@@ -191,6 +191,8 @@ class AttentionMaps(Result):
     words: dict[int, str]  # the text of every id
     layer: int  # whose weights `patterns` are
     patterns: np.ndarray  # (H, T, T) weight of key j for query i; a row sums to 1; 0 for j > i
+    queries: np.ndarray  # (H, T, D/H) of the layer: query . key / sqrt(D/H) is a weight's logit
+    keys: np.ndarray  # (H, T, D/H)
     entropy: np.ndarray  # (L, H) in bits
     first_share: np.ndarray  # (L, H) weight of the first token
     previous_share: np.ndarray  # (L, H) weight of the token before the query
@@ -244,9 +246,9 @@ def attention(
     blocks: Any = gpt.h
 
     def look(attn: Attention, _: nn.Module, __: Any, qkv: Tensor) -> None:
-        weights = _weights(attn, qkv[0])
+        q, k, weights = _heads(attn, qkv[0])
         if len(numbers) == kept:
-            shown.append(weights)
+            shown.extend((q, k, weights))
         several = weights[:, 1:]  # queries 1 to T - 1
         shares = several[..., 0].mean(1), several.diagonal(dim1=1, dim2=2).mean(1)
         numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
@@ -259,7 +261,9 @@ def attention(
     return AttentionMaps(
         **subject.text(),
         layer=kept,
-        patterns=numpy(shown[0]),
+        queries=numpy(shown[0]),
+        keys=numpy(shown[1]),
+        patterns=numpy(shown[2]),
         entropy=entropy,
         first_share=first_share,
         previous_share=previous_share,
@@ -267,13 +271,13 @@ def attention(
     )
 
 
-def _weights(attn: Attention, qkv: Tensor) -> Tensor:
-    """Queries, keys and values (T, 3 D) -> softmax(q k^T / sqrt(D/H)) (H, T, T), masked."""
+def _heads(attn: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (T, 3 D) -> q, k (H, T, D/H), softmax(q k^T / sqrt(D/H)), masked."""
     q, k, _ = wide(qkv).unflatten(-1, (3, attn.n_head, -1)).permute(1, 2, 0, 3)
     seen = torch.ones(len(qkv), len(qkv), dtype=torch.bool, device=qkv.device).tril()
     if attn.window is not None:
         seen = seen.triu(1 - attn.window)
-    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1)
+    return q, k, (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,6 +186,10 @@ class Dot(Result):
     all_cos: np.ndarray  # (V,)
     all_centred_norm: np.ndarray  # (V,) |c_i|
     all_centred_cos: np.ndarray  # (V,)
+    row_read: np.ndarray  # (D,) of the token at the position, in the matrix that reads
+    row_place: np.ndarray  # (D,) of the position; it is added to the token's row
+    h: np.ndarray  # (D,) what the body makes of the text so far, after the final norm
+    rows: np.ndarray  # (k, D) e_i of the likeliest: logit = sum of h * rows, and head_bias
 
     def table(self, top: int = SHOWN_ROWS) -> str:
         """Return a row for each of the likeliest tokens."""
@@ -252,7 +256,8 @@ def dot(
         state = gpt.body(subject.ids)[:, at : at + 1]
         logits = logits_of(gpt, state).double()
         measured = measure(logits, subject.targets[:1], top)
-        face = faces(gpt)[-1]
+        both = faces(gpt)
+    reads, face, read = both[0], both[-1], int(subject.ids[0, at])
     h, b, centred = wide(state[0, 0]), final_bias(gpt), face.weight - face.weight.mean(0)
     norm, centred_norm, tiny = face.weight.norm(dim=1), centred.norm(dim=1), 1e-30
     every = {
@@ -273,7 +278,11 @@ def dot(
         matrix=face.name,
         does=face.does,
         position=at,
-        piece=pieces[int(subject.ids[0, at])],
+        piece=pieces[read],
+        row_read=numpy(reads.weight[read]),
+        row_place=numpy(gpt.wpe.weight[at]),
+        h=numpy(h),
+        rows=numpy(face.weight[ids]),
         h_norm=float(h.norm()),
         ids=numpy(ids),
         pieces=tuple(pieces[id] for id in ids.tolist()),

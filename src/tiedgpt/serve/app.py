@@ -57,6 +57,7 @@ def create_app(
     load: Callable[[], GPT] | None = None,
     source: page_data.Source | None = None,
     template: Template | None = None,
+    beside: page_data.Source | None = None,
 ) -> FastAPI:
     """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
@@ -65,6 +66,7 @@ def create_app(
     `load` opens the model for embeddings and inspection, by default a copy of the engine's own.
     `source` is where it lies, so that the page can name its file and show its run; only clients on
     this machine are told the path. `template` writes conversations; without it there is no chat.
+    `beside` is where another model lies, which the page compares with this one.
     """
     limits, hosts = limits or Limits(), hosts or Hosts.of("127.0.0.1")
     name = name.encode(errors="replace").decode()  # a directory's may be no UTF-8
@@ -88,7 +90,9 @@ def create_app(
     _add_tokens(app, service)
     model = TorchModel(load or (lambda: _copy_model(engine)), limits.inspections, source)
     _add_torch_model(app, service, model)
-    _add_page(app, service, model, source if hosts.are_local else None)
+    _add_page(app, service, model, source if hosts.are_local else None, beside)
+    if beside is not None:
+        _add_beside(app, beside, limits.inspections)
     _add_operation(app, service)
     path = "" if hosts.are_local or source is None else os.fspath(source)
     add_error_handlers(app, EXPECTED, {path: name} if os.path.isabs(path) else {})
@@ -170,7 +174,11 @@ def _add_torch_model(app: FastAPI, service: Service, model: TorchModel) -> None:
 
 
 def _add_page(
-    app: FastAPI, service: Service, model: TorchModel, path: page_data.Source | None
+    app: FastAPI,
+    service: Service,
+    model: TorchModel,
+    path: page_data.Source | None,
+    beside: page_data.Source | None,
 ) -> None:
     """Add the page's files, and what it asks for once: the model, and its tokens' texts.
 
@@ -193,7 +201,11 @@ def _add_page(
     @app.get("/inspect/model")
     async def the_model(request: Request) -> Response:
         def describe(gpt: GPT) -> str:
-            return page_data.describe_model(service.name, gpt, tokenizer, model.source, path=path)
+            return page_data.describe_model(
+                service.name, gpt, tokenizer, model.source, path=path,
+                has_chat=service.template is not None and tokenizer is not None,
+                beside=None if beside is None else page_data.directory_name(beside),
+            )  # fmt: skip
 
         return Response(await model.run(request, describe), media_type="application/json")
 
@@ -203,6 +215,37 @@ def _add_page(
             texts.append((await asyncio.to_thread(page_data.token_texts, tokenizer, size)).encode())
         headers = {"etag": etag(texts[0]), "cache-control": "no-cache"}
         return _cached_response(request, texts[0], headers, "application/json")
+
+
+def _add_beside(app: FastAPI, source: page_data.Source, limit: int) -> None:
+    """Add another model, whose description and positions the page shows beside this one's."""
+    from tiedgpt.core.model import GPT
+    from tiedgpt.tie.audits import open_source
+    from tiedgpt.weights.tokenizer_files import tokenizer_for
+
+    open_source(source)  # it is loaded later, and must be there now
+    name, inspection = page_data.directory_name(source), INSPECTIONS["positions"]
+    tokenizer = tokenizer_for(source, None)
+    model = TorchModel(lambda: GPT.from_pretrained(source), limit, source)
+
+    @app.get("/beside/inspect/model")
+    async def the_model(request: Request) -> Response:
+        def describe(gpt: GPT) -> str:
+            return page_data.describe_model(name, gpt, tokenizer, source)
+
+        return Response(await model.run(request, describe), media_type="application/json")
+
+    async def positions(request: Request, body: Body) -> Response:
+        options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
+        options["text"] = getattr(body, "text", None) or getattr(body, "ids", None) or ""
+
+        def compute(gpt: GPT) -> str:
+            return page_data.inspect_model(inspection, gpt, tokenizer, None, options)
+
+        return Response(await model.run(request, compute), media_type="application/json")
+
+    positions.__annotations__["body"] = inspection_body(inspection)
+    app.post("/beside/inspect/positions", name="beside_positions")(positions)
 
 
 def _cached_response(request: Request, data: bytes, headers: dict[str, str], kind: str) -> Response:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiedgpt
+from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
@@ -41,8 +43,12 @@ def inspect_model(
     if "counts" not in inspection.options or source is None or not shards_in(source):
         return inspection.function(model, tokenizer, **options).to_json()
     result: Any = inspection.function(model, tokenizer, **options, counts=source)
-    run = os.fsencode(Path(source).resolve().name).decode(errors="replace")
-    return str(replace(result, counted_in=run).to_json())
+    return str(replace(result, counted_in=directory_name(source)).to_json())
+
+
+def directory_name(source: Source) -> str:
+    """Return the name of the directory or file at a path, which may be no UTF-8."""
+    return os.fsencode(Path(source).resolve().name).decode(errors="replace")
 
 
 def describe_model(
@@ -52,11 +58,14 @@ def describe_model(
     source: Source | None,
     *,
     path: Source | None = None,
+    has_chat: bool = False,
+    beside: str | None = None,
 ) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
 
     `source` is where the model was loaded from; without it, the file and the run are null. `path`
-    is the source for clients on this machine; others are not told where the model lies.
+    is the source for clients on this machine; others are not told where the model lies, nor the
+    text that the page begins with. `beside` is the name of the model to compare with.
     """
     from tiedgpt.inspect.faces import faces
     from tiedgpt.tie import ledger
@@ -80,9 +89,30 @@ def describe_model(
         "stored": None if source is None else _stored_matrices(source),
         "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
+        "opening": None if path is None else opening_text(path, tokenizer),
+        "chat": has_chat,
+        "beside": beside,
         "most_tokens": most,
     }
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
+
+
+def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int] | None:
+    """Return a text of the run's own kind that breaks off inside a sentence; None without a run.
+
+    It is taken from the run's held-out tokens; without a tokenizer it is their ids.
+    """
+    try:
+        shards = Shards.in_directory(Path(source) / "data", "val")
+        ids = shards.read(0, min(400, len(shards))).tolist()
+    except (TiedGPTError, OSError):
+        return None
+    if tokenizer is None:
+        return ids[:12] or None
+    text = tokenizer.decode(ids).replace("<|endoftext|>", "\n")
+    begin = re.search(r"(?:[.!?]\s+|\n)(?=\S)", text)  # the first tokens may be half a sentence
+    found = re.search(r"\S.{30,80}\w(?= \w)", text[begin.end() if begin else 0 :], re.DOTALL)
+    return found[0] if found else None
 
 
 def _stored_matrices(source: Source) -> dict[str, Any] | None:
