@@ -19,7 +19,9 @@ from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-QUICK = {f"docs/guides/{name}.md" for name in ("convert", "inspect", "scale", "serve", "tie")}
+QUICK = {
+    f"docs/guides/{name}.md" for name in ("convert", "export", "inspect", "scale", "serve", "tie")
+}
 """Pages whose blocks take less than five seconds; the others are slow tests."""
 PARSED = ("serve",)
 """Verbs that do not end by themselves."""

@@ -7,9 +7,13 @@ import os
 import posixpath
 import re
 import shutil
+import zlib
 from pathlib import Path
+from urllib.parse import unquote
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from starlette.testclient import TestClient
 
 import tiedgpt
@@ -18,7 +22,8 @@ from tiedgpt import inspect
 from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
-from tiedgpt.serve.assets import POLICY, page_files
+from tiedgpt.serve.assets import POLICY, in_one_file, page_files, worker_script
+from tiedgpt.serve.export import export
 from tiedgpt.serve.guards import Hosts
 from tiedgpt.tie import ledger
 
@@ -67,7 +72,7 @@ def test_the_files_are_few_and_name_only_each_other():
     vendored = [data for path, data in files.items() if "/vendor/" in path]
     assert sum(map(len, vendored)) <= 150_000
     assert sum(len(gzip.compress(data)) for data in vendored) <= 50_000
-    assert sum(map(len, files.values())) <= 160_000
+    assert sum(map(len, files.values())) <= 220_000
     for path, data in files.items():
         text = data.decode()
         for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", text):
@@ -167,7 +172,7 @@ def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
         assert page.get("/inspect/model").json()["name"] == "cats?"
         assert page.get("/v1/models").json()["data"][0]["id"] == "cats?"
         assert page.post("/inspect/vocabulary", json={}).json()["counted_in"] == "cats\ufffd"
-    assert main(["inspect", "--html", str(tmp_path / "p.html"), str(odd), "--text", "cat"]) == 0
+    assert main(["export", str(odd), str(tmp_path / "p.html"), "--text", "cat"]) == 0
 
 
 @pytest.mark.parametrize("body", [{}, {"token": -1}, {"token": 1, "top": 101}, {"token": 1.5}])
@@ -177,60 +182,96 @@ def test_neighbours_of_what_is_no_token_are_refused(page, body):
 
 
 def data_of(html):
-    """The answers in an exported file, as a browser reads them."""
+    """What an exported file holds beside the model, as a browser reads it."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     return json.loads(text)
 
 
-def test_an_exported_page_holds_all_answers_and_no_address(run, tmp_path, capfd):
+def weights_of(html):
+    """The metadata and the tensors of the model in an exported file."""
+    parts = re.findall(r'<script type="text/plain" class="weights">(.*?)</script>', html)
+    data = zlib.decompress(b"".join(map(base64.b64decode, parts)))
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length])["__metadata__"], safetensors.numpy.load(data)
+
+
+def test_an_exported_page_holds_the_model_once_and_no_address(run, tmp_path, capfd):
     path = tmp_path / "page.html"
-    assert main(["inspect", "--html", str(path), str(run), "--text", TEXT]) == 0
+    command = ["export", str(run), str(path), "--text", TEXT, "--precision", "int8"]
+    assert main(command) == 0
     assert "page.html" in capfd.readouterr().out
     html = path.read_text()
     found = data_of(html)
-    n = len(tiedgpt.Tokenizer.from_pretrained(run).encode(TEXT))
-    assert found["state"] == {"text": TEXT, "pin": n - 1}
+    model, tokenizer = tiedgpt.GPT.from_pretrained(run), tiedgpt.Tokenizer.from_pretrained(run)
+    assert found["state"] == {"text": TEXT}
+    assert found["/inspect/model null"]["parameters"] == model.config.parameter_count()
+    said = json.dumps({"text": TEXT}, ensure_ascii=False, separators=(",", ":"))
+    assert found[f"/inspect/gradient_split {said}"]["norm_predict"] > 0
     assert str(run.parent) not in html  # who gets the file learns nothing of this machine
-    said = json.dumps(TEXT, ensure_ascii=False)
-    positions = inspect.positions(run, None, TEXT)
-    assert found[f'/inspect/positions {{"text":{said},"top":10}}'] == json.loads(
-        positions.to_json()
-    )
-    for name in ("dot", "lens", "attention", "gradient_split", "random_head", "vocabulary",
-                 "neighbours", "model null", "pieces null", "ablate"):  # fmt: skip
-        assert any(key.startswith(f"/inspect/{name}") for key in found), name
+    metadata, tensors = weights_of(html)
+    matrices = [name for name, tensor in tensors.items() if tensor.shape == model.wte.weight.shape]
+    assert matrices == ["wte.weight"] and tensors["wte.weight"].dtype == np.int8
+    assert len(json.loads(metadata["tokenizer"])["tokens"]) == len(tokenizer)
+    counts = json.loads(metadata["counts"])
+    assert sum(counts["count"]) > 0 and counts["counted_in"] == run.name
+
+
+def test_an_exported_page_names_no_other_file(run):
+    html = in_one_file({}, b"")
     modules = json.loads(re.findall(r'<script type="importmap">(.*?)</script>', html)[0])["imports"]
-    assert len(modules) == sum(path.endswith(".js") for path in page_files())
-    texts = [base64.b64decode(url.partition(",")[2]).decode() for url in modules.values()]
+    texts = [unquote(url.partition(",")[2]) for url in modules.values()]
+    (worker,) = re.findall(r'<script type="text/plain" id="worker">(.*?)</script>', html, re.S)
+    assert len(modules) + len(worker_script()) == sum(path.endswith(".js") for path in page_files())
     for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", "\n".join(texts)):
         assert name in modules
-    shell = html.replace(html[html.index('id="data">') : html.index("</script>")], "")
+    assert not re.search(r"^(import|export)\b", worker, re.MULTILINE)
+    shell = html.replace(worker, "")
     assert not re.search(r"""(?:src|href)=["']?(?!data:)\w""", shell)
     assert "http" not in re.sub(r'data:[^"]*|http-equiv', "", shell)
+    (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', html)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy and "http" not in policy and "connect-src" not in policy
+
+
+def test_a_page_opens_with_a_text_of_the_run(run, tmp_path):
+    path = tmp_path / "page.html"
+    assert main(["export", str(run), str(path)]) == 0
+    assert data_of(path.read_text())["state"]["text"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_a_page_holds_the_precision_that_is_asked_for(run, precision):
+    model, tokenizer = tiedgpt.GPT.from_pretrained(run), tiedgpt.Tokenizer.from_pretrained(run)
+    html = export(model, tokenizer, "the cat", name="cats", precision=precision)
+    assert data_of(html)["/inspect/model null"]["precision"] == precision
+    dtype = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[precision]
+    _, tensors = weights_of(html)
+    assert tensors["h.0.mlp.c_fc.weight"].dtype == dtype
+    assert tensors["h.0.mlp.c_fc.bias"].dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--text", "a", "--top", "3"], "has no option --top"),
-        ([], "give --text, or --ids"),
-        (["--text", ""], "text is empty"),
-        (["--text", "cat " * 99], "to 48 tokens"),
+        (["page.html", "--text", "a", "--top", "3"], "has no option --top"),
+        (["page.html", "--text", ""], "text is empty"),
+        (["page.html", "--text", "cat " * 99], "to 48 tokens"),
+        (["page.html", "--text", "a", "--ids", "3"], "exclude each other"),
+        (["page.html", "--max-size", "0.01"], "serve shows the same page"),
+        (["page.txt"], "end it in .html"),
     ],
 )
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(
-    run, tmp_path, capfd, arguments, said
+    run, tmp_path, capfd, monkeypatch, arguments, said
 ):
-    path = tmp_path / "page.html"
-    assert main(["inspect", "--html", str(path), str(run), *arguments]) in (1, 2)
-    assert said in capfd.readouterr().err and not path.exists()
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), *arguments]) in (1, 2)
+    assert said in capfd.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_html_is_of_the_page_alone(run, capfd):
-    assert main(["inspect", "page", str(run), "--text", "a"]) == 1
-    assert "the page needs a file" in capfd.readouterr().err
-    assert main(["inspect", "--html", str(run), "--text", "a"]) == 1
-    assert "name the page first" in capfd.readouterr().err
+def test_the_page_is_no_longer_of_inspect(run, capfd):
+    assert main(["inspect", "--html", "page.html", str(run), "--text", "a"]) == 2
+    assert "tiedgpt export MODEL page.html" in capfd.readouterr().err
 
 
 @pytest.mark.page

@@ -13,10 +13,8 @@ from tests.inspect.conftest import random_model
 from tests.serve.conftest import Running
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import Tokenizer, inspect
-from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
-from tiedgpt.serve.export import export
 from tiedgpt.serve.guards import Limits
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
@@ -304,36 +302,6 @@ def test_grids_and_clouds_answer_to_arrows(browser, url):
         settled(page)
         assert cloud.get_attribute("aria-valuetext") != told
         assert cloud.get_attribute("aria-valuenow") == "2"
-
-
-def test_an_exported_page_works_offline_from_a_file(browser, run, tmp_path):
-    path = tmp_path / "page.html"
-    assert main(["inspect", "--html", str(path), str(run), "--text", TEXT]) == 0
-    with opened(browser, offline=True) as page:
-        for view in VIEWS:
-            page.goto("about:blank")
-            page.goto(f"file://{path}#view={view}")
-            settled(page)
-            errors = page.locator("main .error").all_inner_texts()
-            assert not errors or view == "write", (view, errors)
-            assert page.locator("main data").count() >= LEAST.get(view, 0)
-        page.goto("about:blank")
-        page.goto(f"file://{path}#view=text")
-        settled(page)
-        found = inspect.positions(run, None, TEXT)
-        assert np.isclose(numbers(page), found.loss, rtol=1e-6).any()
-
-
-def test_an_exported_page_without_a_tokenizer_shows_its_ids(browser, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(export(random_model(), None, [1, 2, 3], name="bare"), encoding="utf-8")
-    with opened(browser, offline=True) as page:
-        for view in VIEWS:
-            page.goto("about:blank")
-            page.goto(f"file://{path}#view={view}")
-            settled(page)
-            assert not page.locator(".status.error").count(), view
-            assert page.locator("main data").count() >= min(8, LEAST.get(view, 0))
 
 
 def test_a_word_is_no_id_without_a_tokenizer(browser):

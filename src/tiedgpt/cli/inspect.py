@@ -16,7 +16,6 @@ from tiedgpt.cli.console import bar, fact, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import ModelOptions, SourceOrNewest, read_text, source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.files import format_bytes, replacing
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
@@ -39,7 +38,7 @@ def about() -> str:
 
 lists the options of a name.
 
-  tiedgpt inspect --html page.html runs/my-1 {EXAMPLE}
+  tiedgpt export runs/my-1 page.html
 
 writes all views to a page that needs no server."""
 
@@ -65,13 +64,10 @@ class TextArguments(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(SourceOrNewest, TextArguments):
-    """Options of the page."""
+class Arguments:
+    """What follows the verb."""
 
-    name: str = argument("What to show: a name of the list above, or page, which needs --html.")
-    html: Path | None = option(
-        None, "Write the page with all views to this file; it opens in a browser, without a server."
-    )
+    name: str = argument("What to show: a name of the list above.")
 
 
 def run(arguments: list[str]) -> None:
@@ -80,16 +76,15 @@ def run(arguments: list[str]) -> None:
     if name in INSPECTIONS:
         _inspect(INSPECTIONS[name], arguments[1:])
         return
-    if any(one.split("=")[0] == "--html" for one in arguments) and name != "page":
-        arguments = ["page", *arguments]
-    args = parse(Arguments, "inspect", arguments, about())
-    if args.name != "page":
-        names = ", ".join(each.verb for each in INSPECTIONS.values())
-        raise UsageError(
-            f"`tiedgpt inspect` shows nothing that is called {args.name!r}",
-            f"the name is first: {names}",
-        )
-    _page(args)
+    if any(one.split("=")[0] == "--html" for one in arguments):
+        hint = "write tiedgpt export MODEL page.html"
+        raise UsageError("`tiedgpt inspect --html` is now a verb of its own", hint)
+    args = parse(Arguments, "inspect", arguments[:1], about())
+    names = ", ".join(each.verb for each in INSPECTIONS.values())
+    raise UsageError(
+        f"`tiedgpt inspect` shows nothing that is called {args.name!r}",
+        f"the name is first: {names}",
+    )
 
 
 def _inspect(inspection: Inspection, arguments: list[str]) -> None:
@@ -173,23 +168,3 @@ def _draw(result: Result, path: Path) -> None:
     """Write the figure of a result."""
     title, panels = result.figure()
     save_figure(panels, path, title, columns=1 if len(panels) < 3 else 2 if len(panels) < 6 else 4)
-
-
-def _page(args: Arguments) -> None:
-    """Write the page with the answers for the text."""
-    from tiedgpt.inspect.subjects import open_model
-    from tiedgpt.serve.export import export
-
-    if args.html is None:
-        hint = "give --html, as tiedgpt inspect --html page.html"
-        raise UserError("the page needs a file", hint=hint)
-    if args.html.is_dir():
-        hint = "name the page first, as page.html"
-        raise UserError(f"--html {args.html} is a directory", hint=hint)
-    text, source = _text(args, "--html page.html"), source_or_newest(args.source)
-    model, tokenizer = open_model(*_model(args, source), needed=args.text is not None)
-    name = Path(source).resolve().name if Path(source).exists() else source
-    page = export(model, tokenizer, text, name=name, source=source)
-    with replacing(args.html) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-    fact("written", f"{args.html} ({format_bytes(len(page.encode()))}): open it in a browser")

@@ -26,6 +26,7 @@ VERBS = {
     "plot": "plot the curves of runs, in the terminal or as a figure",
     "serve": "serve a model with OpenAI's API, and a page that shows what it computes",
     "inspect": "show what a model predicts and why: by position, layer, head, row of W",
+    "export": "write a model as one HTML file that computes in a browser",
     "explain": "lessons measured on a model: the tie, the head, the loss",
     "convert": "write any GPT in another tool's format, and check the file",
     "tie": "is the head the embedding? show, audit or fix any model or file",

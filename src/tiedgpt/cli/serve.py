@@ -10,18 +10,22 @@ import re
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.source import EngineOptions, SourceOrNewest, source_or_newest
+from tiedgpt.cli.source import (
+    EngineOptions,
+    SourceOrNewest,
+    chat_template,
+    model_name,
+    source_or_newest,
+)
 from tiedgpt.errors import UserError
 from tiedgpt.infer.options import require_positive
 from tiedgpt.options import option
 
 if TYPE_CHECKING:
-    from tiedgpt.data.templates import Template
     from tiedgpt.infer import Engine
 
 ABOUT = """Serve a model with OpenAI's API.
@@ -107,8 +111,7 @@ def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listen
     from tiedgpt.serve.server import Server
 
     limits = Limits(queue=args.queue, drain_seconds=args.drain)
-    path = Path(source)
-    name = args.name or (path.resolve().name if path.exists() else source)
+    name = args.name or model_name(source)
     app = create_app(
         engine,
         name=name,
@@ -117,7 +120,7 @@ def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listen
         hosts=Hosts.of(args.host, args.allow_host),
         load=lambda: GPT.from_pretrained(source, **args.loading),
         source=source,
-        template=_template(args.tokenizer or source),
+        template=chat_template(args.tokenizer or source),
         beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
     )
     handler = logging.StreamHandler(sys.stderr)
@@ -155,18 +158,6 @@ def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, por
         f".completions.create(model={name!r}, prompt={prompt!r}).choices[0].text)\n"
     )
     sys.stdout.flush()
-
-
-def _template(source: str) -> Template | None:
-    """Return the chat template beside the tokenizer; there is no chat without one of ours."""
-    from tiedgpt.data.templates import read_template
-    from tiedgpt.weights.sources import local_directory
-
-    try:
-        return read_template(local_directory(source, ["chat_template.jinja", "*config.json"]))
-    except UserError as error:
-        note(f"no chat: {error}")
-        return None
 
 
 def _is_local(host: str) -> bool:

@@ -224,8 +224,7 @@ class Display:
             theirs = model_type_of(config) is not TIEDGPT
             chats = isinstance(objective, Replies) and objective.template is not None
             first = f"chat {here}" if chats else f"generate {here} --prompt={shlex.quote(words)}"
-            page = f"inspect --html page.html {here} --text={shlex.quote(words)}"
-            verbs = first, page, f"tie show {here}"
+            verbs = first, f"export {here} page.html", f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.options import argument, option
+
+if TYPE_CHECKING:
+    from tiedgpt.data.templates import Template
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """How names of texts end, which are no models."""
@@ -125,6 +128,24 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     newest = max(runs, key=lambda run: (run / holding).stat().st_mtime)
     note(f"newest run: {newest}")
     return newest
+
+
+def model_name(source: str) -> str:
+    """Return the name that clients and pages give the model: its directory's, or the hub's."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
+def chat_template(source: str) -> Template | None:
+    """Return the chat template beside the tokenizer; there is no chat without one of ours."""
+    from tiedgpt.data.templates import read_template
+    from tiedgpt.weights.sources import local_directory
+
+    try:
+        return read_template(local_directory(source, ["chat_template.jinja", "*config.json"]))
+    except UserError as error:
+        note(f"no chat: {error}")
+        return None
 
 
 def read_text(path: str | Path, flag: str) -> str:

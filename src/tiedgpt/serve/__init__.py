@@ -9,7 +9,8 @@
     torch_model.py  what torch computes: /v1/embeddings and /inspect/NAME
     page_data.py    what the page shows: inspections, the model, its tokens
     assets.py       the page's files, in page/, and all of them in one file
-    export.py       the answers of all views for one text, for `inspect --html`
+    page_model.py   a model as the page's own JavaScript, page/model/, reads it
+    export.py       the page with a model inside, as one file
     guards.py       checks of each request: host, key, size, time; the access log
     metrics.py      /metrics
     server.py       the socket, deadlines, the end by SIGTERM

@@ -1,27 +1,39 @@
-"""The page as one file, with the answers for one text inside.
+"""A model as one HTML file: the page, the tokenizer and the weights, which compute in the browser.
 
-A file holds at most `MAX_BYTES` of answers: first those of the first views, last those for other
-positions. A view whose answer is missing says so.
+What needs gradients is computed here, for the text that the page opens with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
+from tiedgpt.files import format_bytes
 from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.inspect.rows import shards_in, vocabulary
+from tiedgpt.inspect.subjects import open_subject
 from tiedgpt.serve.assets import in_one_file
-from tiedgpt.serve.page_data import Source, describe_model, inspect_model, token_texts
+from tiedgpt.serve.page_data import Source, describe_model, directory_name, inspect_model
+from tiedgpt.serve.page_model import (
+    WIDTHS,
+    choose_precision,
+    pack_model,
+    page_tensors,
+    round_weights,
+)
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
+    from tiedgpt.data.templates import Template
     from tiedgpt.text import Tokenizer
 
-MAX_BYTES = 24_000_000
-Body = dict[str, Any]
+MAX_BYTES = 50_000_000
+"""Of a file, unless its user asks for more: browsers open larger ones slowly."""
+BASE64 = 4 / 3
+"""Characters for a byte."""
+SENT = ("matrices", "parameters", "tied")
+"""Of a model's description, what computing needs."""
 
 
 def export(
@@ -31,56 +43,63 @@ def export(
     *,
     name: str,
     source: Source | None = None,
+    template: Template | None = None,
+    precision: str = "auto",
+    max_bytes: int = MAX_BYTES,
 ) -> str:
-    """Return the page as HTML that needs no server, with the answers for a text or its ids.
+    """Return the page as HTML that computes with the model, and opens with a text or its ids.
 
-    `name` is the model's, `source` where it lies. Raises `UserError` as `inspect.positions`.
+    `name` is the model's, `source` where it lies. `precision` is of the matrices: "fp32", "fp16",
+    "int8" (by rows), or "auto" (int8 above 500,000 parameters); the page shows what the model
+    computes with these. Raises `UserError` for a file above `max_bytes`, a model that is not a
+    plain GPT or a tokenizer that the page has not, and as `inspect.positions` for the text.
     """
-    subject: Body = {"text": text} if isinstance(text, str) else {"ids": text}
-    found = inspect_model(INSPECTIONS["positions"], model, tokenizer, None, {"text": text})
-    ids = json.loads(found)["ids"]
+    precision = choose_precision(model, precision)
+    size = int(model.config.parameter_count() * WIDTHS[precision] * BASE64)
+    if size > max_bytes:
+        raise UserError(
+            f"the page would have about {format_bytes(size)}, more than {format_bytes(max_bytes)}",
+            hint="tiedgpt serve shows the same page from a server, and tiedgpt convert --to gguf "
+            "writes a file for llama.cpp; --max-size allows a larger page",
+        )
+    tensors = page_tensors(model, precision)
+    rounded = round_weights(model, tensors)
+    n_tokens = open_subject(rounded, tokenizer, text).ids.shape[1]
+    description = describe_model(name, model, tokenizer, source, has_chat=template is not None)
+    info = json.loads(description) | {"precision": precision}
+    weights = pack_model(
+        tensors, model, tokenizer, template,
+        info={key: info[key] for key in SENT}, counts=_counts(rounded, tokenizer, source),
+    )  # fmt: skip
+    subject = {"text": text} if isinstance(text, str) else {"ids": text}
     answers = {
-        "state": json.dumps(subject | {"pin": len(ids) - 1}),
-        "/inspect/model null": describe_model(name, model, tokenizer, source),
-        "/inspect/pieces null": token_texts(tokenizer, model.config.vocab_size),
+        "state": json.dumps(subject),
+        "/inspect/model null": json.dumps(info),
     }
-    left = MAX_BYTES
-    for function, body in _requests(subject, ids, model.config.n_layer):
-        options = dict(body)
-        if given := options.pop("ids", None) or options.get("text"):
-            options["text"] = given
-        with contextlib.suppress(UserError):  # a single token has no loss, an odd head no rows
-            answer = inspect_model(INSPECTIONS[function], model, tokenizer, source, options)
-            left -= len(answer.encode())
-            if left < 0:
-                break
-            answers[f"/inspect/{function} {_json(body)}"] = answer
-    return in_one_file(answers)
+    if n_tokens > 1:
+        answer = inspect_model(
+            INSPECTIONS["gradient_split"], rounded, tokenizer, None, {"text": text}
+        )
+        key = json.dumps(subject, ensure_ascii=False, separators=(",", ":"))  # as JavaScript's
+        answers[f"/inspect/gradient_split {key}"] = answer
+    return in_one_file(answers, weights)
 
 
-def _requests(subject: Body, ids: list[int], n_layer: int) -> Iterator[tuple[str, Body]]:
-    """Yield the requests of the views: an inspection, and its body with the keys in their order."""
-    most = INSPECTIONS["lens"].max_tokens or len(ids)
-    short = subject if len(ids) <= most else {"ids": ids[:most]}
-    last = len(ids) - 1
-    yield "positions", subject | {"top": 10}
-    yield "dot", subject | {"position": last, "top": 10}
-    yield "random_head", subject
-    yield "gradient_split", subject
-    yield "vocabulary", {}
-    yield "lens", short | {"top": 5, "position": min(last, most - 1)}
-    for layer in range(n_layer):
-        yield "attention", short | {"layer": layer}
-    yield "ablate", short
-    yield "positions", subject | {"top": 1, "poke": last, "poke_with": None}
-    for id in dict.fromkeys(ids):
-        yield "neighbours", {"token": id, "top": 10}
-    for position in reversed(range(last)):
-        if position < most - 1:
-            yield "lens", short | {"top": 5, "position": position}
-        yield "dot", subject | {"position": position, "top": 10}
-
-
-def _json(body: Body) -> str:
-    """Return a body as JavaScript writes it."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+def _counts(model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> dict[str, Any]:
+    """Return what `vocabulary` tells of a run's counts, which the page has no text to count in."""
+    columns = ("spearman", "interval", "slope", "ln_count", "r2_heldout")
+    if source is None or not shards_in(source):
+        of_none: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
+        matrix = {name: of_none.get(name) for name in columns}
+        return {"count": None, "counted_in": None, "matrices": [matrix, matrix]}
+    rows = vocabulary(model, tokenizer, counts=source, own_rank_rows=0)
+    found = json.loads(rows.to_json())
+    matrices = [{name: matrix[name] for name in columns} for matrix in found["matrices"]]
+    for matrix in matrices:
+        if matrix["ln_count"] is not None:
+            matrix["ln_count"] = [round(value, 4) for value in matrix["ln_count"]]
+    return {
+        "count": found["count"],
+        "counted_in": directory_name(source),
+        "matrices": matrices,
+    }

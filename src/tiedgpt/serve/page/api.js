@@ -1,4 +1,4 @@
-// The server's answers; an exported file holds its own in <script id="data">, and needs no server.
+// Where the page's numbers come from: the server, or the model in the page's own file (model/file.js).
 //
 //   call(path, body, signal)    the answer as an object. `body` undefined: GET, otherwise POST
 //   textOf(ids, info)           the text of tokens
@@ -11,7 +11,8 @@
 // Errors are `Error`s whose message is one sentence for people; `.status` is HTTP's, 0 without one.
 
 const data = document.getElementById("data");
-export const exported = data && JSON.parse(data.textContent);
+export const exported = data && JSON.parse(data.textContent); // what a file does not compute
+const file = data && (await import("./model/file.js"));
 
 const KEPT = 24;
 const answers = new Map(); // the newest answers, so that going back to a view costs nothing
@@ -26,17 +27,14 @@ export const hasKey = () => apiKey !== "";
 
 export async function call(path, body, signal) {
   const key = `${path} ${JSON.stringify(body ?? null)}`;
-  if (exported) {
-    if (key in exported) return exported[key];
-    throw failure("this file does not hold these numbers: open the page of `tiedgpt serve`", 0);
-  }
+  if (exported && key in exported) return exported[key];
   if (answers.has(key)) return answers.get(key);
   const asked = lastAsked.then(() => {
     signal?.throwIfAborted();
-    return send(path, body, signal);
+    return file ? file.call(path, body, signal) : send(path, body, signal).then((response) => response.json());
   });
   lastAsked = asked.catch(() => {});
-  const answer = await (await asked).json();
+  const answer = await asked;
   answers.set(key, answer);
   if (answers.size > KEPT) answers.delete(answers.keys().next().value);
   return answer;
@@ -48,7 +46,10 @@ export async function textOf(ids, info) {
 }
 
 export async function* stream(path, body, signal) {
-  if (exported) throw failure("a file cannot write: open the page of `tiedgpt serve`", 0);
+  if (file) {
+    yield* file.stream(path, body, signal);
+    return;
+  }
   const response = await send(path, { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let buffer = ""; ; ) {

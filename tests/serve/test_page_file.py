@@ -1,0 +1,206 @@
+"""The page as one file, from a disk and offline, in Chromium and in Firefox."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from tests.inspect.conftest import random_model
+from tests.serve.firefox import FIREFOX, Firefox
+from tests.serve.page_run import make_run
+from tests.serve.test_page_browser import CHROMIUM, LEAST, OPTIONS, VIEWS
+from tiedgpt import GPT, Tokenizer, inspect
+from tiedgpt.cli.main import main
+from tiedgpt.infer import Engine
+from tiedgpt.serve.export import export
+from tiedgpt.serve.page_model import page_tensors, round_weights
+
+pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
+
+TEXT = "the cat sat on the mat. the dog ate the hat"
+OTHER = "the dog sat on the hat"
+LISTEN = """
+    window.said = [];
+    addEventListener("error", ({ message }) =>
+        /ResizeObserver/.test(message) || said.push(message));
+    addEventListener("unhandledrejection", (event) => said.push(String(event.reason)));
+    addEventListener("securitypolicyviolation", (event) => said.push(event.violatedDirective));
+"""
+SETTLED = """async () => {
+    const find = (selector) => document.querySelector(selector);
+    const isBusy = () => !find("main .panel") || find(".spinner, [aria-busy=true]");
+    const wait = (ms) => new Promise((go) => setTimeout(go, ms));
+    await wait(300);
+    for (let quiet = 0; quiet < 3; quiet += 1) {
+        if (isBusy()) quiet = -1;
+        await wait(60);
+    }
+    return find("main").innerText;
+}"""
+
+
+class Chromium:
+    """A page of Chromium with the methods of `Firefox`."""
+
+    def __init__(self, browser, width=1280):
+        viewport = {"width": width, "height": 800}
+        self.context = browser.new_context(viewport=viewport, offline=True)
+        self.page, self.asked = self.context.new_page(), []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.add_init_script(LISTEN)
+
+    def open(self, address):
+        self.page.goto("about:blank")
+        self.page.goto(address)
+
+    def run(self, function):
+        return self.page.evaluate(function)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if not os.path.exists(CHROMIUM):
+        pytest.fail(f"{CHROMIUM} is not there: install Chromium, or name one with CHROMIUM=...")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module", params=["chromium", "firefox"])
+def page(request, tmp_path_factory):
+    """A browser of either kind, with `open` and `run`."""
+    if request.param == "chromium":
+        page = Chromium(request.getfixturevalue("chromium"))
+        yield page
+        foreign = [url for url in page.asked if not url.startswith(("file:", "data:", "blob:"))]
+        assert not foreign
+    elif FIREFOX is None:
+        pytest.skip("Firefox is not there: install it, or name one with FIREFOX=...")
+    else:
+        with Firefox(tmp_path_factory.mktemp("firefox")) as page:
+            yield page
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "cats", n_positions=256)
+
+
+@pytest.fixture(scope="module")
+def file(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    assert main(["export", str(run), str(path), "--text", TEXT, "--precision", "int8"]) == 0
+    return f"file://{path}"
+
+
+@pytest.fixture(scope="module")
+def rounded(run):
+    model = GPT.from_pretrained(run)
+    return round_weights(model, page_tensors(model, "int8"))
+
+
+def numbers(page):
+    values = page.run("async () => [...document.querySelectorAll('main data')].map((x) => x.value)")
+    return np.array([float(value) for value in values])
+
+
+def errors(page):
+    return page.run(
+        "async () => [...document.querySelectorAll('main .error')].map((x) => x.innerText)"
+    )
+
+
+def write(page, text):
+    """Replace the text of the box, and wait."""
+    page.run(f"""async () => {{
+        const box = document.querySelector("textarea");
+        const put = Object.getOwnPropertyDescriptor(HTMLTextAreaElement.prototype, "value").set;
+        put.call(box, {json.dumps(text)});
+        box.dispatchEvent(new Event("input", {{ bubbles: true }}));
+        await new Promise((go) => setTimeout(go, 500)); }}""")
+    page.run(SETTLED)
+
+
+def test_all_views_are_there_offline(page, file):
+    for view in VIEWS:
+        page.open(f"{file}#view={view}")
+        page.run(SETTLED)
+        assert not errors(page), view
+        assert len(numbers(page)) >= LEAST.get(view, 0), view
+        assert not page.run("async () => window.said ?? []"), view
+
+
+def test_other_texts_are_read_as_the_library_reads_them(page, file, run, rounded):
+    tokenizer = Tokenizer.from_pretrained(run)
+    page.open(f"{file}#view=text")
+    page.run(SETTLED)
+    for text in (OTHER, OTHER + " é 😀", "the"):
+        write(page, text)
+        found = inspect.positions(rounded, tokenizer, text)
+        known = [found.entropy_bits[-1], *np.exp(found.top_logprob[-1])]
+        known += [found.loss, found.bits_per_byte] if not math.isnan(found.loss) else []
+        shown = numbers(page)
+        for number in known:
+            assert np.isclose(shown, number, rtol=1e-4).any(), number
+
+
+def test_gradients_of_another_text_are_said_to_be_elsewhere(page, file):
+    page.open(f"{file}#view=matrix")
+    assert "as hard" in page.run(SETTLED)
+    write(page, OTHER)
+    assert any("tiedgpt serve" in error for error in errors(page))
+
+
+def test_it_writes_what_the_engine_writes(chromium, file, run, rounded):
+    page = Chromium(chromium)
+    page.open(f"{file}#view=write")
+    page.run(SETTLED)
+    ids = page.run("""async () => {
+        const { stream } = await import("page/api.js");
+        const ids = [];
+        const body = { prompt: "the cat", max_tokens: 50, temperature: 0, logprobs: 1 };
+        for await (const { choices: [{ logprobs }] } of stream("/v1/completions", body))
+            ids.push(...logprobs?.token_ids ?? []);
+        return ids; }""")
+    with Engine(rounded, tokenizer=Tokenizer.from_pretrained(run)) as engine:
+        expected = engine.generate("the cat", max_new_tokens=50, temperature=0).ids
+    assert ids == expected
+
+
+def test_a_question_that_nobody_waits_for_is_given_up(chromium, file):
+    page = Chromium(chromium)
+    page.open(f"{file}#view=text")
+    page.run(SETTLED)
+    said = page.run("""async () => {
+        const { stream, call } = await import("page/api.js");
+        const controller = new AbortController();
+        let [n, message] = [0, null];
+        try {
+            const body = { prompt: "the", max_tokens: 200, temperature: 1, logprobs: 1 };
+            for await (const _ of stream("/v1/completions", body, controller.signal))
+                if ((n += 1) === 3) controller.abort();
+        } catch (error) { message = error.message; }
+        const { count } = await call("/tokenize", { prompt: "the cat" });
+        return [n, message, count]; }""")
+    assert said[0] < 200 and said[1] == "stopped" and said[2] > 0
+
+
+def test_a_file_without_a_tokenizer_shows_its_ids(page, tmp_path):
+    path = tmp_path / "bare.html"
+    path.write_text(export(random_model(), None, [1, 2, 3], name="bare"), encoding="utf-8")
+    for view in VIEWS:
+        page.open(f"file://{path}#view={view}")
+        page.run(SETTLED)
+        assert not errors(page), view
+
+
+def test_a_file_fits_a_phone(chromium, file):
+    page = Chromium(chromium, width=375)
+    for view in VIEWS:
+        page.open(f"{file}#view={view}")
+        page.run(SETTLED)
+        assert page.run("() => document.documentElement.scrollWidth") <= 375, view
