@@ -64,11 +64,23 @@ def sync(path: Path) -> None:
     """Have the disk hold what was written to a file, or a directory's entries, where it can."""
     if os.name != "posix" and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    flags = os.O_RDONLY if os.name == "posix" else os.O_RDWR  # Windows syncs what it may write
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this number; True where asking would end it (on Windows)."""
+    with contextlib.suppress(PermissionError):  # another user's
+        try:
+            if os.name == "posix":
+                os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def remove(path: Path) -> None:

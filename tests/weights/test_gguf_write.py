@@ -1,8 +1,10 @@
 """GGUF: what is written is read alike by llama.cpp's library and by us; the rest is refused."""
 
 import json
+import re
 import warnings
 
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from tokenizers import models, normalizers, pre_tokenizers
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data.templates import CHATML, PLAIN, write_template
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
@@ -27,7 +31,7 @@ TEXTS = [
     "the quick brown fox, the lazy dog. It's 1234 o'clock; über-ähnlich 🚀🚀 \n\n  tab\t. " * 20
 ]
 PROMPT = "the lazy fox, it's 12 dogs\n\n  über 🚀"
-PRECISIONS = ("fp32", "fp16", "bf16", "q8_0")
+PRECISIONS = ("fp32", "fp16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,8 @@ def test_their_library_reads_what_it_would_have_written(precision, tokenizer, tm
     for name, parameter in model.named_parameters():
         kind, numbers = theirs[to_theirs(name)]
         vector = parameter.ndim == 1 or name == "wpe.weight"
-        assert kind == ("F32" if vector else precision.upper().replace("FP", "F"))
+        of_w = "q8_0" if name == "wte.weight" and precision[:2] in ("q4", "q5") else precision
+        assert kind == ("F32" if vector else of_w.upper().replace("FP", "F"))
         ggml = gguf.GGMLQuantizationType[kind]
         array = parameter.detach().numpy()
         expected = gguf.quants.dequantize(gguf.quants.quantize(array, ggml), ggml)
@@ -133,12 +138,88 @@ def test_an_untied_head_is_kept_even_where_it_is_equal(tokenizer, tmp_path):
     assert open_checkpoint(tmp_path / "a.gguf").claim.is_tied is False
 
 
-def test_rows_that_are_no_multiple_of_32_stay_halves(tokenizer, tmp_path):
+@pytest.mark.parametrize("precision", ["q8_0", "q4_1"])
+def test_rows_that_are_no_multiple_of_32_stay_halves(precision, tokenizer, tmp_path):
     model = gpt(tokenizer, n_embd=40)
-    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="q8_0")
+    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
     kinds = {name: kind for name, (kind, _) in tensors_of(tmp_path / "a.gguf").items()}
-    assert kinds["token_embd.weight"] == "F16"
-    assert kinds["blk.0.ffn_down.weight"] == "Q8_0"  # rows of 160
+    assert kinds["token_embd.weight"] == kinds["blk.0.ffn_up.weight"] == "F16"
+    assert kinds["blk.0.ffn_down.weight"] == precision.upper()  # rows of 160
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_matrices_of_the_vocabulary_get_the_precision_that_is_asked_for(
+    tied, tokenizer, tmp_path
+):
+    model, path = gpt(tokenizer, tie_word_embeddings=tied), tmp_path / "a.gguf"
+    for w_precision, kind in ((None, "Q8_0"), ("q4_0", "Q4_0"), ("fp16", "F16")):
+        write_gguf(model, path, tokenizer=tokenizer, precision="q4_0", w_precision=w_precision)
+        kinds = {name: of for name, (of, _) in tensors_of(path).items()}
+        names = ["token_embd.weight"] + ["output.weight"] * (not tied)
+        assert [kinds[name] for name in names] == [kind] * len(names)
+        assert kinds["blk.1.attn_qkv.weight"] == "Q4_0"
+    with pytest.raises(UserError, match="w_precision must be one of fp32"):
+        write_gguf(model, path, tokenizer=tokenizer, w_precision="q4_k")
+
+
+def chat_model(tokenizer, directory, template=CHATML):
+    """A model that chats, as `tiedgpt tune` leaves it."""
+    tokenizer = tokenizer.with_special_tokens(template.tokens)
+    model = gpt(tokenizer, eos_token_id=tokenizer.eos_token_id, std=0.05)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    write_template(template, tokenizer, directory)
+    return tokenizer
+
+
+MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
+def test_the_chat_template_and_the_end_of_a_turn_are_in_the_file(template, tokenizer, tmp_path):
+    tokenizer = chat_model(tokenizer, tmp_path / "chat", template)
+    assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    pairs = {name: field.contents() for name, field in fields.items()}
+    (im_end,) = tokenizer.encode("<|im_end|>", allow_special=True)[:1]
+    assert pairs[gguf.Keys.Tokenizer.EOS_ID] == tokenizer.eos_token_id
+    assert pairs.get(gguf.Keys.Tokenizer.EOT_ID) == (im_end if template is CHATML else None)
+    # A plain Jinja, without transformers' tags around what is trained.
+    jinja = jinja2.Environment().from_string(pairs[gguf.Keys.Tokenizer.CHAT_TEMPLATE])
+    text = jinja.render(messages=MESSAGES, add_generation_prompt=True, eos_token="<|endoftext|>")
+    assert text == "".join(piece.text for piece in template.prompt(MESSAGES))
+
+
+def go(template: str, messages) -> str:
+    """What Go's template engine makes of the few actions that ours have."""
+    before, body, after = re.fullmatch(
+        r"(.*?)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template
+    ).groups()
+
+    def literal(text, content=""):
+        parts = re.findall(r'\{\{ (".*?(?<!\\)"|\.Content) \}\}', text)
+        return "".join(content if part == ".Content" else json.loads(part) for part in parts)
+
+    roles = re.findall(r'if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else|$)', body)
+    made = [literal(dict(roles)[m["role"]], m["content"]) for m in messages]
+    return literal(before) + "".join(made) + literal(after)
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
+def test_the_modelfile_beside_it_chats_as_the_model_was_tuned(template, tokenizer, tmp_path):
+    chat_model(tokenizer, tmp_path / "chat", template)
+    assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
+    lines = (tmp_path / "a.Modelfile").read_text().splitlines()
+    assert lines[:2] == ["FROM ./a.gguf", "PARAMETER num_ctx 256"]
+    (text,) = re.findall(r'^TEMPLATE """(.*)"""$', "\n".join(lines), re.MULTILINE)
+    assert go(text, MESSAGES) == "".join(piece.text for piece in template.prompt(MESSAGES))
+    stops = ["<|endoftext|>", *(["<|im_end|>"] if template is CHATML else [])]
+    assert lines[3:] == [f'PARAMETER stop "{stop}"' for stop in stops]
+
+
+def test_the_modelfile_of_a_model_that_does_not_chat_sends_the_prompt_as_it_is(tokenizer, tmp_path):
+    write_gguf(gpt(tokenizer), tmp_path / "a.gguf", tokenizer=tokenizer)
+    assert 'TEMPLATE """{{ .Prompt }}"""' in (tmp_path / "a.Modelfile").read_text()
 
 
 def test_numbers_that_cannot_be_quantized_are_refused_and_nothing_is_left(tokenizer, tmp_path):
@@ -279,6 +360,35 @@ def test_llama_cpp_computes_and_generates_the_same(shape, tokenizer, tmp_path):
         ours = model(torch.tensor([ids]))[0].numpy()
     assert ours.std() > 1
     assert np.abs(ours - found).max() < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
+def test_llama_cpp_predicts_20000_tokens_as_the_dequantized_weights_do(
+    precision, tokenizer, tmp_path
+):
+    model = gpt(tokenizer, std=0.06)
+    path = tmp_path / "a.gguf"
+    write_gguf(model, path, tokenizer=tokenizer, precision=precision)
+    ids = torch.randint(len(tokenizer), (80, 256), generator=torch.Generator().manual_seed(0))
+    theirs, loss = llama(path), 0.0
+    for row in ids:
+        logprobs = torch.from_numpy(logits(theirs, row.tolist())).log_softmax(-1)
+        loss -= float(logprobs[:-1].gather(1, row[1:, None]).sum()) / (80 * 255)
+    with torch.no_grad():
+        ours = float(GPT.from_pretrained(path).loss(ids[:, :-1], ids[:, 1:]))
+    assert np.exp(loss - ours) == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.slow
+def test_llama_cpp_reads_the_chat_template(tokenizer, tmp_path):
+    chat_model(tokenizer, tmp_path / "chat")
+    options = ["--precision", "q4_0"]
+    assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf"), *options]) == 0
+    theirs = llama(tmp_path / "a.gguf")
+    assert "<|im_start|>" in theirs.metadata["tokenizer.chat_template"]
+    reply = theirs.create_chat_completion(MESSAGES[:1], max_tokens=4, temperature=0)
+    assert reply["choices"][0]["message"]["role"] == "assistant"
 
 
 @pytest.mark.slow

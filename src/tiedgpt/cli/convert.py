@@ -18,8 +18,8 @@ from tiedgpt.weights.registry import writer_named, writers
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
 SAMPLES = "samples"
-COARSER = ("fp32", "q8_0", "int8", "int4")
-"""Precisions that are made from fp32, since all tensors of a model that is loaded have W's type."""
+HALVES = ("fp16", "bf16")
+"""All other precisions are made from fp32, since all tensors of a loaded model have W's type."""
 CALIBRATION_CHARACTERS = 4 << 20
 """Read from the text of --calibrate, which needs some 32,000 tokens."""
 
@@ -33,6 +33,11 @@ def list_precisions() -> tuple[str, ...]:
     """Return the choices of --precision: those of all formats."""
     names = (name for writer in writers().values() for name in writer.precisions)
     return ("auto", *dict.fromkeys(names))
+
+
+def list_gguf_precisions() -> tuple[str, ...]:
+    """Return the choices of --w-precision."""
+    return writer_named("gguf").precisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,12 @@ class Arguments(ModelOptions):
         "auto",
         "auto: the model's own if the format has it, otherwise fp32; int8 for packed.",
         choices=list_precisions,
+    )
+    w_precision: str | None = option(
+        None,
+        "GGUF: the precision of W; default: that of the other matrices, but q8_0 where that is "
+        "4 or 5 bits.",
+        choices=list_gguf_precisions,
     )
     calibrate: str | None = option(
         None,
@@ -113,7 +124,7 @@ def _run(args: Arguments) -> None:
     with bar("reading", *columns) as progress:
         loaded = load(
             source_or_newest(args.source),
-            dtype=torch.float32 if precision in COARSER else None,
+            dtype=None if precision in (None, *HALVES) else torch.float32,
             progress=progress,
             **args.loading,
         )
@@ -126,8 +137,10 @@ def _run(args: Arguments) -> None:
     source = _source(loaded, tokenizer)
     if args.format == "human":
         _show_source(loaded, source)
-    flags = ("duplicate_head", "approximate_gelu")
-    options: dict[str, Any] = {name: True for name in flags if getattr(args, name)}
+    named = ("duplicate_head", "approximate_gelu", "w_precision")
+    options: dict[str, Any] = {n: getattr(args, n) for n in named if getattr(args, n)}
+    if "ollama_template" in writer.options:
+        options |= ollama_options(loaded.path, tokenizer)
     with bar("writing", *columns) as progress:
         if args.calibrate is not None:
             options["calibration"] = _calibration_ids(args.calibrate, loaded.model, tokenizer)
@@ -146,6 +159,19 @@ def _run(args: Arguments) -> None:
     else:
         facts = source | {"to": to} | asdict(report) | {"path": str(report.path)}
         print(json.dumps(facts, indent=2))
+
+
+def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
+    """Return the option of GGUF's writer that says how Ollama chats, if `tiedgpt tune` said it."""
+    from tiedgpt.data.templates import read_template
+
+    try:
+        template = read_template(source)
+    except UserError:  # of another program: Ollama reads it from the file, where it knows it
+        return {}
+    if template is None or tokenizer is None:
+        return {}
+    return {"ollama_template": template.ollama(tokenizer)}
 
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:

@@ -127,6 +127,23 @@ class Template:
         lines += [self._shown(self._reply().prefix), "{%- endif -%}", ""]
         return "\n".join(lines)
 
+    def ollama(self, tokenizer: Tokenizer) -> str:
+        """Return the template as Ollama executes it, in Go's language."""
+
+        def shown(text: str) -> str:
+            eos = tokenizer.eos_token_id
+            end = END_OF_TEXT if eos is None else tokenizer.decode([eos])
+            text = text.replace(END_OF_TEXT, end)
+            return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if text else ""
+
+        roles = "{{ else ".join(
+            f"if eq .Role {json.dumps(name)} }}}}{shown(role.prefix + role.before)}"
+            f"{{{{ .Content }}}}{shown(role.after + role.suffix)}"
+            for name, role in self.roles.items()
+        )
+        messages = "{{ range .Messages }}{{ " + roles + "{{ end }}{{ end }}"
+        return shown(self.begin) + messages + shown(self._reply().prefix)
+
     def _shown(self, text: str) -> str:
         """Return Jinja that prints a text."""
         pieces = [

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
-from tiedgpt.infer.options import is_id, nearest_name
+from tiedgpt.errors import UserError
+from tiedgpt.infer.options import nearest_name
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
 from tiedgpt.weights.sources import local_directory
-from tiedgpt.weights.tokenizer_files import tokenizer_for
+from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -93,7 +92,7 @@ def open_model(
     end_ids: tuple[int, ...] = ()
     if isinstance(model_or_source, (str, os.PathLike)):
         path = local_directory(model_or_source)
-        end_ids = _end_ids(path / "generation_config.json")
+        end_ids = read_end_ids(path)
         runner, notes = _open_source(path, options, resolve=resolve, **config)
     elif resolve is not None or config:
         raise UserError("resolve and config are for a source that is loaded")
@@ -181,15 +180,6 @@ def _run_packed(packed: PackedModel, options: BackendOptions) -> Runner:
     from tiedgpt.infer.packed_session import PackedRunner
 
     return PackedRunner(packed, threads=options.threads)
-
-
-def _end_ids(path: Path) -> tuple[int, ...]:
-    """Return the ids that end a text by generation_config.json: a chat model has several."""
-    value = read_json(path).get("eos_token_id") if path.exists() else None
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(is_id(each) and each >= 0 for each in ids):
-        raise CorruptInputError(f"{path}: eos_token_id must be ids, got {value!r}")
-    return tuple(ids)
 
 
 def _open_packed(directory: Path, precision: str) -> PackedModel:

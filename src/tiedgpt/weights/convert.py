@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
-from tiedgpt.files import remove, sync, write_json, writing
+from tiedgpt.files import is_running, reading, remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, to_gpt
 from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
@@ -30,8 +30,12 @@ from tiedgpt.weights.parameters import PRECISIONS
 from tiedgpt.weights.registry import Writer, suffixes, writer_named, writers
 from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import by_storage
+from tiedgpt.weights.tokenizer_files import read_end_ids
 
-TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35}
+TOLERANCES = {
+    "fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35,
+    "q5_1": 0.2, "q5_0": 0.2, "q4_1": 0.35, "q4_0": 0.35,
+}  # fmt: skip
 """Root mean square of the logits' differences over that of the logits, by the precision written."""
 CHAT = ("chat_template.jinja", "generation_config.json")
 """Files beside a model, with which it chats."""
@@ -120,6 +124,10 @@ def convert(
                 for file, description in descriptions(model, PRECISIONS[precision]).items():
                     write_json(made / file, description)
             inside = None if is_directory else tokenizer
+            if "chat_template" in writer.options and (loaded.path / CHAT[0]).is_file():
+                with reading(loaded.path / CHAT[0], "chat template"):
+                    options["chat_template"] = (loaded.path / CHAT[0]).read_text("utf-8")
+                options["end_ids"] = read_end_ids(loaded.path)
             notes = writer.write(
                 model, place, precision=precision, tokenizer=inside, progress=progress, **options
             )
@@ -129,7 +137,8 @@ def convert(
                 for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
                     shutil.copy(beside, made)
             kept = tokenizer if writer.holds_tokenizer or is_directory else None
-            written = _compare(loaded, made, path, kept, precision)
+            asked = (precision, options.get("w_precision") or precision)
+            written = _compare(loaded, made, path, kept, asked)
             _move(Path(hidden), path, overwrite)
     return replace(written, notes=(*written.notes, *(notes or ())))
 
@@ -181,12 +190,8 @@ def _remove_leftovers(path: Path) -> None:
     """Remove what a killed conversion to the same place left."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
-        try:
-            os.kill(int(pid), 0)  # raises where there is no such process
-        except ProcessLookupError:
+        if pid.isdecimal() and not is_running(int(pid)):
             remove(left)
-        except (ValueError, OSError):  # not one of ours, or another user's
-            continue
 
 
 def _move(hidden: Path, path: Path, overwrite: bool) -> None:
@@ -203,9 +208,12 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
 
 
 def _compare(
-    loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precision: str
+    loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
 ) -> Written:
-    """Open what was made for `path`; `CheckFailedError` where it is another model."""
+    """Open what was made for `path`; `CheckFailedError` where it is another model.
+
+    The coarsest of the precisions that it has decides how near it must be.
+    """
     try:
         again = load(made)
         checkpoint = open_checkpoint(made)
@@ -221,10 +229,10 @@ def _compare(
     logits = _logits(loaded.model)
     apart = (_logits(again.model) - logits).square().mean().sqrt()
     difference = float(apart / logits.square().mean().sqrt().clamp_min(1e-30))
-    tolerance = TOLERANCES[precision]
-    written = PRECISIONS.get(precision)  # None: quantized
+    tolerance = max(TOLERANCES[precision] for precision in precisions)
+    written = [PRECISIONS.get(precision) for precision in precisions]  # None: quantized
     own = loaded.model.wte.weight.dtype
-    coarser = written is None or torch.promote_types(own, written) != written
+    coarser = any(each is None or torch.promote_types(own, each) != each for each in written)
     if not (exact or (coarser and difference <= tolerance)):
         raise CheckFailedError(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "

@@ -13,7 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.registry import formats, head_of, suffixes
@@ -64,6 +65,16 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
             "a model in memory has no tokenizer", hint="give it, or ids in place of the text"
         )
     return tokenizer
+
+
+def read_end_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids that end a text by generation_config.json: a chat model has several."""
+    path = directory / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise CorruptInputError(f"{path}: eos_token_id must be ids, got {value!r}")
+    return tuple(ids)
 
 
 def _in_directory(directory: Path, *, also_in_weights: bool = True) -> Tokenizer | None:

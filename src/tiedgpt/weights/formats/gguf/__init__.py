@@ -267,10 +267,13 @@ def _tensor(
 WRITER = Writer(
     write=defer("gguf.writer", "write"),
     program="llama.cpp's gpt2",
-    precisions=("fp32", "fp16", "bf16", "q8_0"),
+    precisions=("fp32", "fp16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
     suffix=".gguf",
     holds_tokenizer=True,
-    options=("duplicate_head", "approximate_gelu"),
+    options=(
+        *("duplicate_head", "approximate_gelu", "w_precision"),
+        *("chat_template", "ollama_template", "end_ids"),
+    ),
     fixed={"norm": "pre", "attention_windows": None},
     activation="gelu_new",
 )

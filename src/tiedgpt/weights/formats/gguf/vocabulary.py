@@ -8,6 +8,7 @@ differently is not written, because in llama.cpp its ids would silently differ.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,13 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(rust, settings, str(path))
 
 
-def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -> None:
+def add_tokenizer(
+    writer: Any, tokenizer: Tokenizer | None, config: GPTConfig, end_ids: Sequence[int] = ()
+) -> None:
     """Add a tokenizer to a `gguf.GGUFWriter`; rows without a token get an unused `[PADn]`.
 
-    Raises `UserError` where llama.cpp has no such tokenizer, or the model fewer rows than tokens.
+    The first of `end_ids` that is not the end of text ends a turn. Raises `UserError` where
+    llama.cpp has no such tokenizer, or the model fewer rows than tokens.
     """
     if tokenizer is None:
         raise UserError(
@@ -132,6 +136,8 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, config: GPTConfig) -
             )
         if id is not None:
             writer.add_uint32(key, id)
+    for end in [each for each in end_ids if each != id][:1]:  # the last of ID_KEYS is the end's
+        writer.add_eot_token_id(end)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
 

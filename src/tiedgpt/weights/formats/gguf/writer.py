@@ -1,14 +1,16 @@
 """Write a GGUF file with which llama.cpp computes what the model computes.
 
 Tensor types as llama.cpp's own converter chooses them: vectors and `position_embd` stay F32,
-matrices get the requested precision; Q8_0 falls back to F16 where rows are no multiple of 32. A
-tied W is written once: without an `output.weight`, llama.cpp predicts with `token_embd.weight`.
+matrices get the requested precision; blocks of 32 fall back to F16 where rows are no multiple of
+32. W gets 8 bits where the others get fewer. A tied W is written once: without an `output.weight`,
+llama.cpp predicts with `token_embd.weight`. `NAME.Modelfile` beside it is for Ollama.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,19 @@ from tiedgpt.weights.parameters import (
 )
 from tiedgpt.weights.registry import require_package
 
-TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"} | {
+    name: name.upper() for name in WRITER.precisions if name.startswith("q")
+}
 """Precision -> gguf.GGMLQuantizationType."""
 DTYPES = {TYPES[name]: dtype for name, dtype in PRECISIONS.items()}
-LARGEST_Q8_0 = 127 * 65504
-"""A block's largest number is 127 times its float16 scale."""
+STEPS = {"Q8_0": 127, "Q5_0": 16, "Q4_0": 8, "Q5_1": 1, "Q4_1": 1}
+"""A block's largest number over the float16 that is stored with it: a scale, or for _1 the least
+number."""
+LARGEST_HALF = 65504
 POSITIONS = to_theirs("wpe.weight")
+MATRICES = to_theirs(EMBEDDING), to_theirs(HEAD)
+TRACKED = "{%- generation -%}", "{%- endgeneration -%}"
+"""Tags of transformers around what is trained, which other engines of Jinja refuse."""
 
 
 def write(
@@ -53,15 +62,21 @@ def write(
     *,
     tokenizer: Tokenizer | None = None,
     precision: str | None = None,
+    w_precision: str | None = None,
     duplicate_head: bool = False,
     approximate_gelu: bool = False,
+    chat_template: str = "",
+    ollama_template: str = "",
+    end_ids: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write a GPT-2 and its tokenizer into one GGUF file, atomically.
 
-    `precision` is fp32, fp16, bf16 or q8_0; None means the model's own. `duplicate_head` also
-    writes a tied W as `output.weight`, for readers that do not support tying. `approximate_gelu`
-    permits a model with the exact GELU, although llama.cpp computes the tanh form. `progress`
+    `precision` is one of `TYPES`; None means the model's own. `w_precision` is that of W, and of a
+    head of its own; None means `precision`, but at least 8 bits. `duplicate_head` also writes a
+    tied W as `output.weight`, for readers that do not support tying. `approximate_gelu` permits a
+    model with the exact GELU, although llama.cpp computes the tanh form. `chat_template` is Jinja,
+    `ollama_template` Go's; `end_ids` end a reply, beside the config's end of text. `progress`
     receives the bytes written and their total. Missing biases are written as zeros.
 
     Raises `UserError`, before anything is written, for what llama.cpp's gpt2 does not compute and
@@ -72,16 +87,26 @@ def write(
     parameters, precision = parameters_for(
         WRITER, model, precision, approximate_gelu=approximate_gelu
     )
+    w_precision = w_precision or ("q8_0" if precision.startswith(("q4", "q5")) else precision)
+    if w_precision not in TYPES:
+        raise UserError(
+            f"must be one of {', '.join(TYPES)}, got {w_precision!r}", option="w_precision"
+        )
     parameters |= zero_biases(config, torch.float32)
     if duplicate_head and model.head is None:
         parameters[HEAD] = parameters[EMBEDDING]
     tensors = {to_theirs(name): parameter for name, parameter in parameters.items()}
     writer = gguf.GGUFWriter(None, ARCHITECTURE)
     _add_metadata(gguf, writer, config, path.stem, precision)
-    add_tokenizer(writer, tokenizer, config)
+    add_tokenizer(writer, tokenizer, config, end_ids)
+    if chat_template:
+        for tag in TRACKED:
+            chat_template = chat_template.replace(tag, "")
+        writer.add_chat_template(chat_template)
     kinds, total = {}, 0
     for name, tensor in tensors.items():
-        kinds[name] = kind = gguf.GGMLQuantizationType[_kind(name, tensor, precision)]
+        wanted = w_precision if name in MATRICES else precision
+        kinds[name] = kind = gguf.GGMLQuantizationType[_kind(name, tensor, wanted)]
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         n_bytes = tensor.numel() // block * block_bytes
         writer.add_tensor_info(name, tensor.shape, np.float32, n_bytes, kind)
@@ -98,21 +123,40 @@ def write(
             done += data.nbytes
             if progress is not None:
                 progress(done, total)
+    if not (ollama_template or chat_template):  # Ollama knows the usual ones of Jinja
+        ollama_template = "{{ .Prompt }}"
+    assert tokenizer is not None  # or `add_tokenizer` had refused
+    with replacing(path.with_suffix(".Modelfile")) as temporary:
+        text = _modelfile(path.name, config, tokenizer, ollama_template, end_ids)
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _modelfile(
+    name: str, config: GPTConfig, tokenizer: Tokenizer, template: str, end_ids: Sequence[int]
+) -> str:
+    """Return what `ollama create` reads, of a file beside it."""
+    ends = [config.eos_token_id, tokenizer.eos_token_id, *end_ids]
+    texts = dict.fromkeys(tokenizer.decode([id]) for id in ends if id is not None)
+    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.n_positions}"]
+    lines += [f'TEMPLATE """{template}"""'] if template else []
+    lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts]
+    return "\n".join(lines) + "\n"
 
 
 def _kind(name: str, tensor: Tensor, precision: str) -> str:
     if tensor.ndim == 1 or name == POSITIONS:
         return "F32"
-    return "F16" if precision == "q8_0" and tensor.shape[-1] % 32 else TYPES[precision]
+    return "F16" if precision.startswith("q") and tensor.shape[-1] % 32 else TYPES[precision]
 
 
 def _encoded(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
     if kind.name in DTYPES:
         return convert_tensor(name, tensor, DTYPES[kind.name]).flatten().view(torch.uint8).numpy()
     numbers = convert_tensor(name, tensor, torch.float32)
-    if not float(numbers.abs().max()) <= LARGEST_Q8_0:  # also where it is nan
+    if not float(numbers.abs().max()) <= STEPS[kind.name] * LARGEST_HALF:  # also where it is nan
         raise UserError(
-            f"{name} has numbers that are not finite or too large for Q8_0", hint="write fp32"
+            f"{name} has numbers that are not finite or too large for {kind.name}",
+            hint="write fp32",
         )
     with np.errstate(over="ignore", divide="ignore"):
         return gguf.quants.quantize(numbers.numpy(), kind)

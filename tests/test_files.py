@@ -1,0 +1,44 @@
+"""Files on systems that we do not have: what Windows would refuse is not asked for."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tiedgpt import files
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """The module `os` as it is on Windows, where signal 0 ends a process."""
+    opened = []
+
+    def kill(pid, number):
+        raise AssertionError(f"process {pid} would have been ended")
+
+    def open_descriptor(path, flags):
+        opened.append(flags)
+        return os.open(path, flags)
+
+    there = SimpleNamespace(**{**vars(os), "name": "nt", "kill": kill, "open": open_descriptor})
+    monkeypatch.setattr(files, "os", there)
+    return opened
+
+
+def test_a_file_is_opened_to_write_where_only_such_files_are_synced(windows, tmp_path):
+    files.write_json(tmp_path / "a.json", {"a": 1})
+    assert files.read_json(tmp_path / "a.json") == {"a": 1}
+    assert windows == [os.O_RDWR]  # the file, and not its directory
+
+
+def test_no_process_is_asked_where_asking_ends_it(windows):
+    assert files.is_running(os.getpid()) and files.is_running(1 << 22)
+
+
+def test_whether_a_process_runs_is_known():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    assert not files.is_running(process.pid)
+    assert files.is_running(os.getpid()) and files.is_running(1)
