@@ -27,8 +27,13 @@ def here(model, tokenizer, tmp_path, monkeypatch):
     tokenizer.save_pretrained("model")
 
 
-OWN = {"vocabulary": ["--counts", "text.txt"], "neighbours": ["--token", "5"]}
-"""Arguments of the names that read no text."""
+OWN = {
+    "vocabulary": ["--counts", "text.txt"],
+    "neighbours": ["--token", "5"],
+    "patch": ["--text", HOSTILE, "--corrupted", HOSTILE.replace("x_1", "x_2"), "--answer", "5"],
+    "direction": ["--toward", HOSTILE.replace("\n", " "), "--away", TEXT],
+}
+"""Arguments of the names that read no text, or another one, too."""
 
 
 @pytest.mark.parametrize("name", [each.verb for each in INSPECTIONS.values()])

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, parse
-from tiedgpt.cli.source import TEXTS, EngineOptions, source_or_newest
+from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.evaluate.saved import keep, read_saved
+from tiedgpt.evaluate.saved import resume
 from tiedgpt.options import argument, option
 from tiedgpt.train.storage import RunDirectory
 
@@ -155,37 +155,20 @@ def _score_all(
     total: int | None = None,
 ) -> list[S]:
     """Return all scores: those that --save holds, then the others, which are added to it."""
-    results = list[S]()
-    if args.save is None:
-        later = scores(0)
-    else:
-        conditions = _list_conditions(args, data)
-        results = read_saved(args.save, conditions, kind)
-        if results:
-            note(f"{len(results)} results are in {args.save}: resuming")
-        later = keep(args.save, conditions, scores(len(results)))
+    conditions = describe_source(args, args.source) | {
+        "data": hashlib.sha256(repr(data).encode()).hexdigest(),
+        "context": args.context,
+        "stride": args.stride,
+        "bos": args.bos,
+    }
+    results, later = resume(args.save, conditions, kind, scores)
+    if results:
+        note(f"{len(results)} results are in {args.save}: resuming")
     with bar("scoring") as progress:
         for score in later:
             results.append(score)
             progress(len(results), total)
     return results
-
-
-def _list_conditions(args: Arguments, data: list[Any]) -> dict[str, Any]:
-    """Return what the results depend on."""
-    source = Path(args.source)
-    files = [source, *source.rglob("*")] if source.is_dir() else [source]
-    return {
-        "model": str(source.resolve()) if source.exists() else args.source,
-        "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
-        "data": hashlib.sha256(repr(data).encode()).hexdigest(),
-        "tokenizer": args.tokenizer,
-        "precision": args.precision,
-        "context": args.context,
-        "stride": args.stride,
-        "bos": args.bos,
-        **args.loading,
-    }
 
 
 def _describe_texts(result: TextScore) -> dict[str, str]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tiedgpt.cli.console import note
+from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, hint_at_prompt, parse
-from tiedgpt.cli.source import EngineOptions, SourceOrNewest, read_text, source_or_newest
+from tiedgpt.cli.source import (
+    EngineOptions,
+    SourceOrNewest,
+    describe_source,
+    read_text,
+    source_or_newest,
+)
+from tiedgpt.errors import UserError
+from tiedgpt.evaluate.saved import resume
 from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.options import option
 
@@ -36,6 +48,30 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         "The text to continue; - reads standard input; empty: begin a new text.",
         "input and output",
         short="p",
+    )
+    prompts: Path | None = option(
+        None,
+        "Continue every line of this file, many at a time, and print a JSON object for each text. "
+        'Of .jsonl, each line is {"prompt": ..., "options": {"seed": 1, ...}}.',
+        "input and output",
+    )
+    prompt_field: str = option(
+        "prompt", "The field of a line of .jsonl that holds the prompt.", "input and output"
+    )
+    save: Path | None = option(
+        None,
+        "With --prompts, save each result in this file; after an interruption, the same command "
+        "resumes.",
+        "input and output",
+    )
+    steer: Path | None = option(
+        None,
+        "Add the direction in this file, of `tiedgpt inspect direction --format json`, to the "
+        "state after its layer. Computed by torch.",
+        "steering",
+    )
+    strength: float = option(
+        1.0, "What the direction is multiplied by; below 0: away from it.", "steering"
     )
     format: Literal["human", "json"] = option(
         "human",
@@ -86,19 +122,39 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
             values["grammar"] = read_text(self.grammar, "--grammar")
         return GenerationConfig(**values)
 
+    @contextmanager
+    def steered(self, source: str, *, slots: int) -> Iterator[Engine]:
+        """Open the model's engine, steered if that is asked for."""
+        if self.steer is None:
+            with self.engine(source, slots=slots) as engine:
+                yield engine
+            return
+        if self.backend == "kernels":
+            raise UserError("--steer is computed by torch", hint="leave out --backend kernels")
+        from tiedgpt.inspect.steering import read_direction, steer
+
+        layer, vector = read_direction(self.steer)
+        with replace(self, backend="torch").engine(source, slots=slots) as engine:
+            with steer(engine.model, layer, vector, strength=self.strength):
+                yield engine
+
 
 def run(arguments: list[str]) -> None:
     """Generate."""
     args = parse(Arguments, "generate", arguments, ABOUT)
     config, human = args.config(), args.format == "human"
     source = source_or_newest(args.source, task="lm")
+    if args.prompts is not None:
+        return _complete_file(args, args.prompts, config, source)
+    if args.save is not None:
+        raise UserError("--save needs --prompts")
     if " " in source and not args.prompt and not Path(source).exists():
         raise UsageError(f"there is no model {source!r}", hint_at_prompt(source))
     prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
     if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
     slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
-    with args.engine(source, slots=slots) as engine:
+    with args.steered(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
             result = engine.generate(prompt, config)
             completions = result if config.n > 1 else [result]
@@ -112,6 +168,36 @@ def run(arguments: list[str]) -> None:
             del answer["error"]  # it would have been raised
         print(json.dumps(answers if config.n > 1 else answers[0], ensure_ascii=False))
     _tell_of_ends(completions, config)
+
+
+def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source: str) -> None:
+    """Continue every prompt of a file; print the results as `.jsonl`, in order."""
+    from tiedgpt.infer.batches import PromptResult, complete, read_prompts
+
+    if args.prompt:
+        raise UserError("--prompt and --prompts exclude each other", hint="choose one")
+    lines = read_prompts(path, config, args.prompt_field)
+    slots = max(MOST_SLOTS, *(line.config.n_slots for line in lines))
+    conditions = describe_source(args, source) | {
+        "prompts": hashlib.sha256(repr(lines).encode()).hexdigest(),
+        "steer": None if args.steer is None else [str(args.steer), args.strength],
+    }
+    total, n_failed = sum(line.config.n for line in lines), 0
+    with args.steered(source, slots=slots) as engine:
+        saved, later = resume(
+            args.save, conditions, PromptResult, lambda n: complete(engine, lines, skip=n)
+        )
+        if saved:
+            note(f"{len(saved)} results are in {args.save}: resuming")
+        with bar("generating") as progress:
+            for n_done, result in enumerate(chain(saved, later), start=1):
+                print(json.dumps(asdict(result), ensure_ascii=False), flush=True)
+                n_failed += result.error is not None
+                progress(n_done, total)
+    if n_failed:
+        raise UserError(
+            f"{n_failed:,} of {total:,} texts failed", hint="see `error` in their lines"
+        )
 
 
 def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:

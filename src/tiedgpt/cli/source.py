@@ -116,6 +116,19 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
     return source
 
 
+def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
+    """Return what results depend on that are saved: the model, when it changed, how it is read."""
+    path = Path(source)
+    files = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return {
+        "model": str(path.resolve()) if path.exists() else source,
+        "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
+        "tokenizer": options.tokenizer,
+        "precision": options.precision,
+        **options.loading,
+    }
+
+
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
     from tiedgpt.train.storage import RUNS, can_generate

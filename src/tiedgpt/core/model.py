@@ -197,3 +197,16 @@ class GPT(nn.Module):
         from tiedgpt.weights.formats.transformers.writer import save_model
 
         save_model(self, directory)
+
+    def push_to_hub(
+        self, repo: str, *, tokenizer: Any = None, private: bool = True, token: str | None = None
+    ) -> str:
+        """Send the model, and its tokenizer, to "owner/name" on the Hugging Face hub.
+
+        Returns the URL of the commit. A new repository is private. `token` None takes that of
+        `hf auth login` or HF_TOKEN. Raises `UserError` as `save_pretrained`, without a token, and
+        where the hub refuses or cannot be reached.
+        """
+        from tiedgpt.weights.hub import push_model
+
+        return push_model(self, repo, tokenizer=tokenizer, private=private, token=token)

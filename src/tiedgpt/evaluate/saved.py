@@ -1,11 +1,11 @@
-"""Scores kept in a file as they are made, so that an interrupted evaluation goes on."""
+"""Results kept in a file as they are made, so that an interrupted command goes on."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +48,20 @@ def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
         with writing(path):
             os.truncate(path, len(whole))
     return scores
+
+
+def resume(
+    path: Path | None, facts: dict[str, Any], kind: type[S], later: Callable[[int], Iterator[S]]
+) -> tuple[list[S], Iterator[S]]:
+    """Return the scores that a file holds, and an iterator of those after them.
+
+    `later(n)` yields the scores but for the first n; they are kept in the file as they come.
+    Without a path there is nothing to resume. Raises as `read_saved`.
+    """
+    if path is None:
+        return [], later(0)
+    saved = read_saved(path, facts, kind)
+    return saved, keep(path, facts, later(len(saved)))
 
 
 def keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]:

@@ -11,6 +11,7 @@ are padded on the right, where causal attention does not see the padding, and co
     model.labels[model(ids, lengths)[0].argmax()]                          # "good"
     model.save_pretrained("out")                                           # transformers loads it
     SequenceClassifier.from_pretrained("out")                              # and the reverse
+    next(predict(model, tokenizer, [{"text": "a cat"}]))["label"]          # "good"
 """
 
 from tiedgpt.heads.head import Head
@@ -23,6 +24,7 @@ from tiedgpt.heads.kinds import (
     best_spans,
 )
 from tiedgpt.heads.padding import pad
+from tiedgpt.heads.predictions import open_head, predict
 
 __all__ = [
     "FeatureExtractor",
@@ -32,5 +34,7 @@ __all__ = [
     "SpanFinder",
     "TokenClassifier",
     "best_spans",
+    "open_head",
     "pad",
+    "predict",
 ]

@@ -3,9 +3,11 @@
 `registry.INSPECTIONS` lists the functions. Each takes a `tiedgpt.GPT`, a path, a run directory, a
 hub name or transformers' GPT-2 in memory. It returns a `Result`: numpy arrays in a dataclass, which
 prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 positions at most.
-The functions are imported when they are first used.
+`steer` adds a direction while a model computes. The functions are imported when they are first
+used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.inspect.registry import INSPECTIONS
@@ -15,16 +17,21 @@ if TYPE_CHECKING:
     from tiedgpt.inspect.layers import ablate as ablate
     from tiedgpt.inspect.layers import attention as attention
     from tiedgpt.inspect.layers import lens as lens
+    from tiedgpt.inspect.patching import patch as patch
     from tiedgpt.inspect.predictions import dot as dot
     from tiedgpt.inspect.predictions import positions as positions
     from tiedgpt.inspect.rows import vocabulary as vocabulary
     from tiedgpt.inspect.similarity import neighbours as neighbours
+    from tiedgpt.inspect.steering import direction as direction
+    from tiedgpt.inspect.steering import steer as steer
     from tiedgpt.inspect.untied import random_head as random_head
 
-__all__ = list(INSPECTIONS)
+__all__ = [*INSPECTIONS, "steer"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "steer":
+        return import_module("tiedgpt.inspect.steering").steer
     if name not in INSPECTIONS:
         raise AttributeError(f"module 'tiedgpt.inspect' has no attribute {name!r}")
     return INSPECTIONS[name].function

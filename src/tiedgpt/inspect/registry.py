@@ -49,6 +49,8 @@ class Inspection:
     options: Mapping[str, Option] = field(default_factory=dict)
     reads_text: bool = True
     """False: the function takes no text; it looks at the rows of W alone."""
+    is_served: bool = True
+    """False: the server does not offer it."""
     max_tokens: int | None = None
     """Tokens that the server reads where the result or the work grows with layers or heads; None:
     the model's context."""
@@ -152,6 +154,37 @@ INSPECTIONS: dict[str, Inspection] = {
                 )
             },
             max_tokens=256,
+        ),
+        Inspection(
+            name="patch",
+            module="tiedgpt.inspect.patching",
+            about="where an answer comes from: activations of a clean text in a corrupted one",
+            options={
+                "corrupted": Option(
+                    str, "A text of as many tokens, with another answer", is_required=True
+                ),
+                "answer": Option(
+                    int | str,
+                    "The token that follows the clean text: its id, or its text",
+                    0,
+                    is_required=True,
+                ),
+                "wrong": Option(int | str, "The token that follows the corrupted one", 0),
+            },
+            max_tokens=64,
+        ),
+        Inspection(
+            name="direction",
+            module="tiedgpt.inspect.steering",
+            about="the mean state of some texts less that of others, to steer by",
+            options={
+                "toward": Option(str, "Texts, a line each", is_required=True),
+                "away": Option(str, "Other texts, a line each", is_required=True),
+                "layer": Option(int, "After which layer; default: the middle one"),
+                "top": Option(int, "Tokens to list; default: 10", 1, 100),
+            },
+            reads_text=False,
+            is_served=False,
         ),
         Inspection(
             name="random_head",

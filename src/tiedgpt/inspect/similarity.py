@@ -17,7 +17,7 @@ from torch import Tensor
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.faces import Face, finite_faces
 from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
-from tiedgpt.inspect.subjects import Model, index, numpy, open_model, piece
+from tiedgpt.inspect.subjects import Model, numpy, open_model, piece, token_id
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.tie.heads import inference
@@ -83,19 +83,9 @@ def neighbours(
     `UserError` for a text that is not one token, an id out of range, and a head that is not linear.
     """
     gpt, found = open_model(model, tokenizer, needed=isinstance(token, str))
-    if isinstance(token, str):
-        assert found is not None
-        ids = found.encode(token)
-        if len(ids) != 1:
-            raise UserError(
-                f"must be one token, got {len(ids)} for {token!r}",
-                option="token",
-                hint="give an id",
-            )
-        token = ids[0]
     if top < 1:
         raise UserError(f"must be at least 1, got {top}", option="top")
-    id = index(token, gpt.config.vocab_size, "token")
+    id = token_id(token, found, gpt.config.vocab_size, "token")
     with inference(gpt):
         matrices = tuple(_nearest(face, id, top) for face in finite_faces(gpt))
     named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]

@@ -51,6 +51,20 @@ def index(given: int, n: int, name: str) -> int:
     return given % n
 
 
+def token_id(given: int | str, tokenizer: Tokenizer | None, n: int, name: str) -> int:
+    """Return the id of a token, given as an id or as its text; `UserError` if it is not one."""
+    if isinstance(given, int):
+        return index(given, n, name)
+    if tokenizer is None:
+        raise UserError("needs a tokenizer to be a text", option=name, hint="give an id")
+    ids = tokenizer.encode(given)
+    if len(ids) != 1:
+        raise UserError(
+            f"must be one token, got {len(ids)} for {given!r}", option=name, hint="give an id"
+        )
+    return index(ids[0], n, name)
+
+
 def open_model(
     model: Model, tokenizer: Any, *, needed: bool = False
 ) -> tuple[GPT, Tokenizer | None]:

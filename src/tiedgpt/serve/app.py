@@ -170,7 +170,8 @@ def _add_torch_model(app: FastAPI, service: Service, model: TorchModel) -> None:
         app.post(f"/inspect/{inspection.name}", name=f"inspect_{inspection.name}")(inspect)
 
     for inspection in INSPECTIONS.values():
-        add(inspection)
+        if inspection.is_served:
+            add(inspection)
 
 
 def _add_page(

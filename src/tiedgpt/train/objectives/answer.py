@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head, SpanFinder, best_spans
-from tiedgpt.train.objectives.labelled import Example, Labelled, Row, find_token_spans, read_text
+from tiedgpt.heads.inputs import find_token_spans, question_text
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_text
 
 
 class Answer(Labelled):
@@ -49,7 +50,7 @@ class Answer(Labelled):
         if answer is not None and context[start:end] != answer:
             raise UserError(f"from {start} to {end} the context says {context[start:end][:40]!r}")
         offset = len(question) + 1
-        return Example((f"{question}\n{context}",), (offset + start, offset + end))
+        return Example((question_text(question, context),), (offset + start, offset + end))
 
     def encode(self, example: Example, context: int) -> Row | None:
         """Return ids, and the answer's first and last token, (2,); None if it is cut off."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.errors import UserError
 from tiedgpt.heads import MultipleChoice
+from tiedgpt.heads.inputs import choice_texts
 from tiedgpt.train.objective import Arrays
 from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_list, read_text
 
@@ -42,9 +43,7 @@ class Choose(Labelled):
             raise UserError(
                 f"the answer {answer!r} is no number of a choice, 0 to {len(choices) - 1}"
             )
-        spaced = text[-1].isspace()
-        whole = (text + ("" if spaced or c[0].isspace() else " ") + c for c in choices)
-        return Example(tuple(whole), answer)
+        return Example(choice_texts(text, choices), answer)
 
     def encode(self, example: Example, context: int) -> Row | None:
         """Return a row of ids for each choice, and the number of the right one, ()."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import abstractmethod
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -344,22 +342,6 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
         raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
     if empty:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
-
-
-def find_token_spans(
-    ids: Sequence[int], tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last token that have a byte of characters [start, end).
-
-    Raises `UserError` where the tokens are not the text byte for byte.
-    """
-    pieces = [tokenizer.token_bytes(id) for id in ids]
-    if b"".join(pieces) != text.encode():
-        raise UserError("the tokenizer does not keep this text as it is: no place can be found")
-    starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # in bytes
-    for start, end in spans:
-        first, after = len(text[:start].encode()), len(text[:end].encode())
-        yield bisect_right(starts, first) - 1, bisect_right(starts, after - 1) - 1
 
 
 def read_text(record: Mapping[str, Any], field: str) -> str:

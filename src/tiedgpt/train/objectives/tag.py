@@ -12,19 +12,17 @@ from torch import Tensor
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head, TokenClassifier, pad
+from tiedgpt.heads.inputs import find_token_spans, word_ids
+from tiedgpt.heads.predictions import OUTSIDE
 from tiedgpt.train.objective import Arrays
 from tiedgpt.train.objectives.labelled import (
     Example,
     Labelled,
     Row,
-    find_token_spans,
     read_label,
     read_list,
     read_text,
 )
-
-OUTSIDE = "O"
-"""The label of what no span covers."""
 
 
 class Tag(Labelled):
@@ -62,11 +60,10 @@ class Tag(Labelled):
         """Return ids and for each the number of its label, (T,), or -100."""
         numbers = self.numbers
         if example.answer and isinstance(example.answer[0], str):
-            ids, answer = [], []
-            for at, (word, name) in enumerate(zip(example.answer, example.labels, strict=True)):
-                pieces = self.tokenizer.encode(f" {word}" if at else word)
-                ids += pieces
-                answer += [IGNORED] * (len(pieces) - 1) + [numbers[name]]
+            ids, places = word_ids(self.tokenizer, example.answer)
+            answer = [IGNORED] * len(ids)
+            for at, name in zip(places, example.labels, strict=True):
+                answer[at] = numbers[name]
         else:
             (text,) = example.texts
             ids = self.tokenizer.encode(text)

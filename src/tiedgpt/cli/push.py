@@ -1,0 +1,98 @@
+"""`tiedgpt push MODEL OWNER/NAME`: send a model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from tiedgpt.cli.console import fact, note
+from tiedgpt.cli.convert import list_gguf_precisions, ollama_options
+from tiedgpt.cli.options import parse
+from tiedgpt.files import format_bytes
+from tiedgpt.options import argument, option
+
+ABOUT = """Send a model to a repository of the Hugging Face hub: its weights, tokenizer and card.
+
+A new repository is private. Paths of this machine are replaced by the names of their files. A token
+is needed: `hf auth login`, or HF_TOKEN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Send a model to the hub."""
+
+    source: str = argument("A run, or a model's directory.", metavar="MODEL")
+    repo: str = argument("The repository: OWNER/NAME.")
+    public: bool = option(False, "Make a new repository public.")
+    gguf: str | None = option(
+        None,
+        "Also send a file for llama.cpp in this precision, and a Modelfile for Ollama.",
+        choices=list_gguf_precisions,
+    )
+    message: str = option("Upload a model by tiedgpt", "The message of the commit.")
+    dry_run: bool = option(False, "Show what would be sent, and send nothing.")
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
+
+
+def run(arguments: list[str]) -> None:
+    """Push."""
+    args = parse(Arguments, "push", arguments, ABOUT)
+    from tiedgpt.weights.hub import push
+    from tiedgpt.weights.sources import local_directory
+
+    directory = local_directory(args.source)
+    with TemporaryDirectory() as place:
+        more = [] if args.gguf is None else _write_gguf(args, directory, Path(place))
+        sent = push(
+            directory,
+            args.repo,
+            more=more,
+            paths=_local_names(directory),
+            private=not args.public,
+            message=args.message,
+            dry_run=args.dry_run,
+        )
+    if args.format == "json":
+        print(json.dumps(asdict(sent), indent=2))
+        return
+    for name, size in sent.files.items():
+        fact("would send" if args.dry_run else "sent", f"{name} ({format_bytes(size)})")
+    if sent.cleaned:
+        note(f"paths of this machine are replaced in {', '.join(sent.cleaned)}")
+    kind = "private" if sent.private else "public"
+    fact("to", sent.url or f"{sent.repo} ({kind} if it is new); nothing was sent")
+
+
+def _write_gguf(args: Arguments, directory: Path, place: Path) -> list[Path]:
+    """Write the GGUF file and its Modelfile; return their paths."""
+    import torch
+
+    from tiedgpt.weights.convert import convert
+    from tiedgpt.weights.load import load
+    from tiedgpt.weights.tokenizer_files import tokenizer_for
+
+    tokenizer = tokenizer_for(str(directory), None)
+    path = place / f"{args.repo.rpartition('/')[2]}-{args.gguf}.gguf"
+    convert(
+        load(directory, dtype=torch.float32),
+        path,
+        "gguf",
+        tokenizer=tokenizer,
+        precision=args.gguf,
+        **ollama_options(directory, tokenizer),
+    )
+    return sorted(place.iterdir())
+
+
+def _local_names(directory: Path) -> list[str]:
+    """Return the names of files here that a run's card may tell, by the run's record."""
+    from tiedgpt.train.storage import RunDirectory
+
+    options: dict[str, Any] = RunDirectory(directory.parent).read_record().get("options", {})
+    models = [options[name] for name in ("start", "fork", "tokenizer") if name in options]
+    local = [name for name in models if name.count("/") != 1 or name.startswith((".", "runs/"))]
+    local += [name for name in models if Path(name).exists()]  # else one of the hub
+    return [name for name in (*options.get("data", ()), options.get("val", ""), *local) if name]

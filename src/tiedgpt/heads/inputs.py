@@ -1,0 +1,68 @@
+"""How texts, words, choices and questions become ids, the same in training and afterwards."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from tiedgpt.errors import UserError
+from tiedgpt.text import Tokenizer
+
+
+def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return the ids of words, and where each word's last token is, the first to have seen it."""
+    ids, last = list[int](), list[int]()
+    for at, word in enumerate(words):
+        ids += tokenizer.encode(f" {word}" if at else word)
+        last.append(len(ids) - 1)
+    return ids, last
+
+
+def choice_texts(text: str, choices: Sequence[str]) -> tuple[str, ...]:
+    """Return a text with each of its continuations."""
+    spaced = text[-1].isspace()
+    return tuple(text + ("" if spaced or c[0].isspace() else " ") + c for c in choices)
+
+
+def question_text(question: str, context: str) -> str:
+    """Return a question and the text to find its answer in, which is read after it."""
+    return f"{question}\n{context}"
+
+
+def find_token_spans(
+    ids: Sequence[int], tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last token that have a byte of characters [start, end).
+
+    Raises `UserError` where the tokens are not the text byte for byte.
+    """
+    starts = token_starts(ids, tokenizer, text)
+    for start, end in spans:
+        first, after = len(text[:start].encode()), len(text[:end].encode())
+        yield bisect_right(starts, first) - 1, bisect_right(starts, after - 1) - 1
+
+
+def find_characters(starts: Sequence[int], text: str, first: int, last: int) -> tuple[int, int]:
+    """Return the characters [start, end) of tokens, without blanks at the ends.
+
+    `starts` are those of `token_starts`.
+    """
+    data = text.encode()
+    begin = starts[first]
+    end = starts[last + 1] if last + 1 < len(starts) else len(data)
+    start = len(data[:begin].decode(errors="ignore"))
+    stop = len(text) - len(data[end:].decode(errors="ignore"))
+    while start < stop and text[start].isspace():
+        start += 1
+    while stop > start and text[stop - 1].isspace():
+        stop -= 1
+    return start, stop
+
+
+def token_starts(ids: Sequence[int], tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the byte at which each token begins; `UserError` if they are not the text."""
+    pieces = [tokenizer.token_bytes(id) for id in ids]
+    if b"".join(pieces) != text.encode():
+        raise UserError("the tokenizer does not keep this text as it is: no place can be found")
+    return list(accumulate(map(len, pieces[:-1]), initial=0))

@@ -1,0 +1,147 @@
+"""Prompts from a file, in any number: read and checked, then completed at the rate of a batch.
+
+A line of a text file is a prompt. A line of `.jsonl` is an object, whose `options` go before those
+of the whole file: {"prompt": "Once upon", "options": {"max_new_tokens": 20, "seed": 1}}. No torch
+is imported here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json_lines, reading
+from tiedgpt.infer.engine import Engine
+from tiedgpt.infer.options import GenerationConfig, Prompt, with_options
+from tiedgpt.infer.worker import QUEUE_SIZE, Generation
+
+MOST_PENDING = QUEUE_SIZE // 2
+"""Texts that are being written or wait for a slot."""
+EXPECTED = '{"prompt": .., "options": {..}}'
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One prompt of a file."""
+
+    line: int
+    """From 1."""
+    prompt: Prompt
+    config: GenerationConfig
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """A text after one prompt, or why there is none; with n above 1, a prompt has n of them."""
+
+    line: int
+    prompt: Prompt
+    text: str
+    finish_reason: str
+    """As of `Completion`; "error" where the prompt cannot be completed."""
+    ids: list[int]
+    logprobs: list[float]
+    error: str | None = None
+
+
+def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") -> list[PromptLine]:
+    """Return the prompts of a file; `field` is the name of the prompt in `.jsonl`.
+
+    Empty lines are passed over. Raises `UserError` for a file that cannot be read or has no prompt,
+    `CorruptInputError` with the number of the line that is wrong.
+    """
+    lines = list[PromptLine]()
+    with reading(path, "file of prompts"), path.open("rb") as file:
+        if path.suffix.lower() in (".jsonl", ".ndjson"):
+            for place, record in read_json_lines(file, str(path), EXPECTED):
+                try:
+                    prompt, own = _read_record(record, field, config)
+                except (UserError, TypeError) as error:
+                    raise CorruptInputError(f"{place}: {error}") from None
+                lines.append(PromptLine(int(place.rpartition(":")[2]), prompt, own))
+        else:
+            texts = file.read().decode("utf-8-sig").split("\n")
+            each = ((n, text.removesuffix("\r")) for n, text in enumerate(texts, start=1))
+            lines = [PromptLine(n, text, config) for n, text in each if text.strip()]
+    if not lines:
+        raise UserError(f"{path} holds no prompt")
+    return lines
+
+
+def _read_record(
+    record: Mapping[str, Any], field: str, config: GenerationConfig
+) -> tuple[Prompt, GenerationConfig]:
+    """Return what a line of `.jsonl` says; raise `UserError` or `TypeError`."""
+    prompt: Any = record.get(field)
+    options = record.get("options", {})
+    is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)
+    if not (isinstance(prompt, str) or is_ids):
+        raise UserError(f"no text and no ids in the field {field!r}; a line is {EXPECTED}")
+    if not isinstance(options, dict):
+        raise UserError(f"`options` must be an object, got {options!r}")
+    names = {each.name for each in fields(GenerationConfig)}
+    if misplaced := names & record.keys() - {field}:
+        raise UserError(f"{', '.join(sorted(misplaced))} must be in `options`")
+    if isinstance(bias := options.get("logit_bias"), dict):  # JSON's keys are texts
+        ids = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
+        options = options | {"logit_bias": ids}
+    return prompt, with_options(config, options)
+
+
+def complete(
+    engine: Engine, lines: Sequence[PromptLine], *, skip: int = 0
+) -> Iterator[PromptResult]:
+    """Yield the texts after each prompt, in order, but for the first `skip`.
+
+    More prompts wait for the engine than it has slots, so that none is idle. A prompt that cannot
+    be completed (one longer than the context) has an error, and the others go on. With a seed, a
+    text depends on its prompt, its options and how often the prompt came before.
+    """
+    draws = Counter[str]()
+    pending = deque[tuple[PromptLine, int, list[Generation] | UserError]]()
+    done = 0
+    for line in lines:
+        n, key = line.config.n_samples, repr(line.prompt)
+        draws[key] += n
+        n_seen, done = max(0, skip - done), done + line.config.n
+        if n_seen >= line.config.n:
+            continue
+        while pending and sum(each.config.n_samples for each, *_ in pending) + n > MOST_PENDING:
+            yield from _results(*pending.popleft())
+        texts = _submit(engine, line, range(draws[key] - n, draws[key]))
+        pending.append((line, n_seen, texts))
+    while pending:
+        yield from _results(*pending.popleft())
+
+
+def _submit(engine: Engine, line: PromptLine, draws: range) -> list[Generation] | UserError:
+    """Send a prompt to the engine, once for each text; return the error of one that is refused."""
+    one = with_options(line.config, {"n": 1, "best_of": None})
+    try:
+        return [engine.submit(line.prompt, one, draw=draw) for draw in draws]
+    except UserError as error:
+        return error
+
+
+def _results(
+    line: PromptLine, n_seen: int, texts: list[Generation] | UserError
+) -> Iterator[PromptResult]:
+    """Wait for the texts of a prompt, with `best_of` the best; yield all but the first `n_seen`."""
+    try:
+        if isinstance(texts, UserError):
+            raise texts
+        completions = [generation.result() for generation in texts]
+    except UserError as error:
+        failed = PromptResult(line.line, line.prompt, "", "error", [], [], str(error))
+        yield from [failed] * (line.config.n - n_seen)
+        return
+    if line.config.best_of is not None:
+        completions.sort(key=lambda each: each.mean_logprob, reverse=True)
+    for each in completions[n_seen : line.config.n]:
+        yield PromptResult(
+            line.line, line.prompt, each.text, each.finish_reason, each.ids, each.logprobs
+        )

@@ -1,0 +1,194 @@
+"""Where a prediction comes from: states of one text put into the computation of another.
+
+Activation patching (Vig et al. 2020, Meng et al. 2022, "Locating and Editing Factual Associations
+in GPT"). The model reads a corrupted text; at one layer and position an activation is replaced by
+that of the clean text, and the rest is computed from there. What brings the clean answer back holds
+what the texts differ in. Nothing is approximated: each number is a forward pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import UserError
+from tiedgpt.inspect.distributions import ROWS, logits_of
+from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, token_axis
+from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, token_id
+from tiedgpt.plots.panel import Grid, Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
+from tiedgpt.tie.heads import inference
+
+Measure = Callable[[Tensor], Tensor]
+PARTS = ("residual", "attention", "mlp", "heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patching(Result):
+    """The score of an answer after the corrupted text, with one activation of the clean text.
+
+    The score is log P(answer), less log P(wrong) if there is one, in nats, at the last position.
+    """
+
+    ids: np.ndarray  # (T,) the clean text's tokens
+    corrupted_ids: np.ndarray  # (T,) the corrupted text's
+    pieces: tuple[str, ...]  # the clean text's, as text
+    words: dict[int, str]  # the text of every id
+    answer: int
+    wrong: int  # -1 for none
+    clean: float  # the score after the clean text
+    corrupted: float  # after the corrupted text
+    residual: np.ndarray  # (L, T) the state that enters a layer is replaced, at one position
+    attention: np.ndarray  # (L, T) what a layer's attention adds is
+    mlp: np.ndarray  # (L, T) what its MLP adds is
+    heads: np.ndarray  # (L, H) what one head gives c_proj is, at all positions
+
+    def share(self, scores: np.ndarray) -> np.ndarray:
+        """Return how much of the difference comes back: 0 as corrupted, 1 as clean."""
+        apart = self.clean - self.corrupted
+        return (scores - self.corrupted) / (apart if apart else np.nan)
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return, for each layer, the position and the head that bring most of it back."""
+        layers = range(len(self.mlp))
+        columns: list[tuple[str, Any]] = [("layer", layers)]
+        for name in PARTS:
+            shares = np.nan_to_num(self.share(getattr(self, name)))
+            best = shares.argmax(1)
+            tokens = [f"{at} {token_cells([self.pieces[at]], 8)[0]}" for at in best]
+            columns.append((name, tokens if name == "residual" else best))
+            columns.append(("share", shares[layers, best]))
+        n_apart = int((self.ids != self.corrupted_ids).sum())
+        return (
+            f"{self._scored()}: {number_cell(self.clean)} nats, {number_cell(self.corrupted)} "
+            f"corrupted ({n_apart} of {len(self.ids)} tokens differ)\n{number_table(*columns)}\n\n"
+            "the position, or head, whose clean activation brings most back, and its share"
+        )
+
+    def _scored(self) -> str:
+        answer = visible(self.words[self.answer], 12)
+        return f"log P({answer})" + (
+            f" - log P({visible(self.words[self.wrong], 12)})" if self.wrong >= 0 else ""
+        )
+
+    def figure(self) -> Figure:
+        """Return the share that comes back, by layer and position, and by layer and head."""
+        unit, tokens = "share that comes back", token_axis(self.pieces)
+        grids: list[Panel | Grid] = []
+        for name in PARTS:
+            axis = {"x_label": "head"} if name == "heads" else tokens
+            values = self.share(getattr(self, name)).tolist()
+            grids.append(Grid(name, y_label="layer", unit=unit, values=values, signed=True, **axis))
+        return f"activation patching: {self._scored()}", grids
+
+
+@torch.no_grad()
+def patch(
+    model: Model,
+    tokenizer: Any = None,
+    text: Text = "",
+    *,
+    corrupted: Text,
+    answer: int | str,
+    wrong: int | str = -1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Patching:
+    """Return how much of an answer each activation of a clean text brings to a corrupted one.
+
+    `text` is the clean text, `corrupted` one of as many tokens. `answer` is the token that follows
+    the clean text, and `wrong` one that follows the corrupted one; -1 for none. Each is an id or
+    the text of one token. `progress` is called with the layers done and their number. Other
+    arguments as of `positions`. Raises `UserError` as `positions`, for texts of different lengths,
+    and for an answer that is not one token.
+    """
+    clean = open_subject(model, tokenizer, text)
+    gpt = clean.model
+    other = open_subject(gpt, clean.tokenizer, corrupted)
+    n_tokens, n_other = clean.ids.shape[1], other.ids.shape[1]
+    if n_tokens != n_other:
+        raise UserError(
+            f"must have the {n_tokens} tokens of the text, got {n_other}",
+            option="corrupted",
+            hint="replace words by others of as many tokens",
+        )
+    size = gpt.config.vocab_size
+    right = token_id(answer, clean.tokenizer, size, "answer")
+    foil = None if wrong == -1 else token_id(wrong, clean.tokenizer, size, "wrong")
+
+    def measure(states: Tensor) -> Tensor:
+        """(B, T, D) before the final norm -> (B,)."""
+        logprobs = logits_of(gpt, gpt.ln_f(states[None, :, -1])).log_softmax(-1)
+        return logprobs[:, right] - (0 if foil is None else logprobs[:, foil])
+
+    n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
+    each_position = torch.eye(n_tokens, dtype=torch.bool)[..., None]  # (T, T, 1)
+    each_head = torch.eye(n_head, dtype=torch.bool).repeat_interleave(width, 1)[:, None]  # (H,1,D)
+    masks = {part: each_position for part in PARTS} | {"heads": each_head}
+    scores: dict[str, Any] = {p: np.zeros((n_layer, len(mask))) for p, mask in masks.items()}
+    with inference(gpt):
+        kept = _activations(gpt, clean.ids)
+        *entering, last = gpt.states(other.ids)
+        for layer, state in enumerate(entering):
+            for part, mask in masks.items():
+                scores[part][layer] = _patched(
+                    gpt, layer, state, part, mask.to(state.device), kept[part][layer], measure
+                )
+            if progress is not None:
+                progress(layer + 1, n_layer)
+        whole = float(measure(kept["residual"][-1])[0]), float(measure(last)[0])
+    named = np.array([right] if foil is None else [right, foil])
+    return Patching(
+        **clean.text(numpy(other.ids[0]), named),
+        corrupted_ids=numpy(other.ids[0]),
+        answer=right,
+        wrong=-1 if foil is None else foil,
+        clean=whole[0],
+        corrupted=whole[1],
+        **scores,
+    )
+
+
+def _watch(model: GPT, layer: int, part: str, change: Callable[[Tensor], Any]) -> Any:
+    """Call `change` with a part (B, T, D) when it is computed; what it returns takes its place."""
+    block: Any = model.h[layer]
+    if part == "heads":
+        return block.attn.c_proj.register_forward_pre_hook(lambda _, given: change(given[0]))
+    module = block.attn if part == "attention" else block.mlp
+    return module.register_forward_hook(lambda _, __, out: change(out))
+
+
+def _activations(model: GPT, ids: Tensor) -> dict[str, list[Tensor]]:
+    """Return the activations (1, T, D) of each part by layer, and of `residual` the last state."""
+    kept: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+    with ExitStack() as hooks:
+        for layer in range(len(model.h)):
+            for part in PARTS[1:]:
+                hooks.enter_context(_watch(model, layer, part, kept[part].append))
+        return kept | {"residual": list(model.states(ids))}
+
+
+def _patched(
+    model: GPT, layer: int, state: Tensor, part: str, masks: Tensor, clean: Tensor, measure: Measure
+) -> np.ndarray:
+    """Return the scores (B,) of `state` (1, T, D) entering a layer, patched where each mask says.
+
+    masks (B, T or 1, D or 1).
+    """
+    scores = []
+    for mask in masks.split(ROWS):
+        states, change = state.expand(len(mask), -1, -1), partial(torch.where, mask, clean)
+        is_state = part == "residual"
+        with nullcontext() if is_state else _watch(model, layer, part, change):
+            states = model.h[layer](change(states) if is_state else states, layer)
+        for later in range(layer + 1, len(model.h)):
+            states = model.h[later](states, later)
+        scores.append(measure(states))
+    return numpy(torch.cat(scores))

@@ -1,0 +1,184 @@
+"""Directions in the residual stream: found from texts, and added while a model computes.
+
+A direction is the mean state after a layer on some texts, less that on others (Rimsky et al. 2024,
+"Steering Llama 2 via Contrastive Activation Addition"). Any other vector (D,) may be one, such as
+the difference of two rows of W.
+
+    found = direction("runs/my-1", toward=happy, away=sad, layer=3)
+    with steer(model, found.layer, found.vector, strength=2):
+        model(ids)                                        # or Engine(model).generate(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json
+from tiedgpt.inspect.faces import faces
+from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.inspect.subjects import Model, index, numpy, open_model, open_subject, piece
+from tiedgpt.plots.panel import Panel
+from tiedgpt.plots.table import number_cell, number_table, token_cells
+from tiedgpt.tie.heads import inference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction(Result):
+    """The difference of the mean states of two sets of texts, and what it says to the head."""
+
+    layer: int  # after which the states are
+    vector: np.ndarray  # (D,)
+    norm: float  # of the vector
+    state_norm: float  # mean length of the texts' states
+    toward: np.ndarray  # (n,) each text's place along it: 1 is the mean of `toward`, -1 of `away`
+    away: np.ndarray  # (m,)
+    ids: np.ndarray  # (2, k) the tokens that it raises most, and lowers most, if the head reads it
+    push: np.ndarray  # (2, k) row . vector, less the mean of all rows
+    words: dict[int, str]  # the text of every id above
+
+    def table(self, top: int = SHOWN_ROWS) -> str:
+        """Return how well it separates the texts, and the tokens that it speaks for."""
+        texts = number_table(
+            ("texts", ["toward", "away"]),
+            ("number", [len(self.toward), len(self.away)]),
+            ("least", [self.toward.min(), self.away.min()]),
+            ("greatest", [self.toward.max(), self.away.max()]),
+        )
+        columns: list[tuple[str, Any]] = []
+        for name, ids, push in zip(("raises", "lowers"), self.ids, self.push, strict=True):
+            columns += [(name, token_cells(self.words[id] for id in ids[:top])), ("by", push[:top])]
+        return (
+            f"after layer {self.layer}: length {number_cell(self.norm)}, of the states "
+            f"{number_cell(self.state_norm)}\n{texts}\n1 is the mean of toward, -1 of away\n\n"
+            f"{number_table(*columns)}\nlogits, if the head read the direction as it is"
+        )
+
+    def figure(self) -> Figure:
+        """Return where the texts lie along the direction, in order."""
+        columns = {"toward": np.sort(self.toward), "away": np.sort(self.away)}
+        curves = lines(columns, marked=True)
+        panel = Panel("each text", "text, in order", curves, y_label="place along the direction")
+        return f"a direction after layer {self.layer}", [panel]
+
+
+@torch.no_grad()
+def direction(
+    model: Model,
+    tokenizer: Any = None,
+    *,
+    toward: str | Sequence[str],
+    away: str | Sequence[str],
+    layer: int | None = None,
+    top: int = 10,
+) -> Direction:
+    """Return the mean state of some texts less that of others, after a layer.
+
+    `toward` and `away` are lists of texts, or one string with a text a line. A text's state is the
+    mean over its positions but the first, whose state hardly depends on it. `layer` is by default
+    the middle one; negative ones count from the last. Other arguments as of `positions`. Raises
+    `UserError` as `positions`, and where the two means are equal.
+    """
+    if top < 1:
+        raise UserError(f"must be at least 1, got {top}", option="top")
+    gpt, found = open_model(model, tokenizer, needed=True)
+    n_layer = gpt.config.n_layer
+    at = n_layer // 2 if layer is None else index(layer, n_layer, "layer")
+    with inference(gpt):
+        up, down = (
+            _states_of(gpt, found, texts, at, name)
+            for name, texts in (("toward", toward), ("away", away))
+        )
+        vector, middle = up.mean(0) - down.mean(0), (up.mean(0) + down.mean(0)) / 2
+        norm = float(vector.norm())
+        if not norm:
+            raise UserError("the two sets of texts have the same mean state", hint="give others")
+        face = faces(gpt)[-1]
+    pushes = face.weight @ vector.to(face.weight)
+    pushes -= pushes.mean()
+    ends = [pushes.topk(min(top, len(pushes)), largest=largest) for largest in (True, False)]
+    ids = numpy(torch.stack([each.indices for each in ends]))
+    return Direction(
+        layer=at,
+        vector=numpy(vector),
+        norm=norm,
+        state_norm=float(torch.cat([up, down]).norm(dim=-1).mean()),
+        toward=numpy((up - middle) @ vector / (norm**2 / 2)),
+        away=numpy((down - middle) @ vector / (norm**2 / 2)),
+        ids=ids,
+        push=numpy(torch.stack([each.values for each in ends])),
+        words={int(id): piece(found, int(id)) for id in ids.flat},
+    )
+
+
+def _states_of(
+    model: GPT, tokenizer: Any, texts: str | Sequence[str], layer: int, name: str
+) -> Tensor:
+    """Return the mean state (n, D) of each text after a layer."""
+    each = texts.splitlines() if isinstance(texts, str) else list(texts)
+    each = [text for text in each if text.strip()]
+    if not each:
+        raise UserError("must have at least one text", option=name)
+    means = []
+    for text in each:
+        ids = open_subject(model, tokenizer, text).ids
+        states = list(model.states(ids))[layer + 1][0]  # the first is before layer 0
+        means.append(states[min(1, len(states) - 1) :].mean(0))
+    return torch.stack(means).to(torch.promote_types(model.wte.weight.dtype, torch.float32))
+
+
+@contextmanager
+def steer(
+    model: GPT,
+    layer: int,
+    direction: Tensor | np.ndarray | Sequence[float],
+    *,
+    strength: float = 1.0,
+) -> Iterator[GPT]:
+    """Add `strength` times a direction (D,) to the state after a layer, at every position.
+
+    For as long as the block lasts; steers add up. An `Engine(model)` on torch is steered, too, if
+    it is idle when the block is entered and left: then its slots forget what they have read. The
+    model must be in eval mode for that. Raises `UserError` for a model that is no GPT, a layer that
+    it has not, and a direction of another width.
+    """
+    if not isinstance(model, GPT):
+        raise UserError(f"only a GPT is steered, got {type(model).__name__}")
+    at, width = index(layer, model.config.n_layer, "layer"), model.config.n_embd
+    weight = model.wte.weight
+    vector = torch.as_tensor(direction).detach().to(weight.device, torch.float32)
+    if vector.shape != (width,) or not torch.isfinite(vector).all():
+        raise UserError(
+            f"must be {width} finite numbers, got {tuple(vector.shape)}", option="direction"
+        )
+    added = (vector * strength).to(weight.dtype)
+    hook = model.h[at].register_forward_hook(lambda _, __, state: state + added)
+    try:
+        yield model
+    finally:
+        hook.remove()
+
+
+def read_direction(path: Path) -> tuple[int, np.ndarray]:
+    """Return the layer and the vector (D,) in the JSON of a `Direction`.
+
+    Raises `UserError` where there is no file, `CorruptInputError` where it holds something else.
+    """
+    found = read_json(path)
+    layer, vector = found.get("layer"), found.get("vector")
+    is_vector = isinstance(vector, list) and all(type(x) in (int, float) for x in vector)
+    if type(layer) is not int or not vector or not is_vector:
+        raise CorruptInputError(
+            f"{path} holds no direction",
+            hint="write one with `tiedgpt inspect direction --format json`",
+        )
+    return layer, np.array(vector, np.float32)

@@ -1,0 +1,143 @@
+"""Directions are differences of means; steering adds them, to a model, an engine and a command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.inspect.conftest import TEXT, random_ids, random_model
+from tiedgpt.cli.main import main
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.infer import Engine
+from tiedgpt.inspect import direction, steer
+from tiedgpt.inspect.steering import read_direction
+
+IDS = random_ids(12)[None]
+TOWARD, AWAY = ["the cat sat", "the cat", "on the cat"], "the mat\n\nand the mat\n"
+
+
+def test_a_direction_is_the_difference_of_the_mean_states(model, tokenizer):
+    found = direction(model, tokenizer, toward=TOWARD, away=AWAY, layer=0)
+
+    def mean(texts):
+        states = []
+        for text in texts:
+            with torch.no_grad():
+                _, state, *_ = model.states(torch.tensor([tokenizer.encode(text)]))
+            states.append(state[0, 1:].mean(0) if state.shape[1] > 1 else state[0, 0])
+        return torch.stack(states).mean(0)
+
+    vector = mean(TOWARD) - mean(["the mat", "and the mat"])
+    np.testing.assert_allclose(found.vector, vector, rtol=1e-4, atol=1e-5)
+    assert found.norm == pytest.approx(float(vector.norm()), rel=1e-4)
+    assert found.toward.mean() == pytest.approx(1, abs=1e-4) and len(found.toward) == 3
+    assert found.away.mean() == pytest.approx(-1, abs=1e-4) and len(found.away) == 2
+    pushes = (model.wte.weight.detach() @ vector).numpy()
+    assert found.ids[:, 0].tolist() == [pushes.argmax(), pushes.argmin()]
+    assert direction(model, tokenizer, toward=TOWARD, away=AWAY).layer == 1  # the middle of two
+    assert direction(model, tokenizer, toward=TOWARD, away=AWAY, layer=-2).layer == 0
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_steering_adds_to_the_state_after_a_layer_while_it_lasts(norm):
+    model = random_model(norm=norm)
+    vector = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain, before = list(model.states(IDS)), model(IDS)
+        with steer(model, 0, vector, strength=0.5), steer(model, 0, vector, strength=-2):
+            steered = list(model.states(IDS))
+            assert not torch.allclose(model(IDS), before)
+        assert torch.equal(steered[0], plain[0])
+        torch.testing.assert_close(steered[1], plain[1] - 1.5 * vector)
+        torch.testing.assert_close(steered[2], model.h[1](steered[1], 1))
+        assert torch.equal(model(IDS), before)
+
+
+def test_the_last_layer_s_direction_moves_the_logits_by_its_rows():
+    """After the last layer of a GPT-1 only the head follows: W v is added to the logits."""
+    model = random_model(norm="post")
+    vector = (model.wte.weight[7] - model.wte.weight[3]).detach()
+    with torch.no_grad(), steer(model, -1, vector):
+        moved = model(IDS)
+    with torch.no_grad():
+        torch.testing.assert_close(moved, model(IDS) + model.wte.weight @ vector, **CLOSE)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def test_an_engine_on_the_model_is_steered_and_forgets_it_afterwards(model, tokenizer):
+    with Engine(model, tokenizer=tokenizer, backend="torch") as engine:
+        plain = engine.generate(TEXT, max_new_tokens=8, temperature=0)
+        with steer(model, 0, torch.full((16,), 3.0)):
+            steered = engine.generate(TEXT, max_new_tokens=8, temperature=0)
+            with torch.no_grad():
+                ids = torch.tensor([tokenizer.encode(TEXT)])
+                assert steered.ids[0] == int(model(ids)[0, -1, : len(tokenizer)].argmax())
+        assert steered.logprobs != plain.logprobs
+        again = engine.generate(TEXT, max_new_tokens=8, temperature=0)
+        assert again.ids == plain.ids and again.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+
+
+@pytest.fixture
+def saved(model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+
+
+def test_the_command_finds_a_direction_and_generates_along_it(saved, model, tokenizer, capsys):
+    texts = ["--toward", "\n".join(TOWARD), "--away", AWAY]
+    assert main(["inspect", "direction", "model", *texts]) == 0
+    assert "raises" in capsys.readouterr().out
+    assert main(["inspect", "direction", "model", *texts, "--format", "json"]) == 0
+    told = capsys.readouterr().out
+    Path("cat.json").write_text(told)
+    layer, vector = read_direction(Path("cat.json"))
+    command = ["generate", "model", "--prompt", TEXT, "-n", "8", "-t", "0", "--format", "json"]
+    answers = []
+    for more in ([], ["--steer", "cat.json", "--strength", "9"]):
+        assert main([*command, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["ids"])
+    with steer(model, layer, vector, strength=9), Engine(model, tokenizer=tokenizer) as engine:
+        assert answers[1] == engine.generate(TEXT, max_new_tokens=8, temperature=0).ids
+    assert answers[0] != answers[1]
+
+
+def test_a_file_that_holds_no_direction_is_refused(saved, tmp_path, capsys):
+    for text in ('{"layer": 0}', '{"layer": 0, "vector": [1, "a"]}', '{"vector": [1.0]}', "[]"):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(CorruptInputError):
+            read_direction(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"layer": 0, "vector": [1.0]}')
+    assert main(["generate", "model", "--steer", "x.json", "-n", "2"]) == 1
+    assert "16 finite numbers" in capsys.readouterr().err
+    assert main(["generate", "model", "--steer", "x.json", "--backend", "kernels"]) == 1
+    assert "computed by torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0, [1.0, 2.0]), "must be 16 finite numbers"),
+        ((0, [float("nan")] * 16), "must be 16 finite numbers"),
+        ((2, [1.0] * 16), "layer must be from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(arguments, says):
+    with pytest.raises(UserError, match=says), steer(random_model(), *arguments):
+        pass
+
+
+def test_texts_that_say_nothing_are_refused(model, tokenizer):
+    with pytest.raises(UserError, match="away must have at least one text"):
+        direction(model, tokenizer, toward=TOWARD, away="\n")
+    with pytest.raises(UserError, match="the same mean state"):
+        direction(model, tokenizer, toward=TOWARD, away=TOWARD)
+    with (
+        pytest.raises(UserError, match="only a GPT is steered"),
+        steer(torch.nn.Linear(2, 2), 0, [1]),
+    ):
+        pass

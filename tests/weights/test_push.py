@@ -1,0 +1,139 @@
+"""What goes up to the hub comes down again, tells nothing of this machine, or is refused whole."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+
+from tests.weights.fake_hub import hub  # noqa: F401
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.errors import UserError
+from tiedgpt.weights.hub import without_paths
+
+pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["the cat sat on the mat. " * 20], 290)
+
+
+@pytest.fixture
+def run(tokenizer, tmp_path, monkeypatch) -> Path:
+    """A run whose card tells where its data lie."""
+    monkeypatch.chdir(tmp_path)
+    run, data = tmp_path / "runs" / "my-1", tmp_path / "private" / "diary.txt"
+    torch.manual_seed(0)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = GPT(GPTConfig(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=1,
+                          n_head=2, **ids))  # fmt: skip
+    model.save_pretrained(run / "model")
+    tokenizer.save_pretrained(run / "model")
+    (run / "checkpoints").mkdir()
+    (run / "run.toml").write_text(
+        f'[options]\ndata = ["{data}", "texts/more.txt"]\nstart = "openai/gpt"\n'
+    )
+    card = run / "model" / "README.md"
+    front = "---\nlibrary_name: transformers\nbase_model: openai/gpt\n---\n"
+    command = f"tiedgpt train {data} texts/more.txt --start openai/gpt"
+    card.write_text(f"{front}# my-1\n\n{command}\n\nsaved in {run.resolve()}, see https://a.b/c\n")
+    return run
+
+
+def test_a_run_goes_up_private_and_comes_down_as_the_same_model(run, hub, capsys):  # noqa: F811
+    assert main(["push", str(run), "someone/my-gpt"]) == 0
+    out, err = capsys.readouterr()
+    assert f"{hub.url}/someone/my-gpt/commit/" in out and "README.md" in err
+    assert hub.private == {"someone/my-gpt": True}
+    files = hub.files["someone/my-gpt"]
+    assert files.keys() == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    again, model = GPT.from_pretrained("someone/my-gpt"), GPT.from_pretrained(run)
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    assert Tokenizer.from_pretrained("someone/my-gpt").encode("the cat")
+    assert main(["push", str(run), "someone/my-gpt", "--public"]) == 0  # it is there already
+
+
+def test_nothing_that_is_sent_tells_a_path_of_this_machine(run, hub, tmp_path):  # noqa: F811
+    assert main(["push", str(run), "someone/my-gpt", "--gguf", "q4_0"]) == 0
+    files = hub.files["someone/my-gpt"]
+    assert {"my-gpt-q4_0.gguf", "my-gpt-q4_0.Modelfile"} <= files.keys()
+    for name, data in files.items():
+        for secret in (tmp_path.name, "private", "texts/more", "runs/my-1"):
+            assert secret.encode() not in data, name
+    card = files["README.md"].decode()
+    assert "tiedgpt train diary.txt more.txt --start openai/gpt" in card
+    assert "saved in my-1, see https://a.b/c" in card and "base_model: openai/gpt" in card
+    assert files["my-gpt-q4_0.Modelfile"].startswith(b"FROM ./my-gpt-q4_0.gguf\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("at {home}/a/b.txt, and", "at b.txt, and"),
+        ("{home}", "{home_name}"),
+        ("https://x.org{home}/a", "https://x.org{home}/a"),
+        ('{{"name": "{home}/a b"}}', '{{"name": "a b"}}'),
+        ("x{home}-2", "x{home}-2"),
+    ],
+)
+def test_a_path_below_the_home_is_replaced_by_its_last_part(text, clean, tmp_path, monkeypatch):
+    home = tmp_path / "home" / "me"
+    monkeypatch.setattr(Path, "home", lambda: home)
+    spelled = {"home": home, "home_name": home.name}
+    if "a b" in text:  # a blank ends a path that is not quoted as a whole
+        clean = '{{"name": "a b"}}'
+    assert without_paths(text.format(**spelled), home, []) == clean.format(**spelled)
+
+
+def test_a_dry_run_asks_nobody_and_needs_no_token(run, hub, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.delenv("HF_TOKEN")
+    assert main(["push", str(run), "someone/my-gpt", "--dry-run", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["private"] and told["url"] is None and told["cleaned"] == ["README.md"]
+    assert told["files"]["model.safetensors"] > 1000
+    assert not hub.asked and not hub.files
+
+
+def test_without_a_token_the_remedy_is_told(run, hub, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert main(["push", str(run), "someone/my-gpt"]) == 1
+    assert "hf auth login" in capsys.readouterr().err and not hub.asked
+
+
+def test_a_token_that_the_hub_refuses_is_told_and_nothing_is_committed(run, hub, monkeypatch):  # noqa: F811
+    model = GPT.from_pretrained(run)
+    with pytest.raises(UserError, match=r"does not know the token.*hf auth login"):
+        model.push_to_hub("someone/gpt", token="hf_wrong")
+    with pytest.raises(UserError, match="does not let its user write there"):
+        model.push_to_hub("other/gpt")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="nothing was committed"):
+        model.push_to_hub("someone/gpt")
+    assert not hub.files
+
+
+def test_a_model_in_memory_goes_up_with_its_tokenizer(run, hub, tokenizer):  # noqa: F811
+    model = GPT.from_pretrained(run)
+    url = model.push_to_hub("someone/gpt", tokenizer=tokenizer, private=False)
+    assert url.startswith(f"{hub.url}/someone/gpt") and hub.private == {"someone/gpt": False}
+    again = GPT.from_pretrained("someone/gpt")
+    assert torch.equal(again.wte.weight, model.wte.weight)
+    assert Tokenizer.from_pretrained("someone/gpt").encode("the") == tokenizer.encode("the")
+
+
+@pytest.mark.parametrize("repo", ["gpt", "a/b/c", "../x", "a b/c"])
+def test_what_is_no_repository_is_refused(run, repo, capsys):
+    assert main(["push", str(run), repo, "--dry-run"]) == 1
+    assert "OWNER/NAME".lower() in capsys.readouterr().err.lower()
+
+
+def test_a_file_of_another_format_is_to_be_converted_first(run, tmp_path, capsys):
+    assert main(["convert", str(run), str(tmp_path / "a.gguf")]) == 0
+    assert main(["push", str(tmp_path / "a.gguf"), "someone/gpt", "--dry-run"]) == 1
+    assert "tiedgpt convert MODEL out --to transformers" in capsys.readouterr().err
