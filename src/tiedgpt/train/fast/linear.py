@@ -27,7 +27,8 @@ class LeanLinear(Substitute, nn.Linear):
         dtype = torch.get_autocast_dtype("cpu") if is_narrow else torch.float32
         # autocast leaves float64 alone
         is_fast = x.device.type == "cpu" and x.dtype != torch.float64
-        is_fast = is_fast and (is_narrow or x.dtype == self.weight.dtype == dtype)
+        is_wide = x.dtype == self.weight.dtype == dtype and matmul.is_onednn_faster()
+        is_fast = is_fast and (is_narrow or is_wide)
         if not (is_fast and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return super().forward(x)
         with torch.autocast("cpu", enabled=False):

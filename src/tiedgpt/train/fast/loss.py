@@ -26,14 +26,14 @@ from tiedgpt.core.loss import (
     require_targets,
 )
 from tiedgpt.core.model import GPT
-from tiedgpt.train.fast.matmul import IMAGES, linear, weight_gradient
+from tiedgpt.train.fast.matmul import IMAGES, add_weight_gradient, is_onednn_faster, linear
 from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.weights.parameters import head_matrix
 
 CACHED_BYTES = 3 << 20
 """Of fp32 logits that a CPU's cache holds: 16 rows of V = 50,257."""
 BLOCK = 2048
-"""Rows of W that are cast, and of its gradient that are added to, at a time on a CPU."""
+"""Rows of W that are cast or given to oneDNN, and of its gradient, at a time on a CPU."""
 
 
 class OnePassLoss(Substitute, GPT):
@@ -140,7 +140,8 @@ def _loss_and_gradients(
     few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size)) if on_cpu else n_rows
     weight_dtype = weight.dtype
     weight = weight if on_cpu else weight.to(dtype)
-    step = min(BLOCK, vocab_size) if on_cpu else vocab_size
+    by_blocks = on_cpu and (weight.dtype != dtype or is_onednn_faster())
+    step = min(BLOCK, vocab_size) if by_blocks else vocab_size
     blocks = [slice(at, min(at + step, vocab_size)) for at in range(0, vocab_size, step)]
     buffer = h.new_empty(step if weight.dtype != dtype else 0, h.shape[1], dtype=dtype)
 
@@ -162,7 +163,7 @@ def _loss_and_gradients(
             grad_h[rows] = sum(linear(z[:, b], narrow(b).T).to(sums_in) for b in blocks)
         if grad_w is not None:
             for block in blocks:
-                grad_w[block] += weight_gradient(h_c, z[:, block])
+                add_weight_gradient(grad_w[block], h_c, z[:, block])
     grad_w = None if grad_w is None else grad_w.to(weight_dtype)
     return torch.where(any_counted, total, torch.nan), grad_h, grad_w
 

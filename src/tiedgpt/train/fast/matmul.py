@@ -1,14 +1,17 @@
 """In which precision, and by which library, a device computes products fastest.
 
-`F.linear` and `torch.mm` in fp32 call MKL, which computes small products slowly, and on AMD's CPUs
-does not use AVX-512. PyTorch gives oneDNN only convolutions in fp32: but a linear layer is one, of
-width 1, over rows that lie as (N, channels), which is the layout "channels last".
+`F.linear` and `torch.mm` in fp32 call MKL, which does not use AVX-512 on AMD's CPUs. PyTorch gives
+oneDNN only convolutions in fp32: but a linear layer is one, of width 1, over rows that lie as
+(N, channels), which is the layout "channels last".
 
 Gain: on a core of AMD's Zen 5, 190 to 230 GFLOP/s instead of 95 for products of 2,048 rows and
-widths of 128 to 3,072. On AVX2 alone oneDNN's gradient of weights is slower, and MKL is called.
+widths of 128 to 3,072. Zen 4 computes 512 bits in two halves: there both reach 80 to 105, a step
+gains nothing, and MKL is called. On AVX2 alone oneDNN's gradient of weights is slower.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +51,14 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return conv2d_weight(_images(x), shape, _images(grad)).flatten(1)
 
 
+def add_weight_gradient(sums: Tensor, x: Tensor, grad: Tensor) -> None:
+    """Add the gradient (out, in) of W of `linear(x, W)` to `sums`, at once where they are alike."""
+    if sums.dtype == x.dtype and not _is_for_onednn(x):
+        sums.addmm_(grad.T, x)
+    else:
+        sums += weight_gradient(x, grad)
+
+
 def _is_for_onednn(x: Tensor) -> bool:
     """Whether PyTorch lets oneDNN compute with these rows, and that is the faster way."""
     return (
@@ -55,6 +66,18 @@ def _is_for_onednn(x: Tensor) -> bool:
         and x.device.type == "cpu"
         and len(x) % IMAGES == 0
         and x.numel() > LEAST_NUMBERS
+        and is_onednn_faster()
+    )
+
+
+@cache
+def is_onednn_faster() -> bool:
+    """Whether oneDNN is the faster library: AMD's CPUs with whole AVX-512 units, Zen 5 and on.
+
+    Of the CPUs without them only Intel's Tiger Lake has this instruction, too.
+    """
+    return (
+        bool(torch.cpu.get_capabilities().get("avx512_vp2intersect"))
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkldnn.is_available()
     )
