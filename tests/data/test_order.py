@@ -1,4 +1,5 @@
 import hashlib
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -6,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiedgpt.data import IGNORED, Batches, in_order, permutation
+from tiedgpt.data import IGNORED, Batches, in_order, order, permutation
+from tiedgpt.data.order import LargePermutation
 from tiedgpt.errors import UserError
 
 
@@ -100,6 +102,47 @@ def test_batches_are_frozen_so_that_a_run_resumes_with_the_batches_it_would_have
     assert digest.hexdigest() == (
         "f13c6ef03681de768e4d6da828cf9526f98eef77d61af8050c8d23194266f0ee"
     )
+
+
+class Zeros(Stream):
+    """A terabyte of tokens."""
+
+    def __init__(self):
+        super().__init__(2**39)
+
+    def read(self, start, stop):
+        return np.zeros(stop - start, dtype=np.uint16)
+
+
+@given(st.integers(2, 3000), st.integers(0, 2**64), st.integers(0, 5))
+def test_a_computed_order_visits_every_item_once(n, seed, epoch):
+    order = LargePermutation(n, seed=seed, epoch=epoch)
+    assert sorted(order[place] for place in range(n)) == list(range(n))
+
+
+def test_a_computed_order_is_frozen_and_looks_random():
+    n = 50_000_000_001
+    order = LargePermutation(n, seed=7, epoch=1)
+    assert [order[place] for place in range(3)] == [44419616722, 18275421058, 33751247365]
+    drawn = np.array([order[place] for place in range(20_000)]) / n
+    counts, _ = np.histogram(drawn, 50, (0, 1))
+    assert ((counts - 400) ** 2 / 400).sum() < 90, "chi squared of 49 degrees, p = 0.0003"
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
+    others = (LargePermutation(n, seed=8, epoch=1), LargePermutation(n, seed=7, epoch=2))
+    assert all(other[0] != order[0] for other in others)
+
+
+def test_many_windows_are_ordered_without_a_table(monkeypatch):
+    tracemalloc.start()
+    batches = Batches(Zeros(), batch_size=4, n_positions=8, seed=0)
+    ids, _ = batches.batch(10**9)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert ids.shape == (4, 8)
+    monkeypatch.setattr(order, "LARGEST_TABLE", 10)
+    small = batches_of((1001, 10, 10, 5))
+    first = [int(row[0]) // 10 for step in range(10) for row in small.batch(step)[0]]
+    assert sorted(first) == list(range(100))
 
 
 def test_a_ragged_end_is_aligned_and_its_overlap_is_ignored():

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
 
+LARGEST_TABLE = 1_000_000
+"""Windows up to which the order of an epoch is held as a table; that of more is computed."""
+ROUNDS = 8
 IGNORED = -100  # a target that is not counted, as in torch's cross_entropy
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -38,7 +41,8 @@ class Batches:
         self.batch_size = batch_size
         self.n_positions = n_positions
         self.n_windows = n = _count_windows(len(tokens), n_positions)
-        self._order = lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
+        draw = permutation if n <= LARGEST_TABLE else LargePermutation
+        self._order = lru_cache(2)(lambda epoch: draw(n, seed=seed, epoch=epoch))
 
     def batch(self, step: int) -> Batch:
         """Return inputs and targets of a step >= 0, both int64 (B, T)."""
@@ -55,9 +59,53 @@ class Batches:
 
 def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the order, (n,), in which an epoch visits n items. It never changes."""
-    # Philox's raw stream is the same in every NumPy; Generator.permutation need not be.
+    return np.argsort(_draw(n, seed, epoch), kind="stable")
+
+
+def _draw(n: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Return n words of 64 bits, the same in every NumPy; those of a `Generator` need not be."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
+    words: NDArray[np.uint64] = np.random.Philox(key=key).random_raw(n)
+    return words
+
+
+class LargePermutation:
+    """The order in which an epoch visits n > 1 items, computed for each place, without a table.
+
+    A Feistel network permutes the numbers of as many bits as n - 1 has. Where it leads to a number
+    from n on it is applied again, until it does not (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains", section 3: cycle walking). It never changes.
+    """
+
+    def __init__(self, n: int, *, seed: int, epoch: int) -> None:
+        self.n = n
+        bits = max(2, (n - 1).bit_length())
+        self._low = bits // 2
+        self._masks = 2**self._low - 1, 2 ** (bits - self._low) - 1
+        self._keys = _draw(ROUNDS, seed, epoch).tolist()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, place: int) -> int:
+        number = self._shuffle(place)
+        while number >= self.n:
+            number = self._shuffle(number)
+        return number
+
+    def _shuffle(self, number: int) -> int:
+        halves = [number & self._masks[0], number >> self._low]
+        for count, key in enumerate(self._keys):
+            side = count % 2
+            halves[side] ^= _mix(halves[1 - side] ^ key) & self._masks[side]
+        return halves[1] << self._low | halves[0]
+
+
+def _mix(word: int) -> int:
+    """Return 64 bits that look random: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return word ^ word >> 31
 
 
 def in_order(
