@@ -100,6 +100,17 @@ def test_offsets_are_where_tokens_begin_in_the_text(client):
     assert any(name.startswith("bytes:\\x") for name in found["tokens"])
 
 
+def test_the_end_of_text_in_a_prompt_is_text_unless_that_is_asked_for(client, engine):
+    prompt = f"{PROMPT}<|endoftext|>{PROMPT}"
+    for allow_special in (False, True):
+        asked = {"allow_special": True} if allow_special else {}
+        answer = complete(client, prompt=prompt, max_tokens=0, echo=True, logprobs=0, **asked)
+        ids = engine.tokenizer.encode(prompt, allow_special=allow_special)
+        assert (engine.tokenizer.eos_token_id in ids) == allow_special
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        assert answer["choices"][0]["text"] == prompt
+
+
 def test_max_tokens_0_scores_and_writes_nothing(client, engine):
     answer = complete(client, prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
     (choice,) = answer["choices"]

@@ -14,10 +14,12 @@ from tiedgpt.text import Tokenizer
 NOTHING_TO_SCORE = "a text to score must have a token after its context"
 
 
-def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -> list[int]:
+def prompt_ids(
+    prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None, *, allow_special: bool = False
+) -> list[int]:
     """Return the prompt's ids, checked against the vocabulary.
 
-    An empty prompt is the token that texts begin with.
+    An empty prompt is the token that texts begin with. `allow_special` is as in `Tokenizer.encode`.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -25,7 +27,7 @@ def prompt_ids(prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None) -
                 "a prompt of text needs a tokenizer, and there is none with the model",
                 hint="name one (--tokenizer, or Engine(..., tokenizer=)), or give ids",
             )
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt, allow_special=allow_special)
     elif not _is_list(prompt):
         raise UserError(f"a prompt must be text or ids, got {prompt!r}")
     else:

@@ -238,7 +238,7 @@ async def _encode(
         raise APIError(400, f"{param} must be ids below {size}", param=param)
     return await asyncio.to_thread(
         encode_prompts, service.engine, prompts, n=samples, room=max_tokens, recorded_ids=ids,
-        echo=echo,
+        echo=echo, allow_special=isinstance(body, CompletionRequest) and body.allow_special,
     )  # fmt: skip
 
 

@@ -166,6 +166,9 @@ class CompletionRequest(GenerationBody):
     suffix: None = None
     # Beyond OpenAI's:
     return_tokens_as_token_ids: bool = False
+    allow_special: bool = Field(
+        False, description="read <|endoftext|> and other special tokens in a text as such"
+    )
 
 
 class Part(Body):

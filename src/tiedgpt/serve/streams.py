@@ -64,7 +64,13 @@ class Choice:
 
 
 def encode_prompt(
-    engine: Engine, prompt: Prompt, param: str, *, room: int = 0, max_tokens: int | None = None
+    engine: Engine,
+    prompt: Prompt,
+    param: str,
+    *,
+    room: int = 0,
+    max_tokens: int | None = None,
+    allow_special: bool = False,
 ) -> list[int]:
     """Return a prompt's ids; `APIError` naming `param` if it cannot be read, or is too long.
 
@@ -74,7 +80,7 @@ def encode_prompt(
     if isinstance(prompt, str) and prompt and engine.tokenizer is None:
         raise APIError(400, f"{param} must be token ids: the model has no tokenizer", param=param)
     try:
-        ids = prompt_ids(prompt or [], config, engine.tokenizer)
+        ids = prompt_ids(prompt or [], config, engine.tokenizer, allow_special=allow_special)
     except UserError as error:
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(max_tokens or config.n_positions, config.n_positions)
@@ -96,11 +102,12 @@ def encode_prompts(
     room: int,
     recorded_ids: Sequence[int] = (),
     echo: bool = False,
+    allow_special: bool = False,
 ) -> list[Choice]:
     """Encode prompts; return n choices for each, of at most `room` new tokens."""
     choices, draws = list[Choice](), Counter[tuple[int, ...]]()
     for prompt in prompts:
-        ids = encode_prompt(engine, prompt, "prompt", room=room)
+        ids = encode_prompt(engine, prompt, "prompt", room=room, allow_special=allow_special)
         text = ""
         if echo and isinstance(prompt, str):
             text = prompt
