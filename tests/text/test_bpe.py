@@ -65,6 +65,13 @@ def test_every_trained_tokenizer_can_encode_fast(texts, size):
         assert twin.encode_ordinary(text) == rust.encode(text).ids
 
 
+@given(st.lists(st.text(max_size=20), max_size=5))
+def test_short_texts_have_the_same_ids_after_many(texts):
+    few, many = (Tokenizer.train(["ab abc, 'tis " * 50], 280) for _ in range(2))
+    many.encode_array("and so on " * 30_000)
+    assert [few.encode(text) for text in texts] == [many.encode(text) for text in texts]
+
+
 @pytest.mark.parametrize("text", ["", "a", "one two\n" * 5000, "x" * 3 * CHUNK, " " * 3 * CHUNK])
 def test_chunks_joined_are_the_text(text):
     assert "".join(chunks(text)) == text

@@ -40,6 +40,8 @@ OTHER_SETTINGS = (
 _TO_LATIN_1 = {ord(character): byte for byte, character in enumerate(BYTE_ALPHABET)}
 LONG_TEXT = 4_000
 """Characters from which tiktoken encodes: building its tables takes longer than a short text."""
+BULK = 200_000
+"""Characters, of all texts together, after which it encodes short ones, too."""
 CHUNK = 8_192
 """Characters encoded at a time."""
 LONGEST_RUN = 4_096
@@ -111,6 +113,8 @@ class ByteLevelBPE(Codec):
     """Encodes with a byte-level BPE; special tokens in the text are ordinary text."""
 
     kind = "bpe"
+    _n_encoded = 0
+    """Characters so far."""
 
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
@@ -150,7 +154,9 @@ class ByteLevelBPE(Codec):
         Raises UserError for a character with a byte outside the vocabulary. Only foreign
         vocabularies lack some of the 256.
         """
-        if len(text) <= LONG_TEXT or self._twin is None:
+        self._n_encoded += len(text)
+        is_little = not text or (len(text) <= LONG_TEXT and self._n_encoded <= BULK)
+        if is_little or self._twin is None:
             return self._encode_by_tokenizers(text, at)
         parts = [
             self._twin.encode_to_numpy(chunk, disallowed_special=())
