@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiedgpt.cli.data import PARTS as DATA_VERBS
 from tiedgpt.inspect.registry import INSPECTIONS
 
 DOCS = Path(__file__).parent
@@ -34,11 +35,17 @@ MODULES = {
     "tiedgpt.train.objective": "Data Objective",
     "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
     "FeatureExtractor pad open_head predict",
+    "tiedgpt.data": "prepare_data Preparation verify_data",
     "tiedgpt.evaluate.texts": "score_text TextScore",
     "tiedgpt.weights.registry": "register Format TokenizerFile Writer",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
 }
 """What python.md lists: names of each module that users import from."""
+PARTS = {
+    "inspect": [each.verb for each in INSPECTIONS.values()],
+    "data": [*DATA_VERBS],
+}
+"""The verbs of a verb."""
 
 
 @dataclass
@@ -62,9 +69,9 @@ def command_line() -> str:
     ]
     for verb in VERBS:
         parts.append(f"## {verb}\n\n{_block(_help(verb, '--help'))}")
-        for each in INSPECTIONS.values() if verb == "inspect" else ():
-            text = _block(_help(verb, each.verb, "--help"))
-            parts.append(f"### {verb} {each.verb}\n\n{text}")
+        for each in PARTS.get(verb, ()):
+            text = _block(_help(verb, each, "--help"))
+            parts.append(f"### {verb} {each}\n\n{text}")
     return "\n\n".join(parts) + "\n"
 
 

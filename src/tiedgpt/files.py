@@ -13,9 +13,17 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+PREPARE = "prepare.json"
+"""The file by which a directory of prepared data is known, also before it is complete."""
 
 
 @contextlib.contextmanager
@@ -106,6 +114,18 @@ def writing(path: Path) -> Iterator[None]:
             ) from error
         why = error.strerror or error
         raise UserError(f"cannot write {path}: {why}", hint="check the path") from error
+
+
+def lock_file(file: IO[str], *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; return whether nobody else had it locked.
+
+    With `wait`, wait until nobody has.
+    """
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+    return fcntl is None
 
 
 def remove_leftovers(directory: Path) -> None:

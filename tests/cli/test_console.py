@@ -134,8 +134,11 @@ def test_the_flags_of_every_verb_are_those_that_users_know():
     """A flag that goes or changes its name breaks scripts: say so in the changelog."""
     flags = {}
     for verb in VERBS:
-        fields = option_fields(import_module(f"tiedgpt.cli.{verb}").Arguments)
-        flags[verb] = sorted(flag(field) for field in fields if not is_argument(field))
+        module = import_module(f"tiedgpt.cli.{verb}")
+        parts = {f"{verb} {part}": kind for part, kind in getattr(module, "PARTS", {}).items()}
+        for name, kind in (parts or {verb: module.Arguments}).items():
+            fields = option_fields(kind)
+            flags[name] = sorted(flag(field) for field in fields if not is_argument(field))
     assert flags == json.loads(FLAGS.read_text())
 
 

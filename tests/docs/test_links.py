@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.conftest import PAGES, ROOT
+from tiedgpt.cli import data
 from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import option_fields
@@ -92,8 +93,9 @@ def found(name: str) -> bool:
 def test_names_and_options_in_the_text_exist():
     verbs = [import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS]
     verbs += [arguments_of(inspection) for inspection in INSPECTIONS.values()]
+    verbs += data.PARTS.values()
     options = {flag(field) for verb in verbs for field in option_fields(verb)}
-    options |= {"--help", "--nproc-per-node", "--grep"}
+    options |= {"--help", "--nproc-per-node", "--grep", "--wrap"}
     for page in ALL:
         text = page.read_text()
         names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))

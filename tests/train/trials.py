@@ -33,6 +33,8 @@ SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
 class Command:
     """`tiedgpt train ... --out RUN` in a process of its own; without arguments, the bare loop.
 
+    Another verb that has --out may take the place of `train`.
+
     The loop goes on in a run that has a record already.
     """
 
@@ -43,9 +45,10 @@ class Command:
         *,
         fault: "Fault | None" = None,
         name: str = "first",
+        verb: Sequence[str] = ("train",),
     ) -> None:
         self.log = run.with_name(f"{run.name}-{name}.log")
-        whole = ["train", *map(str, arguments), "--out", str(run)] if arguments else []
+        whole = [*verb, *map(str, arguments), "--out", str(run)] if arguments else []
         self._process = SERVER.Process(target=_main, args=(whole, run, self.log, fault))
         self._process.start()
 

@@ -1,40 +1,67 @@
-"""`tiedgpt data show DATA`: what of a file of examples is trained, token by token."""
+"""`tiedgpt data show|prepare|verify`: what is trained of examples; texts of any size as tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.text import Text
 
-from tiedgpt.cli.console import console, fact, note
+from tiedgpt.cli.console import bar, console, fact, note
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
+from tiedgpt.errors import UserError
+from tiedgpt.files import format_bytes
 from tiedgpt.options import argument, option
+from tiedgpt.train.options import DataOptions
 
 if TYPE_CHECKING:
-    from tiedgpt.data import Example, ExampleReader
+    from tiedgpt.data import EncodedCorpus, Example, ExampleReader
     from tiedgpt.text import Tokenizer
 
-ABOUT = """Show which tokens of examples would be trained.
+ABOUT = """Look at examples, and prepare texts of any size.
+
+  tiedgpt data show DATA ...            which tokens of examples are trained
+  tiedgpt data prepare DATA ... -o DIR  encode texts, by all cores or a cluster
+  tiedgpt data verify DIR               check every file of prepared texts
+
+  tiedgpt data VERB --help
+
+lists the options of each."""
+ABOUT_SHOW = """Show which tokens of examples would be trained.
 
 A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages":
 [{"role": ..., "content": ...}, ...]}. Trained tokens are green; without colour, they are in braces
 with plus signs. `tiedgpt tune` trains on such files."""
+ABOUT_PREPARE = """Encode texts of any size as token shards, which `tiedgpt train DIR` trains on.
+
+The bytes are the same whatever the number of processes. Killed at any moment, the same command
+goes on with what is left; files that have changed since are refused."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 """By whether a token is trained; two in turn, so that one sees where tokens end."""
 
 EDGE = 150
 """Tokens shown at the beginning and at the end of an example that is longer than both."""
+LOG_SECONDS = 60
+"""Between lines on the progress, where no bar can be drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Options of `data`."""
+    """The verbs of `data`."""
 
-    verb: Literal["show"] = argument("What to do.")
+    verb: Literal["show", "prepare", "verify"] = argument("What to do.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowArguments:
+    """Options of `data show`."""
+
     data: tuple[str, ...] = argument("Files of examples: .jsonl, or text files.")
     tokenizer: str | None = option(
         None,
@@ -53,9 +80,166 @@ class Arguments:
     format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(DataOptions):
+    """Options of `data prepare`."""
+
+    data: tuple[str, ...] = argument(
+        "Files of text, .jsonl, .csv, .tsv or .parquet, also compressed; folders, globs, or "
+        "hf:OWNER/NAME[:SPLIT] of the hub."
+    )
+    out: str = option(MISSING, "The directory to write, or to go on in.", metavar="DIR", short="o")
+    tokenizer: str = option(
+        "bpe",
+        "bpe: trained on the data; char: the data's characters; or a directory, file or hub name.",
+        metavar="TOKENIZER",
+    )
+    vocab_size: int | None = option(
+        None, "Size of the vocabulary to train; default: 8,192.", metavar="N"
+    )
+    workers: int | None = option(
+        None, "Processes that encode; default: one for each core.", "processes"
+    )
+    part: str | None = option(
+        None,
+        "Encode only the I-th of N parts, as a task of a Slurm array does; the last to end "
+        "completes the directory.",
+        "processes",
+        metavar="I/N",
+    )
+    ray: str | None = option(
+        None,
+        "Encode on a Ray cluster that sees the files: its address, auto, or local to start one.",
+        "processes",
+        metavar="ADDRESS",
+    )
+    format: Literal["human", "json"] = option("human", "json: one object.", short="f")
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "vocab_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"must be at least 1, got {value}", option=name)
+        if self.vocab_size is not None and self.tokenizer != "bpe":
+            raise UserError("is for --tokenizer bpe, which is trained", option="vocab_size")
+        if self.workers is not None and self.ray is not None:
+            raise UserError("exclude each other", option=("workers", "ray"))
+        self.parts  # noqa: B018
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The number of the part, from 1, and how many there are."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part or "1/1")
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(
+                f"must be I/N with I from 1 to N, got {self.part}",
+                hint="as --part $SLURM_ARRAY_TASK_ID/16 with `sbatch -a 1-16`",
+                option="part",
+            )
+        return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments:
+    """Options of `data verify`."""
+
+    directory: str = argument("What `tiedgpt data prepare` wrote.", metavar="DIR")
+
+
+PARTS = {"show": ShowArguments, "prepare": PrepareArguments, "verify": VerifyArguments}
+"""The options of each verb."""
+
+
 def run(arguments: list[str]) -> None:
+    """Show examples, prepare texts, or verify what was prepared."""
+    verbs = {"show": show, "prepare": prepare, "verify": verify}
+    if arguments and arguments[0] in verbs:
+        verbs[arguments[0]](arguments[1:])
+    else:
+        parse(Arguments, "data", arguments, ABOUT)
+
+
+def prepare(arguments: list[str]) -> None:
+    """Encode texts into a directory."""
+    args = parse(PrepareArguments, "data prepare", arguments, ABOUT_PREPARE)
+    from tiedgpt.data import Preparation, count_cores, in_processes, on_ray, prepare_data
+    from tiedgpt.data.prepare import read_notes
+
+    encode = in_processes(args.workers or count_cores()) if args.ray is None else on_ray(args.ray)
+    preparation = Preparation(args.data, val=args.val, **args.reading)
+    with _rate("encoding") as progress:
+        encoded = prepare_data(
+            preparation,
+            args.out,
+            args.tokenizer,
+            vocab_size=args.vocab_size,
+            encode=encode,
+            part=args.parts,
+            progress=progress,
+        )
+    if encoded is not None:
+        note(*read_notes(args.out))
+    if args.format == "json":
+        sides = (
+            {} if encoded is None else {"train": asdict(encoded.train), "val": asdict(encoded.val)}
+        )
+        print(
+            json.dumps({"directory": args.out, "complete": encoded is not None, **sides}, indent=2)
+        )
+    elif encoded is None:
+        fact("part", f"{args.part} is done, and other parts are not")
+    else:
+        _show_encoded(encoded)
+        fact("train", f"tiedgpt train {args.out}")
+
+
+def verify(arguments: list[str]) -> None:
+    """Check every file of a prepared directory."""
+    args = parse(
+        VerifyArguments, "data verify", arguments, "Read every file of prepared texts again, and "
+        "compare it with the manifest. The exit code is 6 if one is missing or has changed."
+    )  # fmt: skip
+    from tiedgpt.data import verify_data
+
+    with _rate("verifying") as progress:
+        encoded = verify_data(args.directory, progress)
+    _show_encoded(encoded)
+    fact("verified", "every file is as it was written")
+
+
+def _show_encoded(encoded: EncodedCorpus) -> None:
+    for name, side in (("train", encoded.train), ("validate", encoded.val)):
+        size = f"{format_bytes(side.utf8_bytes)}, {side.tokens:,} tokens"
+        fact(name, f"{side.documents:,} documents, {size}")
+
+
+@contextmanager
+def _rate(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes done, their rate and the time left: in a bar, or where there is none in lines."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    to = console(stderr=True)
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    began, first, said = time.monotonic(), -1, time.monotonic()
+    with bar(what, *columns, to=to) as move:
+
+        def show(done: int, total: int) -> None:
+            nonlocal began, first, said
+            move(done, total)
+            now = time.monotonic()
+            if first < 0:
+                began, first, said = now, done, now
+            elif not to.is_terminal and now - said >= LOG_SECONDS:
+                said, rate = now, max(1.0, (done - first) / (now - began))
+                left = f"{(total - done) / rate / 60:,.0f} minutes left"
+                size = f"{format_bytes(done)} of {format_bytes(total)}"
+                note(f"{what}: {size}, {format_bytes(rate)}/s, {left}")
+
+        yield show
+
+
+def show(arguments: list[str]) -> None:
     """Show the examples."""
-    args = parse(Arguments, "data", arguments, ABOUT)
+    args = parse(ShowArguments, "data show", arguments, ABOUT_SHOW)
     from tiedgpt.data import TEMPLATES, ExampleReader, documents
     from tiedgpt.text import Tokenizer
     from tiedgpt.weights.sources import local_directory

@@ -32,7 +32,7 @@ VERBS = {
     "convert": "write any GPT in another tool's format, and check the file",
     "push": "send a model to the Hugging Face hub, with its card",
     "tie": "is the head the embedding? show, audit or fix any model or file",
-    "data": "show which tokens of examples would be trained",
+    "data": "prepare texts of any size, or show which tokens of examples are trained",
     "doctor": "show versions, devices, threads, and missing packages",
 }
 EXAMPLES = """\
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         hint = None
         if arguments and arguments[0] in ("train", "tune"):
             hint = "no step was lost: the same command begins again where this one was"
+        if arguments and arguments[:2] == ["data", "prepare"]:
+            hint = "what is encoded stays: the same command goes on"
         return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,8 +3,10 @@
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
+from tiedgpt.data.executors import count_cores, in_processes, on_ray
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
+from tiedgpt.data.prepare import Preparation, open_plan, prepare_data, verify_data
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter
@@ -24,18 +26,25 @@ __all__ = [
     "ExampleReader",
     "FileCorpus",
     "PackedBatches",
+    "Preparation",
     "ShardWriter",
     "Shards",
     "Split",
     "Template",
+    "count_cores",
     "documents",
     "encode_corpus",
     "has_records",
     "in_order",
+    "in_processes",
+    "on_ray",
     "open_encoded",
+    "open_plan",
     "permutation",
     "plan_split",
+    "prepare_data",
     "python_documentation",
     "read_template",
+    "verify_data",
     "write_template",
 ]

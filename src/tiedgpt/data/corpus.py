@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tiedgpt.data.readers import ending, has_records, open_stream, read_records
+from tiedgpt.data.hub import HUB, fetch_data
+from tiedgpt.data.readers import (
+    LARGEST_LINE,
+    PARQUET,
+    Section,
+    cut_text,
+    ending,
+    has_records,
+    open_section,
+    open_stream,
+    read_records,
+)
 from tiedgpt.errors import CorruptInputError, UserError
 
 STDIN = "-"
@@ -26,6 +37,8 @@ MARKS = {
     b"\xfe\xff": "utf-16",
 }  # fmt: skip
 """Byte order marks; UTF-32's first, which begins as UTF-16's does."""
+MADE = ("run.toml", "prepare.json", "CACHEDIR.TAG")
+"""Files that tell a training run, prepared data and a cache, which are not searched."""
 NOT_TEXT = (
     ".json", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".7z",
 )  # fmt: skip
@@ -75,6 +88,16 @@ class FileCorpus:
     """The encodings of named files that are not UTF-8."""
     streams: dict[str, bytes] = field(default_factory=dict, repr=False)
     """The bytes of pipes and standard input, which can be read only once."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What files of the hub are called in messages, in place of their paths in its cache."""
+    pins: list[tuple[str, str]] = field(default_factory=list)
+    """Sources of the hub without a revision, and with the one that they were found at."""
+    in_parts: bool = False
+    """Whether a long text is read in parts, each a document; else a document is read whole."""
+    section: Section | None = None
+    """What is read of the only file, where that is not all."""
+    may_be_blank: bool = False
+    """Whether there may be no text at all."""
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents that are not blank, in the order of the sources.
@@ -99,7 +122,7 @@ class FileCorpus:
             if text.strip():
                 blank = False
                 yield Document(place, text)
-        if blank:
+        if blank and not self.may_be_blank:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
             why, hint = "every document is empty", "name files with text"
             if self.unread:
@@ -116,34 +139,85 @@ class FileCorpus:
         does; `on_bad` is given the error of a bad line of .jsonl, which is passed over then.
         """
         for path in self.paths:
-            name = _printable(path)
+            name = self.name(path)
             try:
-                if not self._require_text(path, name):
+                if not has_records(path) and not self.is_text(path, name):
                     continue
                 with self._open(path) as raw, open_stream(raw, name) as file:
-                    if has_records(path):
-                        encoding = "utf-8-sig" if self.encoding == "auto" else self.encoding
-                        yield from read_records(
-                            file, name, expected, encoding=encoding, on_bad=on_bad
-                        )
+                    if not has_records(path):
+                        yield from self._read_text(file, path, name)
                         continue
-                    data = file.read(PEEK)
-                    if not self._binary(data):
-                        data += file.read()
+                    encoding = "utf-8-sig" if self.encoding == "auto" else self.encoding
+                    groups = self.section if ending(path) == PARQUET else None
+                    if self.section is not None and groups is None and self.section[0]:
+                        name = f"from byte {self.section[0]:,} of {name}"
+                    yield from read_records(
+                        file, name, expected, encoding=encoding, on_bad=on_bad, row_groups=groups
+                    )
             except OSError as error:
-                raise _unreadable(path, error) from error
-            text = None if self._binary(data) else self._text(data, path, name)
-            if text is not None:
-                for place, part in self._separate(name, text.replace("\r\n", "\n")):
-                    yield place, {self.text_field: part}
-            elif self.paths[path]:
-                which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
-                raise CorruptInputError(
-                    f"{name} is not text in UTF-8{which}",
-                    hint="name text files, or their --encoding (often cp1252 or utf-16)",
-                )
-            elif not self._binary(data):
-                self.skipped.add(path)
+                raise _unreadable(name, error) from error
+
+    def name(self, path: str) -> str:
+        """Return what a file is called in messages."""
+        return self.names.get(path) or _printable(path)
+
+    @property
+    def mark(self) -> str:
+        """What separates documents in text files; "" for nothing."""
+        return "" if self.keep_end_of_text else END_OF_TEXT
+
+    def has_lines(self, head: bytes) -> bool:
+        """Return whether a text with this beginning may be cut at newlines: it is no UTF-16."""
+        is_plain = self.encoding == "auto" or "\n".encode(self.encoding) == b"\n"
+        return is_plain and not head.startswith(tuple(MARKS)) and not self._binary(head)
+
+    def _read_text(
+        self, file: BinaryIO, path: str, name: str
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the documents of a text file, whole, or the long ones in parts."""
+        head = file.read(PEEK)
+        if self.in_parts and self.has_lines(head):
+            for place, part in self._read_parts(cut_text(file, self.mark.encode(), head), path):
+                yield place, {self.text_field: part}
+            return
+        if not self._binary(head):
+            head += file.read(LARGEST_LINE if self.in_parts else -1)
+        if self.in_parts and len(head) > LARGEST_LINE:
+            raise CorruptInputError(f"{name} is too large for UTF-16", hint="write it as UTF-8")
+        text = self._decode(head, path, name)
+        for place, part in [] if text is None else self._separate(name, text):
+            yield place, {self.text_field: part}
+
+    def _read_parts(
+        self, parts: Iterable[tuple[bytes, bool]], path: str
+    ) -> Iterator[tuple[str, str]]:
+        """Yield (place, text) of what `cut_text` cuts a file into; counts its documents."""
+        name, n_documents, is_marked = self.name(path), 0, False
+        for number, (data, is_ended) in enumerate(parts, 1):
+            text = self._decode(data, path, name) or ""
+            is_marked = is_marked or is_ended
+            if self.mark:
+                text = text.strip("\n")
+            if text.strip():
+                n_documents += 1
+                yield f"{name}, part {number}", text
+        if is_marked:
+            self.separated[name] = self.separated.get(name, 0) + n_documents
+
+    def _decode(self, data: bytes, path: str, name: str) -> str | None:
+        """Return the text of bytes of a file; None where it is left out."""
+        text = None if self._binary(data) else self._text(data, path, name)
+        if text is not None:
+            return text.replace("\r\n", "\n")
+        if self.paths[path]:
+            which = "" if self.encoding == "auto" else f", nor in {self.encoding}"
+            raise CorruptInputError(
+                f"{name} is not text in UTF-8{which}",
+                hint="name text files, or their --encoding (often cp1252 or utf-16)",
+            )
+        if not self._binary(data):
+            self.skipped.add(name)
+        return None
 
     def _separate(self, name: str, text: str) -> list[tuple[str, str]]:
         """Return (place, text) of the documents of a text file, without the marks between them."""
@@ -154,15 +228,34 @@ class FileCorpus:
         self.separated[name] = len(parts)
         return [(f"{name}, document {n}", part) for n, part in enumerate(parts, 1)]
 
+    def remarks(self) -> dict[str, Any]:
+        """Return what `notes` are made of, as JSON can hold it."""
+        sets = {"skipped": sorted(self.skipped), "unread": sorted(self.unread)}
+        how = {"separated": {**self.separated}, "guessed": {**self.guessed}}
+        return {"pins": [*self.pins], **how, **sets}
+
+    def add_remarks(self, remarks: dict[str, Any]) -> None:
+        """Add the remarks on other files, or on other sections of the same."""
+        for name, count in remarks.get("separated", {}).items():
+            self.separated[name] = self.separated.get(name, 0) + count
+        self.guessed |= remarks.get("guessed", {})
+        self.pins += remarks.get("pins", [])
+        self.skipped |= {*remarks.get("skipped", ())}
+        self.unread |= {*remarks.get("unread", ())}
+
     def notes(self) -> list[str]:
         """Return what is worth telling of the files read: how, and what was left out."""
         found = [
             f"{n} is read as {how}; --encoding names another" for n, how in self.guessed.items()
         ]
+        found += [f"{source} is {name}, which names this revision" for source, name in self.pins]
+        where = {f"{name} has": count for name, count in self.separated.items()}
+        if len(where) > 3:
+            where = {f"{len(where):,} files have": sum(where.values())}
         found += [
-            f"{n} has {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
+            f"{n} {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
             "--keep-end-of-text takes it for text"
-            for n, count in self.separated.items()
+            for n, count in where.items()
         ]
         reasons = {
             "not text in UTF-8": self.skipped,
@@ -174,7 +267,7 @@ class FileCorpus:
             found += [f"left out {files}, {why}: {names}"] if paths else []
         return found
 
-    def _require_text(self, path: str, name: str) -> bool:
+    def is_text(self, path: str, name: str) -> bool:
         """Return whether a file's name is that of text; of a named one, raise `UserError`."""
         if ending(path) not in NOT_TEXT:
             return True
@@ -183,7 +276,7 @@ class FileCorpus:
                 f"{name} is not read, as a {ending(path)} file is no plain text",
                 hint=f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl',
             )
-        self.unread.add(path)
+        self.unread.add(name)
         return False
 
     def _binary(self, data: bytes) -> bool:
@@ -213,7 +306,12 @@ class FileCorpus:
 
     def _open(self, path: str) -> BinaryIO:
         if path != STDIN and os.path.isfile(path):
-            return open(path, "rb")
+            file = open(path, "rb")
+            if self.section is None or ending(path) == PARQUET:
+                return file
+            return open_section(
+                file, self.section, b"" if has_records(path) else self.mark.encode()
+            )
         if path not in self.streams:
             stdin = path == STDIN
             if stdin and sys.stdin is None:
@@ -229,7 +327,7 @@ def documents(
     encoding: str = "auto",
     keep_end_of_text: bool = False,
 ) -> FileCorpus:
-    """Return the documents of files, folders, globs and `-` (standard input).
+    """Return the documents of files, folders, globs, `hf:` data sets and `-` (standard input).
 
     A text file is one document, or several, separated by `<|endoftext|>` and newlines around it,
     unless that is to be kept as text. A `.jsonl`, `.csv`, `.tsv` or `.parquet` file has a document
@@ -249,6 +347,12 @@ def documents(
     corpus = FileCorpus(text_field, encoding=encoding, keep_end_of_text=keep_end_of_text)
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
+        if source.startswith(HUB) and not os.path.exists(source):
+            data = fetch_data(source)
+            corpus.names |= data.names
+            corpus.paths |= dict.fromkeys(data.names, True)
+            corpus.pins += [] if data.pin == source else [(source, data.pin)]
+            continue
         named = source == STDIN or (os.path.exists(source) and not os.path.isdir(source))
         for path in [source] if named else _search(source):
             if not named and not os.path.isfile(path):
@@ -270,7 +374,7 @@ def _search(source: str) -> list[str]:
     paths = [path for path in matches if not os.path.isdir(path)]
     for folder in filter(os.path.isdir, matches):
         for directory, folders, files in os.walk(folder, onerror=_fail):
-            if "run.toml" in files or "CACHEDIR.TAG" in files:  # a training run, or a cache
+            if not {*MADE}.isdisjoint(files):
                 folders.clear()
                 continue
             shown = (name for name in folders if not name.startswith(".") and name not in CACHES)

@@ -7,16 +7,16 @@ out, in a directory that appears by one rename once everything in it is on the d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter
-from tiedgpt.data.split import SIDES, Split
+from tiedgpt.data.split import SIDES, Side, Split
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
 COUNTS = "counts.json"
+MANIFEST = "manifest.json"
+"""Of a directory of `prepare.py`, in place of counts.json, which it includes."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Counts:
     characters: int = 0
     utf8_bytes: int = 0
     tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -67,47 +72,71 @@ def encode_corpus(
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists already: remove it or name another directory")
+    with replacing(directory) as temporary:
+        temporary.mkdir()
+        counts = write_shards(
+            split, tokenizer, temporary, tokens_per_shard=tokens_per_shard, progress=progress
+        )
+        require_both_sides(counts)
+        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
+    return EncodedCorpus(directory, **counts)
+
+
+def write_shards(
+    split: Split,
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[Side, Counts]:
+    """Encode a split into shards in a directory; return the sizes of its sides.
+
+    The arguments and the errors are those of `encode_corpus`; a side may have no tokens.
+    """
     counts = dict.fromkeys(SIDES, Counts())
     eos = tokenizer.eos_token_id
     end = np.array([] if eos is None else [eos], dtype=np.uint32)
     size = {"vocab_size": len(tokenizer), "tokens_per_shard": tokens_per_shard}
     done = 0
-    with replacing(directory) as temporary:
-        temporary.mkdir()
-        with ExitStack() as stack:
-            writers = {
-                side: stack.enter_context(ShardWriter(temporary, side, **size)) for side in SIDES
-            }
-            for side, document in split:
-                writer = writers[side]
-                writer.write(tokenizer.encode_array(document.text))
-                writer.write(end)
-                counts[side] = Counts(
-                    documents=counts[side].documents + 1,
-                    characters=counts[side].characters + len(document.text),
-                    utf8_bytes=counts[side].utf8_bytes + len(document.text.encode()),
-                    tokens=writer.n_tokens,
-                )
-                done += len(document.text)
-                if progress is not None:
-                    progress(done, split.characters)
-        for side in SIDES:
-            if not counts[side].tokens:
-                raise UserError(
-                    f"the {side} side of the split has no tokens", hint="give more text"
-                )
-        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
-    return EncodedCorpus(directory, **counts)
+    with ExitStack() as stack:
+        writers = {
+            side: stack.enter_context(ShardWriter(directory, side, **size)) for side in SIDES
+        }
+        for side, document in split:
+            writer = writers[side]
+            writer.write(tokenizer.encode_array(document.text))
+            writer.write(end)
+            counts[side] = Counts(
+                documents=counts[side].documents + 1,
+                characters=counts[side].characters + len(document.text),
+                utf8_bytes=counts[side].utf8_bytes + len(document.text.encode()),
+                tokens=writer.n_tokens,
+            )
+            done += len(document.text)
+            if progress is not None:
+                progress(done, split.characters)
+    return counts
+
+
+def require_both_sides(counts: Mapping[Side, Counts]) -> None:
+    """Raise `UserError` where there is nothing to train on, or nothing to validate on."""
+    for side in SIDES:
+        if not counts[side].tokens:
+            raise UserError(
+                f"the {side} side of the split has no tokens", hint="give more text, or --val"
+            )
 
 
 def open_encoded(directory: str | Path) -> EncodedCorpus:
-    """Return the value that `encode_corpus` returned when it made the directory.
+    """Return the value that `encode_corpus` or `prepare_data` returned for the directory.
 
     Raises:
-        UserError: the directory was not made by `encode_corpus`.
+        UserError: the directory was not made by either.
         CorruptInputError: its counts cannot be read.
     """
-    path = Path(directory) / COUNTS
+    path = Path(directory) / MANIFEST
+    path = path if path.exists() else path.with_name(COUNTS)
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
         return EncodedCorpus(Path(directory), Counts(**counts["train"]), Counts(**counts["val"]))

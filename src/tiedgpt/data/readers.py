@@ -2,6 +2,10 @@
 
     open_stream(file, name)      the bytes of a file, decompressed where its ending says so
     read_records(name, ...)      the records of .jsonl, .csv, .tsv and .parquet files
+    cut_text(file, mark)         a text of any size in documents, or in parts of one
+
+A large file is read in sections, by several processes: `.jsonl` and text files in ranges of bytes
+that end where a line or a document ends (`open_section`), Parquet in ranges of row groups.
 
 Damaged and truncated files are a `CorruptInputError` with the file's name; a reader that needs a
 package which is not installed says which extra brings it.
@@ -15,16 +19,16 @@ import csv
 import gzip
 import io
 import lzma
-import sys
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import count
 from pathlib import PurePath
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, AnyStr, BinaryIO, cast
 
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json_lines
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -36,11 +40,13 @@ PARQUET_ROWS = 1024
 """Rows of a Parquet file that are held at a time."""
 ZSTD_BYTES = 1 << 20
 """Compressed bytes that are read at a time."""
-LARGEST_FIELD = min(sys.maxsize, 2**31 - 1)
-"""Characters of a field of a table."""
 LARGEST_LINE = 1 << 28
-"""Bytes of a line of .jsonl: more is no text for a model."""
+"""Bytes of a line of .jsonl, or characters of a field of a table: more is no text for a model."""
+LARGEST_PART = 1 << 20
+"""Bytes of a document in a text that is read in parts; of longer ones each part is a document."""
 OnBad = Callable[[CorruptInputError], None] | None
+Section = tuple[int, int]
+"""From where a file is read, and up to where: in bytes, or in row groups of a Parquet file."""
 
 
 class ZstdFile(io.RawIOBase):
@@ -81,6 +87,30 @@ class ZstdFile(io.RawIOBase):
         return True
 
 
+class SectionFile(io.RawIOBase):
+    """The bytes of an open file from `start` to `stop`."""
+
+    def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
+        self._file, self._left = file, max(0, stop - start)
+        file.seek(start)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; return how many bytes, 0 at the end."""
+        data = self._file.read(min(len(buffer), self._left))
+        buffer[: len(data)] = data
+        self._left -= len(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file, too."""
+        self._file.close()
+        super().close()
+
+
 DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
@@ -117,13 +147,81 @@ def open_stream(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
         ) from None
 
 
+def open_section(file: BinaryIO, section: Section, mark: bytes = b"") -> BinaryIO:
+    """Return what of a file begins in a section of it, in bytes: lines, or documents.
+
+    The sections of a file hold it all, and nothing twice, however it is divided.
+    """
+    size = file.seek(0, os.SEEK_END)
+    start, stop = (_find_cut(file, at, size, mark) for at in section)
+    return io.BufferedReader(SectionFile(file, start, stop))
+
+
+def _find_cut(file: BinaryIO, at: int, size: int, mark: bytes) -> int:
+    """Return the first place from `at` on, in bytes, where a line or a document begins.
+
+    With a mark, that is after one, if there is one nearby, or after a newline, or at a character.
+    """
+    if at <= 0 or at >= size:
+        return max(0, min(at, size))
+    if not mark:
+        file.seek(at - 1)
+        while (line := file.readline(LARGEST_PART)) and not line.endswith(b"\n"):
+            pass
+        return file.tell()
+    start = max(0, at - len(mark))
+    file.seek(start)
+    near = file.read(LARGEST_PART)
+    if (place := near.find(mark)) >= 0:
+        return start + place + len(mark)
+    newline = near.find(b"\n", at - start - 1)
+    return start + (newline + 1 if newline >= 0 else _character(near, at - start))
+
+
+def cut_text(file: BinaryIO, mark: bytes = b"", head: bytes = b"") -> Iterator[tuple[bytes, bool]]:
+    """Yield the documents of a text, `head` and the rest of a file, and whether a mark ended each.
+
+    One of more than `LARGEST_PART` bytes is yielded in parts, cut after a newline if there is one.
+    """
+    rest = b""
+    while block := head or file.read(LARGEST_PART):
+        head = b""
+        *whole, rest = (rest + block).split(mark) if mark else [rest + block]
+        yield from ((part, True) for part in whole)
+        while len(rest) > LARGEST_PART:
+            newline = rest.rfind(b"\n", 0, LARGEST_PART)
+            cut = newline + 1 if newline >= 0 else _character(rest, LARGEST_PART)
+            yield rest[:cut], False
+            rest = rest[cut:]
+    yield rest, False
+
+
+def _character(data: bytes, at: int) -> int:
+    """Return where the first character of UTF-8 begins from `at` on."""
+    while at < len(data) and data[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def count_row_groups(file: BinaryIO, name: str) -> int:
+    """Return the number of a Parquet file's row groups; `CorruptInputError` for a damaged one."""
+    with _reading_parquet(name) as parquet:
+        return int(parquet.ParquetFile(file).num_row_groups)
+
+
 def read_records(
-    file: BinaryIO, name: str, expected: str, *, encoding: str = "utf-8-sig", on_bad: OnBad = None
+    file: BinaryIO,
+    name: str,
+    expected: str,
+    *,
+    encoding: str = "utf-8-sig",
+    on_bad: OnBad = None,
+    row_groups: Section | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record of an open file whose name `has_records`.
 
     `expected` says in messages what a line of .jsonl should look like. `on_bad` is given the error
-    of a bad line of it, which is passed over then.
+    of a bad line of it, which is passed over then. Of a Parquet file some row groups may be read.
     """
     suffix = ending(name)
     if suffix in JSON_LINES:
@@ -131,10 +229,10 @@ def read_records(
     elif suffix in DELIMITERS:
         yield from _read_table(file, name, DELIMITERS[suffix], encoding)
     else:
-        yield from _read_parquet(file, name)
+        yield from _read_parquet(file, name, row_groups)
 
 
-def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+def _lines(file: IO[AnyStr], name: str) -> Iterator[AnyStr]:
     """Yield the lines of a file; `CorruptInputError` for one that is too long to be one."""
     for number in count(1):
         line = file.readline(LARGEST_LINE + 1)
@@ -149,8 +247,8 @@ def _read_table(
     file: BinaryIO, name: str, delimiter: str, encoding: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     text = io.TextIOWrapper(file, encoding, newline="")
-    csv.field_size_limit(LARGEST_FIELD)
-    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    csv.field_size_limit(LARGEST_LINE)
+    reader = csv.DictReader(_lines(text, name), delimiter=delimiter, strict=True)
     try:
         _require_distinct(reader.fieldnames or (), name)
         for record in reader:
@@ -173,21 +271,35 @@ def _read_table(
         text.detach()
 
 
-def _read_parquet(file: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    parquet = _import("pyarrow.parquet", PARQUET)
-    arrow_error = import_module("pyarrow").ArrowException
-    if not file.seekable() or PurePath(name).suffix.lower() != PARQUET:
-        file = io.BytesIO(file.read())
+def _read_parquet(
+    file: BinaryIO, name: str, row_groups: Section | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    try:
+    with _reading_parquet(name) as parquet:
+        if not file.seekable() or PurePath(name).suffix.lower() != PARQUET:
+            file = io.BytesIO(file.read())
         table = parquet.ParquetFile(file)
         _require_distinct(table.schema_arrow.names, name)
-        for batch in table.iter_batches(PARQUET_ROWS):
+        groups = range(*row_groups or (0, table.num_row_groups))
+        if row_groups is not None:
+            number = sum(table.metadata.row_group(n).num_rows for n in range(row_groups[0]))
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=groups):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{name}:{number}", record
+
+
+@contextlib.contextmanager
+def _reading_parquet(name: str) -> Iterator[Any]:
+    """Give pyarrow's reader, and turn what is wrong with a file into `CorruptInputError`."""
+    parquet = _import("pyarrow.parquet", PARQUET)
+    arrow_error = import_module("pyarrow").ArrowException
+    try:
+        yield parquet
     except (arrow_error, OSError, ValueError, LookupError, OverflowError) as error:
         # the last three are of values that Python cannot hold: damaged text, an unknown time zone
+        if isinstance(error, TiedGPTError):
+            raise
         first_line = str(error).partition("\n")[0]
         raise CorruptInputError(
             f"{name} is no whole Parquet file: {first_line}",

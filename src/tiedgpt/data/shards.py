@@ -58,11 +58,7 @@ class ShardWriter:
     _file: BinaryIO | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise UserError(
-                f"a vocabulary of {self.vocab_size:,} tokens does not fit a shard's 16 bits",
-                hint=f"use a tokenizer of at most {LARGEST_VOCABULARY:,}",
-            )
+        require_vocabulary(self.vocab_size)
         if not 1 <= self.tokens_per_shard < 2**31:
             raise UserError(f"tokens_per_shard must be 1 to 2**31 - 1, got {self.tokens_per_shard}")
 
@@ -133,8 +129,9 @@ class Shards:
 
     @classmethod
     def in_directory(cls, directory: str | Path, prefix: str) -> Self:
-        """Open all shards `{prefix}_*.bin` of a directory, in order."""
-        paths = sorted(Path(directory).glob(f"{prefix}_*.bin"))
+        """Open all shards `{prefix}_*.bin` of a directory, or of its units, in order."""
+        name = f"{prefix}_*.bin"
+        paths = sorted([*Path(directory).glob(name), *Path(directory).glob(f"[0-9]*/{name}")])
         if not paths:
             raise UserError(f"no {prefix}_*.bin in {directory}: encode some text first")
         return cls(paths)
@@ -161,6 +158,15 @@ class Shards:
             start += len(parts[-1])
             shard += 1
         return np.concatenate(parts)
+
+
+def require_vocabulary(size: int) -> None:
+    """Raise `UserError` for more tokens than a shard can name."""
+    if size > LARGEST_VOCABULARY:
+        raise UserError(
+            f"a vocabulary of {size:,} tokens does not fit a shard's 16 bits",
+            hint=f"use a tokenizer of at most {LARGEST_VOCABULARY:,}",
+        )
 
 
 def _map_tokens(path: Path) -> TokenArray:

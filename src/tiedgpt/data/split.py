@@ -26,13 +26,24 @@ AT_MOST = 0.20
 
 
 @dataclass(frozen=True)
+class Threshold:
+    """The digests below a share of all that there can be: a split that needs to know no text."""
+
+    share: float
+
+    def __contains__(self, digest: object) -> bool:
+        assert isinstance(digest, bytes)
+        return int.from_bytes(digest[:8]) < self.share * 2**64
+
+
+@dataclass(frozen=True)
 class Split:
     """A planned split. Iterating it reads the corpus once and yields every document's side."""
 
     corpus: Corpus
     validation: Corpus | None
     """A corpus of its own for validation, as the user named it."""
-    held_out: frozenset[bytes]
+    held_out: frozenset[bytes] | Threshold
     """SHA-256 digests of the texts that are not trained on."""
     is_cut: bool
     """The first nine tenths of every document train, the last tenth validates."""

@@ -36,6 +36,8 @@ START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
 START_RATE = 6.25e-5 * 768
 """Peak rate after --start, times the width: that of the same paper at its width of 768."""
+READING = ("text_field", "encoding", "keep_end_of_text")
+"""Options that say how text is read."""
 DURATIONS = ("steps", "minutes", "epochs")
 """Options that say for how long is trained; one of them is given."""
 EVALUATIONS = 10
@@ -139,8 +141,9 @@ class DataOptions:
 
     GROUP: ClassVar = "data"
     data: tuple[str, ...] = argument(
-        "Files of text, .jsonl, .csv, .tsv or .parquet, also compressed; folders, globs, or - for "
-        "standard input; default: Python's own docs.",
+        "Files of text, .jsonl, .csv, .tsv or .parquet, also compressed; folders, globs, - for "
+        "standard input, hf:OWNER/NAME[:SPLIT] of the hub, or a directory of `tiedgpt data "
+        "prepare`; default: Python's own docs.",
         default=(),
     )
     val: str | None = option(None, "Validate on this data.", metavar="DATA")
@@ -154,6 +157,11 @@ class DataOptions:
     keep_end_of_text: bool = option(
         False, "Take <|endoftext|> in text files for text; by itself it separates documents."
     )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How the data are read: the options of `tiedgpt.data.documents`."""
+        return {name: getattr(self, name) for name in READING}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

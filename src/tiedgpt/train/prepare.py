@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.data.prepare import TOKENIZER_CHARACTERS
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.checkpoint import list_checkpoints, read_step
@@ -24,9 +25,6 @@ from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory, read_plan
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.tune.freezing import moving
-
-TOKENIZER_CHARACTERS = 200_000_000
-"""A vocabulary is learned from this much text; more changes it little and takes long."""
 
 
 class ParentRun:

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import remove, remove_leftovers, replacing, sync, writing
+from tiedgpt.files import PREPARE, lock_file, remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.metrics import PART, History, read_history, read_metrics
 from tiedgpt.train.options import AUTO, DURATIONS
 from tiedgpt.train.plan import Plan
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 GOES_ON = "goes_on"
 """The key of the line after which a run went on that had ended."""
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class RunDirectory:
@@ -67,7 +62,8 @@ class RunDirectory:
             existed = self.path.exists()
             if existed and not self.path.is_dir():
                 raise UserError(f"{self.path} is a file", hint="give --out a directory")
-            a_run = self.lock_file.exists() or self.record.exists()
+            marks = (self.lock_file, self.record, self.data / PREPARE)
+            a_run = any(path.exists() for path in marks)
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
                     f"{self.path} is not empty and is no run", hint="give --out another directory"
@@ -75,7 +71,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.lock_file.open("a+")
         with lock:
-            if not _flock(lock):
+            if not lock_file(lock):
                 lock.seek(0)
                 raise UserError(
                     f"{self.path} is in use: process {lock.read().strip() or 'unknown'} is "
@@ -105,12 +101,15 @@ class RunDirectory:
         """Whether a training is in it now."""
         try:
             with self.lock_file.open("a+") as lock:
-                return not _flock(lock)
+                return not lock_file(lock)
         except OSError:
             return True
 
     def _clear_unless_planned(self) -> None:
-        """Without run.toml there was no first step, and data may be of other options."""
+        """Without run.toml there was no first step, and data may be of other options.
+
+        Data that are prepared in units say of which, and are kept: they may have taken hours.
+        """
         if self.record.exists():
             return
         if any(self.checkpoints.glob("step-*")):
@@ -118,8 +117,9 @@ class RunDirectory:
                 f"{self.path} has checkpoints and no run.toml that says of what",
                 hint="give another --out",
             )
-        for path in (self.data, self.tokenizer):
-            remove(path)
+        remove(self.tokenizer)
+        if not (self.data / PREPARE).exists():
+            remove(self.data)
 
     def is_finished(self) -> bool:
         """Whether the last step was done, whichever that was, and the model was written."""
@@ -192,15 +192,6 @@ class RunDirectory:
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Return where the checkpoint of a step is."""
     return directory / f"step-{step:06d}"
-
-
-def _flock(file: IO[str]) -> bool:
-    """Lock an open file until it is closed; return whether nobody else had it locked."""
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    return fcntl is None
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

@@ -6,7 +6,7 @@ from tiedgpt.train.objectives.answer import Answer
 from tiedgpt.train.objectives.choose import Choose
 from tiedgpt.train.objectives.classify import Classify
 from tiedgpt.train.objectives.labelled import Labelled, LabelSources
-from tiedgpt.train.objectives.language import TextSources
+from tiedgpt.train.objectives.prepared import is_prepared, open_texts
 from tiedgpt.train.objectives.replies import ReplySources, has_examples
 from tiedgpt.train.objectives.tag import Tag
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
@@ -23,8 +23,8 @@ def open_sources(options: AnyOptions) -> Sources:
     if isinstance(options, TuneOptions):
         if options.start is None:
             raise UserError("name the model to tune: --from MODEL")
-        examples = has_examples(options)
+        examples = not is_prepared(options.data) and has_examples(options)
         options.require_fit(examples=examples)
         if examples:
             return ReplySources(options)
-    return TextSources(options)
+    return open_texts(options)

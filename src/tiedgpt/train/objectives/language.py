@@ -36,8 +36,10 @@ from tiedgpt.data import (
     python_documentation,
     write_template,
 )
+from tiedgpt.data.encode import COUNTS
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import Score, score
+from tiedgpt.files import remove
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.choice import vocabulary
@@ -92,10 +94,8 @@ class TextSources(Sources):
     """The texts that options name, or Python's documentation."""
 
     def __init__(self, options: AnyOptions) -> None:
-        names = ("text_field", "encoding", "keep_end_of_text")
-        how = {name: getattr(options, name) for name in names}
-        whole = documents(options.data, **how) if options.data else python_documentation()
-        self.corpus = CachedCorpus(whole)
+        how, data = options.reading, options.data
+        self.corpus = CachedCorpus(documents(data, **how) if data else python_documentation())
         validation = None if options.val is None else documents([options.val], **how)
         self.validation = None if validation is None else CachedCorpus(validation)
 
@@ -116,26 +116,38 @@ class TextSources(Sources):
         train = (document.text for side, document in self.split if side == "train")
         return train, (document.text for _, document in self.split)
 
+    def count_characters(self) -> int:
+        """Return how long the texts are, about."""
+        return self.split.characters
+
     def vocabulary_size(self, options: TrainOptions) -> int:
         """Return how many tokens a vocabulary has that is trained on the texts."""
         if options.size == AUTO and options.vocab_size is None:
-            return vocabulary(self.split.characters)
+            return vocabulary(self.count_characters())
         return super().vocabulary_size(options)
+
+    def shards(self, run: RunDirectory) -> Path:
+        """Return the directory of the shards of tokens."""
+        return run.data
 
     def is_encoded(self, run: RunDirectory) -> bool:
         """Whether an earlier call encoded the texts."""
-        return run.data.exists()
+        return (run.data / COUNTS).exists()
 
     def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
         """Write the texts as shards of tokens."""
+        remove(run.data)  # of a larger text, for which this directory was begun
         encode_corpus(self.split, tokenizer, run.data, progress=progress)
 
-    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
-        """Return a language model, and the shards of a run to train it on."""
+    def notes(self, run: RunDirectory) -> list[str]:
+        """Return what is worth telling of the texts."""
         corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
-        notes = [note for part in corpora if isinstance(part, FileCorpus) for note in part.notes()]
+        return [note for part in corpora if isinstance(part, FileCorpus) for note in part.notes()]
+
+    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+        """Return a language model, and the shards to train it on."""
         context = options.context or basis.config.n_positions
-        data = open_text(run.data, basis.tokenizer, context, notes)
+        data = open_text(self.shards(run), basis.tokenizer, context, self.notes(run))
         if not options.chooses:  # which looks for a context that is short enough
             data.require_enough()
         prompt = options.sample_prompt or ""

@@ -1,0 +1,612 @@
+"""Texts of any size as token shards, in units that any number of processes encode.
+
+    Preparation(data, ...)       the sources, how they are read, and how they are divided in units
+    prepare_data(..., DIR, ...)  begins in DIR or goes on there
+    encode_unit(DIR, 17)         makes DIR/000017/, with shards and counts, by one rename
+
+    DIR/tokenizer/, prepare.json     written first: what a unit is, and how it is encoded
+    DIR/000000/, DIR/000001/, ...    the units; one that is there is complete
+    DIR/manifest.json                written last: sizes and sha256 of everything
+
+A unit is some files, or a section of a large one, and depends on nothing but prepare.json: its
+bytes are the same whoever encodes it, in whichever order, before or after a kill. A worker holds a
+document in memory at a time, and never a unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING, Any
+
+from tiedgpt.data.corpus import PEEK, Corpus, FileCorpus, documents
+from tiedgpt.data.encode import (
+    MANIFEST,
+    Counts,
+    EncodedCorpus,
+    open_encoded,
+    require_both_sides,
+    write_shards,
+)
+from tiedgpt.data.readers import (
+    DECOMPRESSORS,
+    DELIMITERS,
+    PARQUET,
+    Section,
+    count_row_groups,
+    ending,
+    has_records,
+)
+from tiedgpt.data.shards import require_vocabulary
+from tiedgpt.data.split import SIDES, TARGET, Side, Split, Threshold, digest, plan_split
+from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
+from tiedgpt.files import (
+    PREPARE,
+    lock_file,
+    read_json,
+    remove,
+    remove_leftovers,
+    replacing,
+    write_json,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from tiedgpt.text import Tokenizer
+
+TOKENIZER, UNIT, LOCK = "tokenizer", "unit.json", ".lock"
+MADE = ("bpe", "char")
+"""Tokenizers that are made of the text."""
+TOKENIZER_CHARACTERS = 200_000_000
+"""A vocabulary is learned from this much text; more changes it little and takes long."""
+VOCABULARY = 8192
+"""Its size, if none is asked for."""
+LARGE = 64_000_000
+"""Bytes of text from which it is split by a threshold, not exactly, and long texts are cut."""
+UNITS, LEAST_UNIT, MOST_UNIT = 32, 1 << 16, 256 << 20
+"""A unit is one of so many, but of so many bytes at least and at most."""
+COMPRESSION = 4
+"""How many times its size a compressed file's text is taken to have."""
+HELD_OUT = 64_000_000
+"""Bytes of a large text that validate, if that is less than `TARGET` of it."""
+
+Encode = Callable[[Path, Sequence[int]], Iterator[int]]
+"""Encodes units of a directory by number, and yields the number of each as it is done."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that is read."""
+
+    name: str
+    """As it was typed or found; of the hub `hf:OWNER/NAME@REVISION/FILE`."""
+    path: str = field(compare=False)
+    """From the root; it may be another on another machine."""
+    size: int
+    changed: int
+    """When it was changed, in nanoseconds; 0 of the hub's, which do not."""
+    side: Side
+    is_named: bool
+
+    def describe(self) -> list[str | int]:
+        """Return what it is known by."""
+        return [self.name, self.size, self.changed, self.side]
+
+    def require_unchanged(self) -> None:
+        """Raise `CorruptInputError` if the file is not the one that was divided into units."""
+        with suppress(OSError):
+            status = os.stat(self.path)
+            if status.st_size == self.size and self.changed in (0, status.st_mtime_ns):
+                return
+        raise CorruptInputError(
+            f"{self.name} changed while it was read",
+            hint="leave it alone, and prepare it again in a new directory",
+        )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive sources of one side, or a section of one."""
+
+    first: int
+    stop: int
+    section: Section | None
+    n_bytes: int
+    """On the disk, about."""
+
+
+class Preparation:
+    """What is to be prepared: files, and how they are read; the options are those of `documents`.
+
+    Raises `UserError` where a source is missing, or is no file.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[str],
+        *,
+        val: str | None = None,
+        text_field: str = "text",
+        encoding: str = "auto",
+        keep_end_of_text: bool = False,
+    ) -> None:
+        self.reading: dict[str, Any] = {
+            "text_field": text_field,
+            "encoding": encoding,
+            "keep_end_of_text": keep_end_of_text,
+        }
+        self.corpus = documents(data, **self.reading)
+        self.validation = None if val is None else documents([val], **self.reading)
+        self._data, self._val = [*data], val
+        self.sources = _list_sources(self.corpus, "train")
+        if self.validation is not None:
+            self.sources += _list_sources(self.validation, "val")
+        self.n_bytes = estimate_bytes(self.corpus)
+        self.is_large = self.n_bytes >= LARGE
+        corpora = [self.corpus] if self.validation is None else [self.corpus, self.validation]
+        for corpus in corpora:
+            corpus.in_parts = self.is_large
+        self.remarks = [corpus.remarks() for corpus in corpora]
+        """On the names of the files; those on their contents are the units'."""
+
+    def digest(self) -> str:
+        """Return a sha256 of the names, sizes and dates of the sources, and how they are read."""
+        facts = [self.reading, *(source.describe() for source in self.sources)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def require_same(self, plan: Plan, place: Path) -> None:
+        """Raise `UserError` unless a directory was begun with this."""
+        for name, value in self.reading.items():
+            _require_option(place, name, plan.reading.get(name), value)
+        _require_equal(plan.sources, self.sources, f"since {place} was begun")
+
+    def require_unchanged(self) -> None:
+        """Raise `CorruptInputError` if files came or went since this was made."""
+        pins = dict([*self.corpus.pins, *(self.validation.pins if self.validation else ())])
+        data = [pins.get(source, source) for source in self._data]
+        val = None if self._val is None else pins.get(self._val, self._val)
+        again = Preparation(data, val=val, **self.reading)
+        try:
+            _require_equal(self.sources, again.sources, "while it was read")
+        except UserError as error:
+            raise CorruptInputError(error.message, hint=error.hint) from None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """How it is divided in units and split. Texts of less than `LARGE` are read for that."""
+        share: float | None = None
+        if self.is_large and self.validation is None:
+            share = min(TARGET, HELD_OUT / self.n_bytes)
+            held_out: Iterable[bytes] = ()
+        elif self.is_large:
+            held_out = {digest(document.text) for document in self.validation or ()}
+        split = None if self.is_large else plan_split(self.corpus, self.validation)
+        if split is not None:
+            assert isinstance(split.held_out, frozenset)
+            held_out = split.held_out
+        return Plan(
+            reading=self.reading,
+            in_parts=self.is_large,
+            is_cut=split is not None and split.is_cut,
+            has_validation=self.validation is not None,
+            share=share,
+            held_out=sorted(each.hex() for each in held_out),
+            sources=self.sources,
+            units=[*_divide(self.sources, self.corpus, self.is_large)],
+        )
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """Yield texts that are trained on, from all units, of so many characters at most."""
+        units = [unit for unit in self.plan.units if self.sources[unit.first].side == "train"]
+        for unit in units:
+            room = characters // len(units)
+            for side, document in self.plan.split(unit, self.plan.corpus(unit)):
+                if side == "train":
+                    yield document.text[:room]
+                    room -= len(document.text)
+                if room <= 0:
+                    break
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts, of both sides."""
+        for unit in self.plan.units:
+            yield from (document.text for document in self.plan.corpus(unit))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What prepare.json says."""
+
+    reading: dict[str, Any]
+    in_parts: bool
+    is_cut: bool
+    has_validation: bool
+    share: float | None
+    """Of the digests, the lowest are held out."""
+    held_out: list[str]
+    """Or these are, in hexadecimal."""
+    sources: list[Source]
+    units: list[Unit]
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    """What was asked for."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Plan:
+        """Return the plan of a directory; `CorruptInputError` where it is damaged."""
+        path = directory / PREPARE
+        values = read_json(path)
+        try:
+            values["sources"] = [Source(*each) for each in values["sources"]]
+            values["units"] = [
+                Unit(first, stop, section and (section[0], section[1]), n_bytes)
+                for first, stop, section, n_bytes in values["units"]
+            ]
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CorruptInputError(
+                f"{path} is damaged: {error}", hint="prepare the data in a new directory"
+            ) from None
+
+    def write(self, directory: Path) -> None:
+        """Write prepare.json."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("sources", "units"):
+            values[name] = [list(asdict(each).values()) for each in values[name]]
+        with replacing(directory / PREPARE) as temporary:
+            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+    def corpus(self, unit: Unit) -> FileCorpus:
+        """Return the documents of a unit."""
+        sources = self.sources[unit.first : unit.stop]
+        return FileCorpus(
+            **self.reading,
+            paths={source.path: source.is_named for source in sources},
+            names={source.path: source.name for source in sources},
+            in_parts=self.in_parts,
+            section=unit.section,
+            may_be_blank=True,
+        )
+
+    def require_unchanged(self, unit: Unit) -> None:
+        """Raise `CorruptInputError` if a file of a unit is not the one that was divided."""
+        for source in self.sources[unit.first : unit.stop]:
+            source.require_unchanged()
+
+    def split(self, unit: Unit, corpus: FileCorpus) -> Split:
+        """Return the documents of a unit with their sides."""
+        held_out: frozenset[bytes] | Threshold = self._digests
+        if self.share is not None:
+            held_out = Threshold(self.share)
+        train: Corpus = corpus
+        val: Corpus | None = () if self.has_validation else None
+        if self.sources[unit.first].side == "val":
+            train, val = (), corpus
+        return Split(train, val, held_out, is_cut=self.is_cut, characters=0)
+
+    @functools.cached_property
+    def _digests(self) -> frozenset[bytes]:
+        return frozenset(map(bytes.fromhex, self.held_out))
+
+
+def estimate_bytes(corpus: FileCorpus) -> int:
+    """Return about how many bytes of text files hold; pipes and standard input count as none."""
+    return sum(
+        os.path.getsize(path) * (COMPRESSION if _is_compressed(path) else 1)
+        for path in corpus.paths
+        if os.path.isfile(path)
+    )
+
+
+def _is_compressed(path: str) -> bool:
+    return PurePath(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
+
+
+def _require_option(directory: Path, name: str, then: object, now: object) -> None:
+    if then != now:
+        raise UserError(
+            f"is {now}, and {directory} was begun with {then}",
+            hint="give another --out",
+            option=name,
+        )
+
+
+def _list_sources(corpus: FileCorpus, side: Side) -> list[Source]:
+    """Return the files of a corpus; `UserError` for what is no file, or no text by its name."""
+    sources = []
+    for path, is_named in corpus.paths.items():
+        name = corpus.name(path)
+        if not os.path.isfile(path):
+            raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
+        if has_records(path) or corpus.is_text(path, name):
+            status, is_pinned = os.stat(path), path in corpus.names
+            changed = 0 if is_pinned else status.st_mtime_ns
+            place = os.path.abspath(path)
+            sources.append(Source(name, place, status.st_size, changed, side, is_named))
+    return sources
+
+
+def _require_equal(then: Sequence[Source], now: Sequence[Source], when: str) -> None:
+    """Raise `UserError` with the name of the first file that differs."""
+    before, after = ({(s.name, s.side): s for s in each} for each in (then, now))
+    problems = [f"{key[0]} is gone" for key in before if key not in after]
+    problems += [f"{key[0]} is new" for key in after if key not in before]
+    problems += [f"{key[0]} changed" for key in before if before[key] != after.get(key)]
+    if problems or [*before] != [*after]:
+        problem = problems[0] if problems else "the order of the files changed"
+        raise UserError(f"{problem} {when}", hint="prepare the data in a new directory")
+
+
+def _divide(sources: Sequence[Source], corpus: FileCorpus, is_large: bool) -> Iterator[Unit]:
+    """Yield the units of the sources, in order."""
+    total = sum(source.size for source in sources)
+    target = min(MOST_UNIT, max(LEAST_UNIT, total // UNITS))
+    first, n_bytes = 0, 0
+    for number, source in enumerate(sources):
+        sections = _list_sections(source, corpus, target, is_large)
+        ends = sections or n_bytes + source.size > target or sources[first].side != source.side
+        if number > first and ends:
+            yield Unit(first, number, None, n_bytes)
+            first, n_bytes = number, 0
+        for section in sections:
+            yield Unit(number, number + 1, section, source.size // len(sections))
+            first = number + 1
+        n_bytes += 0 if sections else source.size
+    if first < len(sources):
+        yield Unit(first, len(sources), None, n_bytes)
+
+
+def _list_sections(
+    source: Source, corpus: FileCorpus, target: int, is_large: bool
+) -> list[Section]:
+    """Return the sections that a file is divided in; none if it is read whole."""
+    path, whole, n_sections = source.path, source.size, -(-source.size // target)
+    is_stream = PurePath(path).suffix.lower() in DECOMPRESSORS or ending(path) in DELIMITERS
+    if n_sections < 2 or is_stream:
+        return []
+    with open(path, "rb") as file:
+        if ending(path) == PARQUET:
+            whole = count_row_groups(file, source.name)
+        elif not has_records(path) and not (is_large and corpus.has_lines(file.read(PEEK))):
+            return []
+    n_sections = min(n_sections, whole)
+    cuts = [number * whole // n_sections for number in range(n_sections + 1)]
+    return [*pairwise(cuts)] if n_sections > 1 else []
+
+
+def prepare_data(
+    preparation: Preparation,
+    directory: str | Path,
+    tokenizer: Tokenizer | str = "bpe",
+    *,
+    vocab_size: int | None = None,
+    encode: Encode | None = None,
+    part: tuple[int, int] = (1, 1),
+    progress: Callable[[int, int], None] | None = None,
+) -> EncodedCorpus | None:
+    """Encode files into a directory, or go on there; return what it holds once it is complete.
+
+    The tokenizer is "bpe" or "char", made of the text, or a source of one. `encode` is how units
+    are encoded: `in_processes(4)`, `on_ray("auto")`; else here, one by one. With `part` (i, n) it
+    is every n-th unit only, from the i-th: other processes encode the others, and the last to end
+    completes the directory. `progress` is called with the bytes of files done, and in all.
+
+    Raises:
+        UserError: the directory was begun with other files or options, or is another's; or as
+            `documents` raises.
+        CorruptInputError: a file is damaged, or changed while it was read.
+        NoRoomError: the disk is full; what is done stays.
+    """
+    directory, (index, n_parts) = Path(directory), part
+    with _locked(directory, wait=n_parts > 1) as lock:
+        begin = open_plan if (directory / PREPARE).exists() else _begin
+        plan = begin(preparation, directory, tokenizer, vocab_size)
+        if n_parts > 1:  # the units are independent; only beginning is not
+            lock.close()
+        own = range(index - 1, len(plan.units), n_parts)
+        missing = [number for number in own if not is_done(directory, number)]
+        total = sum(plan.units[number].n_bytes for number in own)
+        done = total - sum(plan.units[number].n_bytes for number in missing)
+        if progress is not None:
+            progress(done, total)
+        for number in (encode or encode_here)(directory, missing):
+            done += plan.units[number].n_bytes
+            if progress is not None:
+                progress(done, total)
+        if not all(is_done(directory, number) for number in range(len(plan.units))):
+            return None
+        preparation.require_unchanged()
+        return _finish(directory, plan, preparation)
+
+
+@contextmanager
+def _locked(directory: Path, *, wait: bool) -> Iterator[IO[str]]:
+    """Keep others out of a directory, which is made, while the block runs or the lock is open."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in directory.iterdir() if ".tmp-" not in path.name}
+        if PREPARE not in names and names - {LOCK, TOKENIZER}:
+            raise UserError(f"{directory} is not empty", hint="give --out a new directory")
+        lock = (directory / LOCK).open("a")
+    with lock:
+        if not lock_file(lock, wait=wait):
+            raise UserError(f"{directory} is in use by another process", hint="wait for it")
+        yield lock
+
+
+def open_plan(
+    preparation: Preparation,
+    directory: Path,
+    tokenizer: Tokenizer | str,
+    vocab_size: int | None = None,
+) -> Plan:
+    """Return the plan of a directory; `UserError` where it was begun with something else."""
+    plan = Plan.read(directory)
+    preparation.require_same(plan, directory)
+    for name, value in _describe_request(tokenizer, vocab_size).items():
+        _require_option(directory, name, plan.tokenizer.get(name), value)
+    if tokenizer not in MADE:
+        ours, theirs = _load_tokenizer(tokenizer), _load_tokenizer(directory / TOKENIZER)
+        if ours.to_json() != theirs.to_json():
+            raise UserError(
+                f"the tokenizer is another one than when {directory} was begun",
+                hint="give another --out",
+            )
+    return plan
+
+
+def _begin(
+    preparation: Preparation, directory: Path, tokenizer: Tokenizer | str, vocab_size: int | None
+) -> Plan:
+    """Write the tokenizer and the plan of a directory, and return the plan."""
+    from tiedgpt.text import Tokenizer
+
+    if tokenizer == "char":
+        made = Tokenizer.characters(preparation.texts())
+    elif tokenizer == "bpe":
+        texts = preparation.sample(TOKENIZER_CHARACTERS)
+        made = Tokenizer.train(texts, vocab_size or VOCABULARY)
+    else:
+        made = _load_tokenizer(tokenizer)
+    require_vocabulary(len(made))
+    remove(directory / TOKENIZER)  # what a kill left of it
+    made.save_pretrained(directory / TOKENIZER)
+    plan = replace(preparation.plan, tokenizer=_describe_request(tokenizer, vocab_size))
+    plan.write(directory)
+    return plan
+
+
+def _describe_request(tokenizer: Tokenizer | str, vocab_size: int | None) -> dict[str, Any]:
+    name = tokenizer if isinstance(tokenizer, str) else None
+    return {"tokenizer": name, "vocab_size": vocab_size}
+
+
+def _load_tokenizer(tokenizer: Tokenizer | str | Path) -> Tokenizer:
+    from tiedgpt.text import Tokenizer
+
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return Tokenizer.from_pretrained(tokenizer)
+
+
+def encode_here(directory: Path, numbers: Sequence[int]) -> Iterator[int]:
+    """Encode units of a directory in this process; yield the number of each that is done."""
+    for number in numbers:
+        encode_unit(directory, number)
+        yield number
+
+
+def encode_unit(directory: str | Path, number: int) -> None:
+    """Encode one unit of a directory that was begun, unless that is done.
+
+    Raises as `prepare_data`; then nothing of the unit is left.
+    """
+    place = _unit_path(Path(directory), number)
+    if is_done(Path(directory), number):
+        return
+    for path in (place, *place.parent.glob(f".{place.name}.tmp-*")):
+        remove(path)
+    plan, tokenizer = _open(directory, os.stat(Path(directory, PREPARE)).st_mtime_ns)
+    unit = plan.units[number]
+    corpus = plan.corpus(unit)
+    with replacing(place) as temporary:
+        temporary.mkdir()
+        plan.require_unchanged(unit)
+        counts = write_shards(plan.split(unit, corpus), tokenizer, temporary)
+        plan.require_unchanged(unit)
+        record: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
+        record["files"] = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
+        record["remarks"] = corpus.remarks()
+        write_json(temporary / UNIT, record)
+
+
+@functools.lru_cache(1)
+def _open(directory: str | Path, changed: int) -> tuple[Plan, Tokenizer]:
+    """Return what a worker needs, which is read once."""
+    return Plan.read(Path(directory)), _load_tokenizer(Path(directory) / TOKENIZER)
+
+
+def _unit_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:06d}"
+
+
+def _identify(path: Path) -> tuple[int, str]:
+    """Return a file's size and its sha256."""
+    with open(path, "rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_done(directory: Path, number: int) -> bool:
+    """Whether a unit of a directory is there, with files of the sizes that they were written in."""
+    place = _unit_path(directory, number)
+    try:
+        files = read_json(place / UNIT)["files"]
+        return all((place / name).stat().st_size == size for name, (size, _) in files.items())
+    except (TiedGPTError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def _finish(directory: Path, plan: Plan, preparation: Preparation) -> EncodedCorpus:
+    """Write the manifest of a directory whose units are all there."""
+    counts = dict.fromkeys(SIDES, Counts())
+    tokenizer = sorted((directory / TOKENIZER).iterdir())
+    files = {f"{TOKENIZER}/{path.name}": _identify(path) for path in tokenizer}
+    remarks = FileCorpus("")
+    for each in preparation.remarks:
+        remarks.add_remarks(each)
+    for number in range(len(plan.units)):
+        place = _unit_path(directory, number)
+        record = read_json(place / UNIT)
+        counts = {side: counts[side] + Counts(**record[side]) for side in SIDES}
+        files |= {f"{place.name}/{name}": identity for name, identity in record["files"].items()}
+        remarks.add_remarks(record["remarks"])
+    require_both_sides(counts)
+    manifest: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
+    manifest |= {"reading": plan.reading, **plan.tokenizer}
+    manifest["sources"] = [source.describe() for source in plan.sources]
+    write_json(directory / MANIFEST, manifest | {"files": files, "notes": remarks.notes()})
+    remove_leftovers(directory)
+    return open_encoded(directory)
+
+
+def read_notes(directory: str | Path) -> list[str]:
+    """Return what is worth telling of the texts in a complete directory."""
+    return list(read_json(Path(directory) / MANIFEST)["notes"])
+
+
+def verify_data(
+    directory: str | Path, progress: Callable[[int, int], None] | None = None
+) -> EncodedCorpus:
+    """Read every file of a complete directory again, and compare it with the manifest.
+
+    `progress` is called with the bytes done, and in all. Raises `CheckFailedError` where a file is
+    missing or has changed, `UserError` where the directory is not complete.
+    """
+    directory = Path(directory)
+    if not (directory / MANIFEST).exists():
+        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` goes on there")
+    listed = read_json(directory / MANIFEST)["files"].items()
+    files = {name: (size, sha256) for name, (size, sha256) in listed}
+    wrong, done, total = [], 0, sum(size for size, _ in files.values())
+    for name, identity in files.items():
+        path = directory / name
+        if not path.is_file() or _identify(path) != identity:
+            wrong.append(name)
+        done += identity[0]
+        if progress is not None:
+            progress(done, total)
+    if wrong:
+        units = sorted({name.partition("/")[0] for name in wrong})
+        raise CheckFailedError(
+            f"{directory}: {len(wrong):,} of {len(files):,} files are missing or have changed: "
+            f"{', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}",
+            hint=f"delete {', '.join(units[:3])}{', ...' * (len(units) > 3)} in it, and give the "
+            "command that prepared it again",
+        )
+    return open_encoded(directory)

@@ -1,0 +1,127 @@
+"""Training on prepared directories and on large texts, which are prepared on the way."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tiedgpt import Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data import Preparation, prepare, prepare_data
+from tiedgpt.errors import UserError
+from tiedgpt.train import TrainOptions, train
+from tiedgpt.train.events import AlreadyFinished, Ended
+from tiedgpt.train.objectives import prepared
+
+TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
+TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp32"}
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "LEAST_UNIT", 4000)
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
+    return path
+
+
+@pytest.fixture
+def large(text, monkeypatch) -> Path:
+    """The same text, which counts as large."""
+    for module in (prepare, prepared):
+        monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(prepared, "count_cores", lambda: 1)
+    return text
+
+
+def run(out: str, *data: object, **options) -> object:
+    chosen = TINY | options
+    return [*train(TrainOptions(data=tuple(map(str, data)), **chosen), out)][-1]
+
+
+def test_a_prepared_directory_is_trained_on_with_its_own_tokenizer(text, tmp_path):
+    encoded = prepare_data(Preparation([str(text)]), tmp_path / "data", vocab_size=300)
+    assert isinstance(run("run", tmp_path / "data"), Ended)
+    ours, theirs = (Tokenizer.from_pretrained(p) for p in ("run/tokenizer", "data/tokenizer"))
+    assert ours.to_json() == theirs.to_json()
+    record = (tmp_path / "run" / "run.toml").read_text()
+    assert f"tokens = {encoded.train.tokens}" in record
+    assert not (tmp_path / "run" / "data").exists()
+    assert isinstance(run("run", tmp_path / "data"), AlreadyFinished)
+    ended = run("tuned", tmp_path / "data", start="run/model", size="auto")
+    assert isinstance(ended, Ended)
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [({"val": "text.jsonl"}, "val"), ({"text_field": "body"}, "text_field")],
+)
+def test_what_was_decided_beforehand_is_refused(text, options, option):
+    prepare_data(Preparation([str(text)]), "data", "char")
+    with pytest.raises(UserError, match="was decided when data was prepared") as caught:
+        run("run", "data", **options)
+    assert caught.value.options == (option,)
+
+
+def test_a_directory_that_is_not_complete_and_another_tokenizer_are_refused(text, tmp_path):
+    prepare_data(Preparation([str(text)]), "begun", "char", part=(1, 2))
+    with pytest.raises(UserError, match="begun is not complete"):
+        run("run", "begun")
+    prepare_data(Preparation([str(text)]), "data", "char")
+    Tokenizer.train(TEXTS, 300).save_pretrained("other")
+    with pytest.raises(UserError, match="another tokenizer than that of other"):
+        run("run", "data", tokenizer="other")
+    with pytest.raises(UserError, match="trained on alone"):
+        run("run", "data", text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_that_lost_tokens_is_refused(text, tmp_path):
+    prepare_data(Preparation([str(text)]), "data", "char")
+    next(Path("data").glob("*/train_000000.bin")).unlink()
+    assert main(["train", "data", "--out", "run", "--steps", "1", "--context", "16"]) == 3
+
+
+def test_a_large_text_is_prepared_in_the_run_and_known_by_its_date(large, tmp_path):
+    assert isinstance(run("run", large), Ended)
+    data = tmp_path / "run" / "data"
+    assert (data / "manifest.json").exists() and (data / "000003").is_dir()
+    assert isinstance(run("run", large), AlreadyFinished)
+    large.write_text(large.read_text())
+    with pytest.raises(UserError, match="the text has changed since"):
+        run("run", large)
+
+
+def interrupt(run_: str, *data: object, **options) -> None:
+    """Begin a run, and interrupt it after the third unit."""
+
+    def progress(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    calls: list[int] = []
+    chosen = TrainOptions(data=tuple(map(str, data)), **TINY | options)
+    with pytest.raises(KeyboardInterrupt):
+        list(train(chosen, run_, progress=progress))
+
+
+def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(large, tmp_path):
+    interrupt("run", large)
+    kept = tmp_path / "run" / "data" / "000001" / "train_000000.bin"
+    before = kept.stat().st_ino
+    assert isinstance(run("run", large), Ended)
+    assert kept.stat().st_ino == before, "the unit was encoded once"
+    run("whole", large)
+    manifests = [tmp_path / name / "data" / "manifest.json" for name in ("run", "whole")]
+    assert len({hashlib.sha256(path.read_bytes()).hexdigest() for path in manifests}) == 1
+    interrupt("other", large)
+    assert isinstance(run("other", large, tokenizer="char"), Ended)
+    assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
+    interrupt("small", large)
+    Path("small.txt").write_text("\n".join(TEXTS))
+    prepared.LARGE = 10**9
+    assert isinstance(run("small", "small.txt"), Ended)
+    assert (tmp_path / "small" / "data" / "counts.json").exists()
