@@ -65,10 +65,17 @@ def test_every_trained_tokenizer_can_encode_fast(texts, size):
         assert twin.encode_ordinary(text) == rust.encode(text).ids
 
 
-@given(st.lists(st.text(max_size=20), max_size=5))
-def test_short_texts_have_the_same_ids_after_many(texts):
+@pytest.fixture(scope="module")
+def few_and_many():
+    """A tokenizer that encoded little so far, and the same after a long text."""
     few, many = (Tokenizer.train(["ab abc, 'tis " * 50], 280) for _ in range(2))
     many.encode_array("and so on " * 30_000)
+    return few, many
+
+
+@given(texts=st.lists(st.text(max_size=20), max_size=5))
+def test_short_texts_have_the_same_ids_after_many(few_and_many, texts):
+    few, many = few_and_many
     assert [few.encode(text) for text in texts] == [many.encode(text) for text in texts]
 
 
