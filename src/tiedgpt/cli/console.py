@@ -14,11 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing rich takes 40 ms, and much is generated without a word on stderr
+    from rich.console import Console
     from rich.progress import ProgressColumn
 
 LABEL_WIDTH = 10
@@ -30,17 +27,18 @@ PATIENCE_SECONDS = 2.0
 GOOD, BAD = "bold green", "bold red"
 
 
-class PatientConsole(Console):
-    """A console whose reader may go away: the work goes on without being shown."""
-
-    def on_broken_pipe(self) -> None:
-        """Say no more."""
-        self.quiet = True
-        sys.stderr = sys.stdout = open(os.devnull, "w")
-
-
-def console(*, stderr: bool = False, silent: bool = False) -> PatientConsole:
+def console(*, stderr: bool = False, silent: bool = False) -> Console:
     """Return a console that shows texts as they are, without markup."""
+    from rich.console import Console
+
+    class PatientConsole(Console):
+        """A console whose reader may go away: the work goes on without being shown."""
+
+        def on_broken_pipe(self) -> None:
+            """Say no more."""
+            self.quiet = True
+            sys.stderr = sys.stdout = open(os.devnull, "w")
+
     return PatientConsole(
         stderr=stderr, quiet=silent, highlight=False, markup=False, emoji=False, soft_wrap=True
     )
@@ -50,6 +48,8 @@ def say(
     label: str, text: str, *, style: str = "bold", body: str = "", to: Console | None = None
 ) -> None:
     """Show a labelled text on stderr, or `to`; its lines hang below the first, words are whole."""
+    from rich.text import Text
+
     to = to or console(stderr=True)
     label = f"{label} " if label else ""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -102,6 +102,9 @@ def table(
     A column `>name` is aligned to the right. In a terminal the names in the first column are
     shortened in the middle until the rows fit. `bold` are numbers of rows.
     """
+    from rich.cells import cell_len
+    from rich.text import Text
+
     from tiedgpt.plots.table import aligned  # numpy would make every --help slower
 
     to, cells = console(), [[column.lstrip(">") for column in columns], *map(list, rows)]
@@ -146,6 +149,8 @@ def bar(
 
 def shorten_name(name: str, width: int) -> str:
     """Return the name in at most `width` columns, with `...` in place of its middle."""
+    from rich.cells import cell_len
+
     if cell_len(name) <= width:
         return name
     tail = (width - 3) * 2 // 3  # the end of a name tells more

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -147,7 +147,7 @@ def _unknown(file: Path, head: bytes) -> UserError | CorruptInputError:
 
 def local_directory(
     source: str | os.PathLike[str],
-    patterns: Sequence[str] | None = None,
+    patterns: Iterable[str] | None = None,
     *,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -171,7 +171,7 @@ def local_directory(
     return _fetch(name, patterns, revision=revision, cache_dir=cache_dir)
 
 
-def _fetch(name: str, patterns: Sequence[str] | None, **options: Any) -> Path:
+def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
     """Return the directory of the cache into which a repository's files were fetched."""
     if not HUB_NAME.fullmatch(name) or name.startswith((".", "-")) or len(name) > 96:
         raise UserError(f"{name} does not exist", hint="check the name")

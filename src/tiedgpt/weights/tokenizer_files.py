@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,23 @@ def open_tokenizer(source: str | Path) -> Tokenizer:
     Raises `UserError` where there is none or it is of a kind that is not supported,
     `CorruptInputError` where a file of it is damaged.
     """
-    names = [format.tokenizer.hub_name for format in formats() if format.tokenizer]
-    names = [name for name in names if name]
-    path = local_directory(source, [*FILE_NAMES, *names])
+    path = local_directory(source, chain(FILE_NAMES, _hub_names()))
     tokenizer = _in_directory(path) if path.is_dir() else _in_file(path)
     if tokenizer is None:
         raise UserError(
             f"{path} holds no tokenizer{'' if path.is_dir() else ', nor does its directory'}",
-            hint=f"expected {EXPECTED}, or {' or '.join(names)} (nanoGPT keeps its own in "
+            hint=f"expected {EXPECTED}, or {' or '.join(_hub_names())} (nanoGPT keeps its own in "
             "data/NAME: copy it there); a model of GPT-2's vocabulary takes "
             "Tokenizer.from_pretrained('gpt2')",
         )
     return tokenizer
+
+
+def _hub_names() -> Iterator[str]:
+    """Yield the names that formats' tokenizers have on the hub; this imports every format."""
+    for format in formats():
+        if format.tokenizer is not None and format.tokenizer.hub_name:
+            yield format.tokenizer.hub_name
 
 
 def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
